@@ -1,0 +1,43 @@
+# Everything from a fresh clone, with Python >= 3.11, pip and make alone: `make demo`, `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# A stamp and not the folder itself: it is there only when the install was finished, and old when a requirement changed.
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types layers check clean
+
+help:  ## Say what can be made.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+demo: $(STAMP)  ## Train a small GPT with ZeRO stage 2 on two ranks, let it write, and compare the stages' memory.
+	rm -rf runs/demo
+	$(BIN)/zeroshard train --config configs/demo.toml
+	$(BIN)/zeroshard generate runs/demo
+	$(BIN)/python examples/stages_memory.py
+
+test: $(STAMP)  ## Run the tests.
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## Check style and format.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## Check types.
+	$(BIN)/ty check --python $(VENV)
+
+layers: $(STAMP)  ## Check that imports only point down.
+	$(BIN)/lint-imports
+
+check: lint types layers test  ## All of the checks.
+
+clean:  ## Remove the virtual environment and what tools leave; runs/ and data/ stay.
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("zeroshard needs Python 3.11 or later: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@

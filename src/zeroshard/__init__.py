@@ -1,0 +1,44 @@
+"""zeroshard: memory-efficient data-parallel training of language models in PyTorch.
+
+The public names are loaded on first use, so that ``zeroshard --help`` need not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from zeroshard.comm import Communicator
+    from zeroshard.zero import STAGES, FlatLayout, MixedPrecision, ShardingStrategy, Zero
+
+_HOME = {
+    "Communicator": "zeroshard.comm",
+    "FlatLayout": "zeroshard.zero",
+    "MixedPrecision": "zeroshard.zero",
+    "STAGES": "zeroshard.zero",
+    "ShardingStrategy": "zeroshard.zero",
+    "Zero": "zeroshard.zero",
+}
+
+__all__ = [
+    "STAGES",
+    "Communicator",
+    "FlatLayout",
+    "MixedPrecision",
+    "ShardingStrategy",
+    "Zero",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

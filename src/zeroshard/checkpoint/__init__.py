@@ -1,0 +1,6 @@
+"""Checkpoints: sharded, atomic, checksummed, readable at any stage and world size (see `api`)."""
+
+from zeroshard.checkpoint.api import Shardable, latest, load, open_manifest, save
+from zeroshard.checkpoint.store import CheckpointReader
+
+__all__ = ["CheckpointReader", "Shardable", "latest", "load", "open_manifest", "save"]

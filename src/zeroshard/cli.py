@@ -1,0 +1,218 @@
+"""The `zeroshard` command: read the words, check them, and only then import what the verb needs.
+
+Everything that can be refused without torch is refused here, in the process that the user started, so a
+mistake costs a tenth of a second. Torch and the layers below are imported inside the verbs.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import BaseModel
+
+import zeroshard
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.flags import flags_of, read_flags, take_option
+from zeroshard.train.config import SHORTHANDS, GenerateConfig, PrepareConfig, TrainConfig, merge, read_toml
+from zeroshard.train.validate import nearest, validate
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A word after `zeroshard`, the class of its settings, and what it does with them."""
+
+    summary: str
+    run: Callable[[Any, Sequence[str]], int]
+    config: type[BaseModel] | None = None
+    positionals: tuple[str, ...] = ()
+    reads_file: bool = False  # takes --config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status; see `zeroshard.errors.ExitStatus`.
+
+    Args:
+        argv: the words after ``zeroshard``; the process's own where None.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with _sigterm_exits():
+            return _dispatch(argv)
+    except UserError as error:
+        _say(str(error))
+        return ExitStatus.USAGE
+    except KeyboardInterrupt:
+        return ExitStatus.INTERRUPTED
+
+
+def _dispatch(argv: list[str]) -> int:
+    word = argv[0] if argv else "--help"
+    if word in ("--help", "-h"):
+        print(_overview())
+        return ExitStatus.OK
+    if word == "--version":
+        print(f"zeroshard {zeroshard.__version__}")
+        return ExitStatus.OK
+    verb = VERBS.get(word)
+    if verb is None:
+        choices = ", ".join(VERBS)
+        raise UserError(word, "there is no such command", nearest(word, VERBS, f"choose one of {choices}"))
+    words = argv[1:]
+    if verb.config is None:
+        if words and words[0] not in ("--help", "-h"):
+            raise UserError(words[0], f"`zeroshard {word}` takes no words", "leave it out")
+        if words:
+            print(f"usage: zeroshard {word}\n\n{verb.summary}")
+            return ExitStatus.OK
+        return verb.run(None, argv)
+    path, words = take_option(words, "--config") if verb.reads_file else ("", words)
+    raw = _read_file(path, verb.config) if path else {}
+    if "--help" in words or "-h" in words:
+        _help(word, verb, raw)
+        return ExitStatus.OK
+    given = read_flags(words, flags_of(verb.config, SHORTHANDS, verb.positionals), verb.positionals)
+    return verb.run(validate(verb.config, merge(raw, given)), argv)
+
+
+def _read_file(path: str, kind: type[BaseModel]) -> dict[str, Any]:
+    """Raw values for `kind`; a training run's file serves other commands too, which take their part."""
+    raw = read_toml(path)
+    if kind is not TrainConfig:
+        validate(TrainConfig, raw)
+        raw = {key: value for key, value in raw.items() if key in kind.model_fields}
+    return raw
+
+
+def _train(config: TrainConfig, argv: Sequence[str]) -> int:
+    from zeroshard.comm import launch
+
+    world = launch.world_from_env()
+    if world is None and config.nproc > 1:
+        ending = launch.launch_workers(argv, config.nproc, config.port)
+        if ending.line:
+            _say(ending.line)
+        return ending.status
+    if world is not None and config.nproc not in (0, world.world_size):
+        raise UserError(
+            "nproc",
+            f"{config.nproc} ranks in a world of {world.world_size}",
+            "leave --nproc out under a launcher",
+        )
+    with launch.ended_with_launcher():
+        from zeroshard.train.loop import run_training
+
+        return run_training(config)
+
+
+def _prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
+    from zeroshard.data.prepare import DataSpec, data_dir, prepare
+
+    data = config.data
+    spec = DataSpec(data.source, data.path, data.tokenizer, data.val_fraction, max_tokens=data.max_tokens)
+    folder = prepare(spec, Path(data.dir) if data.dir else data_dir(spec))
+    print(f"tokens in {folder}")
+    return ExitStatus.OK
+
+
+def _generate(config: GenerateConfig, argv: Sequence[str]) -> int:
+    from zeroshard.train.generate import run_generate
+
+    return run_generate(config)
+
+
+def _doctor(config: None, argv: Sequence[str]) -> int:
+    from zeroshard.doctor import report
+
+    print(report())
+    return ExitStatus.OK
+
+
+VERBS: dict[str, Verb] = {
+    "train": Verb("Train a language model, on one rank or many.", _train, TrainConfig, reads_file=True),
+    "prepare": Verb("Cut text into tokens once, for later runs.", _prepare, PrepareConfig, reads_file=True),
+    "generate": Verb("Write text with the model of a run.", _generate, GenerateConfig, ("run",)),
+    "doctor": Verb("Say what is installed, what is found, and what would be used; for bug reports.", _doctor),
+}
+
+
+def _overview() -> str:
+    lines = [
+        "usage: zeroshard COMMAND [FLAGS]",
+        "",
+        *(f"  {name:<10}{verb.summary}" for name, verb in VERBS.items()),
+        "",
+        "  --version  Print the version.",
+        "",
+        "`zeroshard COMMAND --help` names each setting, its unit and its default.",
+    ]
+    return "\n".join(lines)
+
+
+def _help(name: str, verb: Verb, raw: dict[str, Any]) -> None:
+    import tyro
+
+    assert verb.config is not None
+    text = verb.summary
+    if verb.reads_file:
+        text += " Settings: defaults < --config FILE.toml < flags."
+    for table, key in SHORTHANDS.items():
+        if table in verb.config.model_fields:
+            text += f" --{table} NAME stands for --{table}.{key} NAME."
+    markers = (tyro.conf.PositionalRequiredArgs,)
+    # what has no default has no instance to show defaults from
+    default = tyro.MISSING_NONPROP if verb.positionals else validate(verb.config, raw)
+    prog = f"zeroshard {name}"
+    with _returns_from_help():
+        tyro.cli(verb.config, prog=prog, description=text, args=["--help"], default=default, config=markers)
+
+
+@contextmanager
+def _returns_from_help() -> Generator[None]:
+    """tyro exits after its help; a verb returns."""
+    try:
+        yield
+    except SystemExit as stop:
+        if stop.code:
+            raise
+
+
+def _say(line: str) -> None:
+    """One line on stderr, from one rank: the launcher prints for its workers, else rank 0 does."""
+    from zeroshard.comm import launch
+
+    line = " ".join(line.split())
+    if launch.tell_launcher(line):
+        return
+    try:
+        world = launch.world_from_env()
+    except UserError:
+        world = None
+    if world is None or world.rank == 0:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(1.0)  # a launcher ends the others when one exits: let rank 0 speak first
+
+
+@contextmanager
+def _sigterm_exits() -> Generator[None]:
+    """SIGTERM unwinds the stack like Ctrl-C does, and ends in its own exit status."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(signum: int, frame: object) -> NoReturn:
+        raise SystemExit(ExitStatus.TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,107 @@
+"""The seam between the engine and the network: five collectives and a handle to wait on.
+
+Everything that moves bytes between ranks implements `Communicator`; behaviour (observing, throttling) is stacked
+as wrappers around one, and the engine never knows which it talks to. The rules that every implementation keeps,
+and that `tests/comm/test_contract.py` checks:
+
+* Output first, as in torch. All ranks issue the same operations in the same order; several may be in flight.
+* An operation may run behind the caller. Its tensors belong to it until `Work.wait()` has returned; wait on CUDA
+  orders the current stream after the operation and does not block the host.
+* `reduce_scatter` may use its input as scratch, and its output may be this rank's slice of the input;
+  `all_gather`'s input may be this rank's slice of the output. So flat buffers are reduced and gathered in place.
+* The result of a reduction has the same bits on every rank, and from run to run.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+import torch
+from torch import Tensor
+
+ReduceOp = Literal["sum", "max", "min", "product"]
+
+
+class Work(Protocol):
+    """An operation that may still be running."""
+
+    def wait(self) -> None:
+        """Order the caller (on CUDA: its current stream) after the operation; raise what went wrong in it."""
+        ...
+
+
+class Done:
+    """The handle of an operation that had finished when it was returned."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+DONE = Done()
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """Collectives among ``world_size`` ranks; see the module's docstring for the rules."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks take part."""
+        ...
+
+    @property
+    def uniform_order(self) -> bool:
+        """Whether `all_reduce` adds in the same order as `reduce_scatter`, so that both give the same bits."""
+        ...
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where small control messages should live: the CPU wherever CPU tensors can be sent."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce ``tensor`` (any shape, contiguous) over all ranks, in place."""
+        ...
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
+        """``output [n]`` becomes this rank's slice of the reduction of ``input [world_size * n]``."""
+        ...
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        """``output [world_size * n]`` becomes every rank's ``input [n]``, in the order of ranks."""
+        ...
+
+    def broadcast(self, tensor: Tensor, src: int) -> Work:
+        """``tensor`` becomes rank ``src``'s, in place."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        ...
+
+
+def check_op(op: str) -> None:
+    """Raise ValueError for a reduction that is not one of `ReduceOp`."""
+    if op not in get_args(ReduceOp):
+        raise ValueError(f"op: {op!r} is not a reduction; choose one of {', '.join(get_args(ReduceOp))}")
+
+
+def check_shards(whole: Tensor, shard: Tensor, world_size: int) -> None:
+    """Raise ValueError unless ``whole`` holds ``world_size`` tensors like ``shard``."""
+    if whole.dtype != shard.dtype:
+        raise ValueError(f"dtype: {whole.dtype} and {shard.dtype} differ; a collective takes tensors of one dtype")
+    if whole.numel() != world_size * shard.numel():
+        raise ValueError(
+            f"numel: {whole.numel()} elements are not {world_size} shards of {shard.numel()}; pad the tensor"
+        )
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise ValueError for a rank outside the world."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"src: rank {rank} is outside a world of {world_size}; ranks count from 0")

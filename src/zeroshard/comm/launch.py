@@ -1,0 +1,283 @@
+"""Where this process stands among the ranks, how it joins and leaves them, how ranks are started.
+
+The only reader of the environment in the package. Worlds are recognised as torchrun and torch's elastic agent
+announce them (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), else as srun does (SLURM_PROCID,
+SLURM_LOCALID, SLURM_NTASKS). `launch_workers` drives torch's elastic agent from Python, because torchrun
+turns every failure into exit status 1, and the root cause's own status is what a script needs to know.
+
+[Note: nothing is left behind] A rank can sit in a collective, in C++, where Python runs no signal handler. So
+there are three nets: the agent signals every rank and kills the deaf ones after `SHUTDOWN_GRACE_S`; after
+Ctrl-C a watching thread ends its own process within `INTERRUPT_GRACE_S`; and the kernel kills a rank whose
+launcher has died.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from zeroshard.errors import ExitStatus, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+INTERRUPT_GRACE_S = 3.0  # from Ctrl-C to the end of a rank, wherever it is
+SHUTDOWN_GRACE_S = 30  # from SIGTERM to SIGKILL: long enough to save a checkpoint
+COLLECTIVE_TIMEOUT_S = 600.0
+_LOOPBACK = "127.0.0.1"
+_LAUNCHER = "ZEROSHARD_LAUNCHER_PID"  # set for the workers of `launch_workers`
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One process among `world_size`; ``world_size == 1`` needs no address."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    master_addr: str = ""
+    master_port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a group of workers ended: the status to pass on, and the line to print (may be empty)."""
+
+    status: int
+    line: str = ""
+
+
+def world_from_env(env: Mapping[str, str] | None = None) -> World | None:
+    """The world that a launcher has put this process in; None where nobody did.
+
+    Args:
+        env: variables to read; the process's own where None.
+
+    Raises:
+        UserError: a variable that is half there, is no number, or contradicts another.
+    """
+    env = os.environ if env is None else env
+    if "RANK" in env or "WORLD_SIZE" in env:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        addr, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "0")
+    elif env.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in env:
+        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+        addr = env.get("MASTER_ADDR") or _first_host(env.get("SLURM_JOB_NODELIST", ""))
+        # every rank must choose alike, and two jobs on one machine differently
+        port = env.get("MASTER_PORT") or str(20_000 + _number(env, "SLURM_JOB_ID", "0") % 40_000)
+    else:
+        return None
+    rank, world_size = _number(env, names[0]), _number(env, names[2])
+    # where nobody says otherwise, one machine holds all ranks
+    local_rank = _number(env, names[1], str(rank))
+    if not 0 <= rank < world_size:
+        raise UserError(names[0], f"{rank} is outside a world of {world_size}", f"set it below {names[2]}")
+    if world_size > 1 and not addr:
+        raise UserError("MASTER_ADDR", "is not set", "start with `zeroshard train --nproc N`, torchrun or srun")
+    return World(rank, local_rank, world_size, addr, _number({"MASTER_PORT": port}, "MASTER_PORT"))
+
+
+def init_process_group(world: World, device: torch.device, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+    """Join the ranks of `world` as torch.distributed's default group, also where there is but one.
+
+    Args:
+        world: whose rank this is; its address where it has more than one.
+        device: where the model lives. CUDA: NCCL for its tensors and gloo for the CPU's; else gloo.
+        timeout_s: after which a collective that a peer never joined fails.
+    """
+    import torch.distributed as dist
+
+    on_cuda = device.type == "cuda"
+    timeout = timedelta(seconds=timeout_s)
+    if world.world_size == 1:
+        store: dist.Store = dist.HashStore()
+    else:
+        # under an elastic agent the store at this address is the agent's, and rank 0 must not open another
+        agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.TCPStore(
+            world.master_addr,
+            world.master_port,
+            world_size=world.world_size,
+            is_master=world.rank == 0 and not agent_has_it,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+        store = dist.PrefixStore(f"zeroshard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timeout,
+        device_id=device if on_cuda else None,
+    )
+
+
+def shutdown() -> None:
+    """Leave the default group, if there is one.
+
+    gloo's worker threads abort the process at exit if anything still holds their work: collecting before and
+    after is what keeps the exit clean.
+    """
+    import torch.distributed as dist
+
+    gc.collect()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+
+
+def launch_workers(argv: Sequence[str], nproc: int, port: int = 0) -> Ending:
+    """Run ``python -m zeroshard ARGV`` as `nproc` ranks on this machine and wait for them all.
+
+    A signal to this process ends them. Call it from the main thread.
+
+    Args:
+        argv: the words after ``zeroshard``.
+        nproc: ranks to start, 1 or more.
+        port: where they meet on the loopback interface; 0: any free one.
+
+    Raises:
+        UserError: the port is in use.
+    """
+    require_free_port(port)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its banner says less than our line
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ[_LAUNCHER] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus() // nproc)))
+    with tempfile.TemporaryDirectory(prefix="zeroshard-") as log_dir:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=f"zeroshard-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{_LOOPBACK}:{port}",
+            rdzv_configs={"is_host": True},
+            local_addr=_LOOPBACK,
+            max_restarts=0,
+            monitor_interval=0.1,
+            shutdown_timeout=SHUTDOWN_GRACE_S,
+            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "zeroshard", *argv)
+        except ChildFailedError as error:
+            return _root_cause({rank: (f.exitcode, f.message) for rank, f in error.failures.items()})
+        except SignalException as stop:
+            return Ending(128 + stop.sigval)
+    return Ending(ExitStatus.OK)
+
+
+def num_cpus() -> int:
+    """Logical CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def require_free_port(port: int) -> None:
+    """Raise UserError if something listens on `port` of the loopback interface; 0 is always free."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one just closed is free
+        try:
+            probe.bind((_LOOPBACK, port))
+        except OSError as error:
+            raise UserError(
+                "port", f"{port} cannot be used ({error.strerror})", "choose another, or 0 for any free one"
+            ) from None
+
+
+@contextmanager
+def ended_with_launcher() -> Generator[None]:
+    """Inside, this rank dies with its launcher, and soon after Ctrl-C: [Note: nothing is left behind]."""
+    launcher = os.environ.get(_LAUNCHER)
+    if launcher and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != int(launcher):  # it died before the line above
+            os._exit(ExitStatus.PEER_LOST)
+    if threading.current_thread() is not threading.main_thread():  # only there can a signal be waited for
+        yield
+        return
+    # Python's handler needs the main thread; the C handler writes to this descriptor whatever that thread does
+    heard, told = socket.socketpair()
+    told.setblocking(False)
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=_end_after_interrupt, args=(heard,), name="end-after-interrupt", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        told.close()
+
+
+def tell_launcher(line: str) -> bool:
+    """Leave `line` for `launch_workers` to print once; False where it did not start this process."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if _LAUNCHER not in os.environ or not path:
+        return False
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": line, "timestamp": int(time.time())}, file)
+    return True
+
+
+def _root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
+    """The ending of a group from rank -> (exit code, negative for a signal; message).
+
+    A rank that was killed comes first: its peers fail after it, and because of it. A user error comes next.
+    """
+    for rank, (code, _) in sorted(failures.items()):
+        if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT):
+            name = signal.Signals(-code).name
+            todo = (
+                "look for a lack of memory on this machine"
+                if name == "SIGKILL"
+                else "report it with `zeroshard doctor`"
+            )
+            return Ending(ExitStatus.PEER_LOST, f"rank {rank}: was ended by {name}; {todo}")
+    for _, (code, message) in sorted(failures.items()):
+        if code == ExitStatus.USAGE:
+            return Ending(code, message)
+    # ranks that only failed because others did end in 1, the smallest
+    code = max(code for code, _ in failures.values())
+    return Ending(code if code > 0 else 128 - code)
+
+
+def _end_after_interrupt(heard: socket.socket) -> None:
+    with heard:
+        while signum := heard.recv(1):
+            if signum[0] == signal.SIGINT:
+                time.sleep(INTERRUPT_GRACE_S)
+                os._exit(ExitStatus.INTERRUPTED)
+
+
+def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
+    text = env.get(name, default)
+    if not re.fullmatch(r"\d+", text):
+        what = f"{text!r} is not a number" if name in env else "is not set"
+        raise UserError(name, what, "start with `zeroshard train --nproc N`, torchrun or srun")
+    return int(text)
+
+
+def _first_host(nodelist: str) -> str:
+    """The first host of SLURM's ``node[03-04,07],other`` notation: ``node03``."""
+    match = re.match(r"([^,\[]*)(?:\[(\d+))?", nodelist)
+    return "" if match is None else match[1] + (match[2] or "")

@@ -1,0 +1,65 @@
+"""A world of any size in one process, with no peers and no traffic: dry runs.
+
+It stands for a world in which every rank holds the same tensors as this one: a sum multiplies by the world size, a
+gather repeats this rank's shard. So means stay means, numbers stay finite, every buffer is really allocated and
+written, and one process can measure what a rank of a thousand would hold.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.base import DONE, ReduceOp, Work, check_op, check_rank, check_shards
+
+
+class NullCommunicator:
+    """Rank ``rank`` of ``world_size``, alone.
+
+    Raises:
+        ValueError: ``world_size`` below 1, or ``rank`` outside it.
+    """
+
+    uniform_order = True
+    control_device = torch.device("cpu")
+
+    def __init__(self, world_size: int, rank: int = 0) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size: {world_size} ranks; give at least 1")
+        check_rank(rank, world_size)
+        self.world_size = world_size
+        self.rank = rank
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce ``world_size`` copies of ``tensor``."""
+        check_op(op)
+        if op == "sum":
+            tensor.mul_(self.world_size)
+        elif op == "product":
+            tensor.pow_(self.world_size)
+        return DONE
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce ``world_size`` copies of this rank's slice of ``input``."""
+        check_shards(input, output, self.world_size)
+        own = input.reshape(self.world_size, -1)[self.rank]
+        if output.data_ptr() != own.data_ptr():
+            output.view(-1).copy_(own)
+        return self.all_reduce(output, op)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        """Repeat ``input`` once for each rank."""
+        check_shards(output, input, self.world_size)
+        shard = input.reshape(-1)
+        for row in output.view(self.world_size, -1):
+            if row.data_ptr() != shard.data_ptr():
+                row.copy_(shard)
+        return DONE
+
+    def broadcast(self, tensor: Tensor, src: int) -> Work:
+        """Leave ``tensor`` as it is."""
+        check_rank(src, self.world_size)
+        return DONE
+
+    def barrier(self) -> None:
+        """Return at once."""

@@ -1,0 +1,157 @@
+"""N ranks as N threads of one process: the whole engine in a debugger, a notebook or a unit test.
+
+A collective is a meeting. Each rank puts its tensor on the table, all wait for the last (a barrier), each reads what
+it needs, all wait again, and only then may anybody touch its tensor. Sums run in the order of ranks,
+``((x0 + x1) + x2) + ...``, so `all_reduce` and `reduce_scatter` give the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.base import DONE, ReduceOp, Work, check_op, check_rank, check_shards
+
+T = TypeVar("T")
+
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "sum": lambda total, x: total.add_(x),
+    "max": lambda total, x: torch.maximum(total, x, out=total),
+    "min": lambda total, x: torch.minimum(total, x, out=total),
+    "product": lambda total, x: total.mul_(x),
+}
+
+
+class PeerError(RuntimeError):
+    """Another rank failed, so that this one cannot go on."""
+
+
+class _Table:
+    """Where the ranks of one world meet."""
+
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        self.tensors: list[Tensor | None] = [None] * world_size
+        self.calls: list[tuple[object, ...]] = [()] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=timeout_s)
+
+    def meet(self) -> None:
+        try:
+            self.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise PeerError("a peer rank failed or did not come to the collective in time") from None
+
+
+class ThreadCommunicator:
+    """One rank of a world of threads; made by `run_threads`."""
+
+    uniform_order = True
+    control_device = torch.device("cpu")
+
+    def __init__(self, rank: int, world_size: int, table: _Table) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._table = table
+
+    def _exchange(self, tensor: Tensor, *call: object) -> list[Tensor]:
+        """Every rank's tensor; raise on every rank if they did not all make the same call."""
+        table = self._table
+        table.tensors[self.rank], table.calls[self.rank] = tensor, call
+        table.meet()
+        for rank, other in enumerate(table.calls):
+            if other != call:
+                raise RuntimeError(f"ranks diverged: rank {self.rank} called {call}, rank {rank} called {other}")
+        return [x for x in table.tensors if x is not None]
+
+    def _leave(self) -> None:
+        self._table.meet()
+        self._table.tensors[self.rank] = None
+
+    def _reduce(self, pieces: list[Tensor], op: ReduceOp) -> Tensor:
+        total = pieces[0].clone()
+        for piece in pieces[1:]:
+            _COMBINE[op](total, piece)
+        return total
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce in place; done on return."""
+        check_op(op)
+        pieces = self._exchange(tensor, "all_reduce", op, tensor.numel(), tensor.dtype)
+        total = self._reduce(pieces, op)
+        self._leave()
+        tensor.copy_(total)
+        return DONE
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce and keep this rank's slice; done on return."""
+        check_op(op)
+        check_shards(input, output, self.world_size)
+        pieces = self._exchange(input, "reduce_scatter", op, input.numel(), input.dtype)
+        n = output.numel()
+        total = self._reduce([x.reshape(-1)[self.rank * n : (self.rank + 1) * n] for x in pieces], op)
+        self._leave()
+        output.view(-1).copy_(total)
+        return DONE
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        """Gather every rank's shard; done on return."""
+        check_shards(output, input, self.world_size)
+        pieces = self._exchange(input, "all_gather", input.numel(), input.dtype)
+        for row, piece in zip(output.view(self.world_size, -1), pieces, strict=True):
+            if row.data_ptr() != piece.data_ptr():
+                row.copy_(piece.reshape(-1))
+        self._leave()
+        return DONE
+
+    def broadcast(self, tensor: Tensor, src: int) -> Work:
+        """Take rank ``src``'s tensor; done on return."""
+        check_rank(src, self.world_size)
+        pieces = self._exchange(tensor, "broadcast", src, tensor.numel(), tensor.dtype)
+        if self.rank != src:
+            tensor.copy_(pieces[src].view_as(tensor))
+        self._leave()
+        return DONE
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self._table.meet()
+
+
+def run_threads(fn: Callable[[ThreadCommunicator], T], world_size: int, *, timeout_s: float = 120.0) -> list[T]:
+    """Run ``fn(comm)`` on ``world_size`` thread ranks and return their results by rank.
+
+    Args:
+        fn: what each rank does. Ranks share the process: its random generators and default dtypes too.
+        world_size: at least 1.
+        timeout_s: how long a rank waits in a collective for its peers.
+
+    Raises:
+        ValueError: ``world_size`` below 1.
+        BaseException: what the first rank that failed raised; the others are stopped at their next collective.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size: {world_size} ranks; give at least 1")
+    table = _Table(world_size, timeout_s)
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException | None] = [None] * world_size
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = fn(ThreadCommunicator(rank, world_size, table))
+        except BaseException as error:  # noqa: BLE001 -- handed to the caller below, whatever it is
+            errors[rank] = error
+            table.barrier.abort()
+
+    threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank{r}") for r in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failed = [error for error in errors if error is not None]
+    causes = [error for error in failed if not isinstance(error, PeerError)]
+    if failed:
+        raise (causes or failed)[0]
+    return results

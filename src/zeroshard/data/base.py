@@ -1,0 +1,177 @@
+"""Batches as a pure function of (step, micro_step): nothing to save, nothing to replay, the same at any world size.
+
+The global batch of a step has ``G = micro_batch_size * grad_accum_steps * world_size`` rows, and its row ``j`` is
+position ``step * G + j`` of the shuffled stream (`zeroshard.data.order`). Rank ``r`` takes, for micro-batch ``m``,
+
+    positions  step * G + (m * world_size + r) * micro_batch_size + [0, micro_batch_size)
+
+so worlds of different sizes that agree on ``G`` train on the same rows at the same step.
+
+Shapes: B = micro_batch_size, T = seq_len. Row ``i`` of a corpus is tokens ``[i * T, i * T + T + 1)``: T inputs, and the
+same shifted by one as targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zeroshard.data import order
+from zeroshard.errors import UserError
+
+
+class Batches(Protocol):
+    """Training batches: to resume is to call with a later step."""
+
+    def __call__(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        """``(tokens_BT, targets_BT)``, int64, on the CPU; the same for the same arguments, always."""
+        ...
+
+
+class Tokens(Protocol):
+    """A stream of token ids with random access: what batches need to know of a corpus."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the stream."""
+        ...
+
+    def gather(self, starts: NDArray[np.int64], length: int) -> NDArray[np.unsignedinteger]:
+        """``[len(starts), length]``: the ``length`` tokens from each start."""
+        ...
+
+
+class TokenBatches:
+    """Shuffled training batches of one rank; implements `Batches`.
+
+    Raises:
+        ValueError: a size below 1, a rank outside its world, or fewer than ``seq_len + 1`` tokens.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        seq_len: int,
+        micro_batch_size: int,
+        grad_accum_steps: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+    ) -> None:
+        _check_sizes(
+            rank,
+            world_size,
+            seq_len=seq_len,
+            micro_batch_size=micro_batch_size,
+            grad_accum_steps=grad_accum_steps,
+        )
+        self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
+        self.micro_batch_size, self.grad_accum_steps = micro_batch_size, grad_accum_steps
+        self.rank, self.world_size = rank, world_size
+        self.num_rows = num_rows(tokens, seq_len)
+        if self.num_rows < 1:
+            raise ValueError(f"{tokens.num_tokens} tokens hold no row of seq_len {seq_len}: {seq_len + 1} are needed")
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows that all ranks together read per step."""
+        return self.micro_batch_size * self.grad_accum_steps * self.world_size
+
+    def __call__(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        """``(tokens_BT, targets_BT)``, int64, on the CPU. A ValueError where ``micro_step`` is out of range."""
+        if not 0 <= micro_step < self.grad_accum_steps:
+            raise ValueError(f"micro_step must be in [0, {self.grad_accum_steps}), got {micro_step}")
+        block = micro_step * self.world_size + self.rank
+        first = step * self.global_batch_size + block * self.micro_batch_size
+        positions = np.arange(first, first + self.micro_batch_size)
+        return _read_rows(self.tokens, order.rows(self.seed, positions, self.num_rows), self.seq_len)
+
+
+class EvalBatches:
+    """Evaluation batches of one rank: in corpus order, never shuffled, the same global set at any world size.
+
+    The global set is the first ``num_batches`` batches of ``micro_batch_size`` consecutive rows, or as many whole
+    ones as the corpus holds (one smaller batch if it holds less than one). Rank ``r`` reads batches ``r``,
+    ``r + world_size``, and so on.
+
+    Every rank yields the same number of batches, because at stage 3 each forward is a collective: where the world
+    does not divide the set, the ranks that ran out repeat the last batch with weight 0. The mean loss of the set is
+
+        sum over ranks and batches of weight * loss  /  num_batches
+
+    Iterating yields ``(tokens_BT, targets_BT, weight)`` with ``weight`` 1 or 0; it may be iterated again and again.
+
+    Raises:
+        ValueError: a size below 1, a rank outside its world, or fewer than ``seq_len + 1`` tokens.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        seq_len: int,
+        micro_batch_size: int,
+        num_batches: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        _check_sizes(rank, world_size, seq_len=seq_len, micro_batch_size=micro_batch_size, num_batches=num_batches)
+        available = num_rows(tokens, seq_len)
+        if available < 1:
+            raise ValueError(f"{tokens.num_tokens} tokens hold no row of seq_len {seq_len}: {seq_len + 1} are needed")
+        self.tokens, self.seq_len = tokens, seq_len
+        self.micro_batch_size = min(micro_batch_size, available)
+        self.num_batches = min(num_batches, available // self.micro_batch_size)
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        """Batches that each rank yields, those of weight 0 included."""
+        return -(-self.num_batches // self.world_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        for turn in range(len(self)):
+            batch = turn * self.world_size + self.rank
+            weight = int(batch < self.num_batches)
+            first = min(batch, self.num_batches - 1) * self.micro_batch_size
+            rows = np.arange(first, first + self.micro_batch_size)
+            yield *_read_rows(self.tokens, rows, self.seq_len), weight
+
+
+def num_rows(tokens: Tokens, seq_len: int) -> int:
+    """Whole rows of ``seq_len`` tokens and their targets in a corpus: the last target needs one token more."""
+    return max(0, tokens.num_tokens - 1) // seq_len
+
+
+def require_enough(tokens: Tokens, seq_len: int, rows: int, *, split: str = "train") -> None:
+    """See that a corpus feeds one batch of ``rows`` rows.
+
+    Raises:
+        UserError: it does not; the line gives both counts and the ways out.
+    """
+    available = num_rows(tokens, seq_len)
+    if available < rows:
+        raise UserError(
+            "data",
+            f"the {split} split has {tokens.num_tokens:,} tokens, which make {available:,} rows of seq_len {seq_len}, "
+            f"but one batch needs {rows:,} rows ({rows * seq_len + 1:,} tokens)",
+            "use more text, or lower seq_len, micro_batch_size, grad_accum_steps or the number of ranks"
+            if split == "train"
+            else "use more text or a larger data.val_fraction, or lower seq_len",
+        )
+
+
+def _read_rows(tokens: Tokens, rows: NDArray[np.int64], seq_len: int) -> tuple[Tensor, Tensor]:
+    window = tokens.gather(rows * seq_len, seq_len + 1)  # [B, T + 1]
+    return torch.from_numpy(window[:, :-1].astype(np.int64)), torch.from_numpy(window[:, 1:].astype(np.int64))
+
+
+def _check_sizes(rank: int, world_size: int, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in [0, world_size), got rank {rank} of {world_size}")

@@ -1,0 +1,137 @@
+"""Documents out of files, a chunk at a time: strict UTF-8, errors that name the file and the byte, bounded memory.
+
+A text file is one document; a ``.jsonl`` file is one document per line, under its key ``text``.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from zeroshard.errors import UserError
+
+CHUNK_BYTES = 1 << 20  # fixed, because a trained tokenizer sees no further than the end of its chunk
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, possibly larger than memory: calling ``chunks`` reads it from its beginning, once more each time.
+
+    Chunks are at most a few MiB and end at line ends where there are any. ``num_bytes`` counts UTF-8.
+    """
+
+    name: str
+    num_bytes: int
+    chunks: Callable[[], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What tells one corpus from another.
+
+    ``sha256`` is that of the file where there is one file, so that ``sha256sum`` answers the same; of several it is
+    the sha256 of their own sums in hexadecimal, in order, one a line.
+    """
+
+    num_bytes: int
+    num_documents: int
+    sha256: str
+
+
+def text_document(text: str, name: str) -> Document:
+    """A document that is in memory already."""
+    return Document(name, len(text.encode()), lambda: iter((text,)))
+
+
+def documents_of(files: Sequence[Path]) -> Iterator[Document]:
+    """The documents of files, in order.
+
+    Raises:
+        UserError: while they are read: not UTF-8, a NUL byte, a line that is not JSON or has no ``text``.
+    """
+    for path in files:
+        if path.suffix == ".jsonl":
+            yield from _json_lines(path)
+        else:
+            yield Document(str(path), path.stat().st_size, lambda path=path: read_chunks(path))
+
+
+def fingerprint_of(files: Sequence[Path]) -> Fingerprint:
+    """Read files and fingerprint their bytes; nothing is kept but one block. A UserError where one cannot be read."""
+    sums, num_bytes, num_documents = [], 0, 0
+    for path in files:
+        digest = hashlib.sha256()
+        is_lines = path.suffix == ".jsonl"
+        with _open(path) as file:
+            for block in file if is_lines else iter(lambda file=file: file.read(CHUNK_BYTES), b""):
+                digest.update(block)
+                num_bytes += len(block)
+                num_documents += is_lines and not block.isspace()
+        num_documents += not is_lines
+        sums.append(digest.hexdigest())
+    if len(sums) == 1:
+        return Fingerprint(num_bytes, num_documents, sums[0])
+    total = hashlib.sha256("".join(f"{each}\n" for each in sums).encode())
+    return Fingerprint(num_bytes, num_documents, total.hexdigest())
+
+
+def read_chunks(path: Path) -> Iterator[str]:
+    """A UTF-8 file as text, about `CHUNK_BYTES` at a time, cut at line ends where there are any.
+
+    Raises:
+        UserError: at the first byte that is not UTF-8, or is NUL; the line gives its offset.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset, carry = 0, ""
+    with path.open("rb") as file:
+        while True:
+            block = file.read(CHUNK_BYTES)
+            undecoded = len(decoder.getstate()[0])
+            if (nul := block.find(0)) >= 0:
+                raise _not_text(path, f"a NUL byte at offset {offset + nul:,}")
+            try:
+                text = carry + decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise _not_text(path, f"{error.reason} at offset {offset - undecoded + error.start:,}") from None
+            if not block:
+                break
+            offset += len(block)
+            cut = text.rfind("\n") + 1 or len(text)
+            carry = text[cut:]
+            if cut:
+                yield text[:cut]
+    if text:
+        yield text
+
+
+def _json_lines(path: Path) -> Iterator[Document]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.isspace():
+                continue
+            name = f"{path}:{number}"
+            try:
+                text = json.loads(line)["text"]
+                if not isinstance(text, str):
+                    raise TypeError(f"text is {type(text).__name__}, not a string")
+                document = text_document(text, name)
+            except (ValueError, KeyError, TypeError) as error:
+                what = "has no key 'text'" if isinstance(error, KeyError) else f"cannot be read ({error})"
+                raise UserError("data.path", f"line {name} {what}", 'write each line as {"text": "..."}') from None
+            yield document
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError("data.path", f"cannot read {path}: {error.strerror}", "check the file") from None
+
+
+def _not_text(path: Path, what: str) -> UserError:
+    return UserError("data.path", f"{path} is not UTF-8 text: {what}", "convert it to UTF-8 or leave it out")

@@ -1,0 +1,264 @@
+"""Prepare tokens once: read a source, split it, encode it, and let the folder appear whole or not at all.
+
+Of several processes that prepare the same folder at once, one wins, and the others use what it wrote (see `publish`).
+A folder that is there already is used if it was made by the same choices from the same content, by sha256; else the
+difference is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zeroshard.data.documents import Fingerprint
+from zeroshard.data.meta import META_NAME, SPLITS, DataMeta, SourceMeta, dtype_for, read_meta, write_meta
+from zeroshard.data.publish import draft_of, publish
+from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, TextSource, check_source, open_source
+from zeroshard.data.split import split_documents
+from zeroshard.data.tokenizer import (
+    TOKENIZER_FILE,
+    BpeTokenizer,
+    Tokenizer,
+    check_tokenizer,
+    make_tokenizer,
+)
+from zeroshard.data.tokens import DEFAULT_SHARD_TOKENS, TokenWriter
+from zeroshard.errors import UserError
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What to prepare.
+
+    Args:
+        source: one of `SOURCES`.
+        paths: files, folders or globs of ``text``; one file, or none, of ``tinyshakespeare``.
+        tokenizer: ``bytes``, ``gpt2`` or ``bpe:N``; not used by ``synthetic``, which has no text.
+        val_fraction: share of the text that validates, in [0, 1); see `zeroshard.data.split`.
+        vocab_size, num_tokens, seed: of ``synthetic`` alone.
+        max_tokens: stop after so many tokens of both splits together; 0 means no limit.
+
+    Raises:
+        UserError: a value that cannot be; files are looked at later, by `prepare`.
+    """
+
+    source: str = "python-stdlib"
+    paths: tuple[str, ...] = ()
+    tokenizer: str = "bytes"
+    val_fraction: float = 0.1
+    vocab_size: int = 256
+    num_tokens: int = 1_000_000
+    seed: int = 0
+    max_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        check_source(self.source, self.paths)
+        check_tokenizer(self.tokenizer)
+        if not 0 <= self.val_fraction < 1:  # also refuses NaN
+            raise UserError("data.val_fraction", f"{self.val_fraction} is not in [0, 1)", "give a share such as 0.1")
+        if self.max_tokens < 0:
+            raise UserError("data.max_tokens", f"{self.max_tokens} is negative", "give a count, or 0 for no limit")
+        if not 1 <= self.vocab_size <= 1 << 32:
+            raise UserError("data.vocab_size", f"{self.vocab_size} is not in [1, 2**32]", "give a number of ids")
+        if self.num_tokens < 1:
+            raise UserError("data.num_tokens", f"{self.num_tokens} is less than 1", "give a number of tokens")
+
+    def identity(self) -> dict[str, Any]:
+        """The choices that decide the tokens, beside the source's content: equal identities give equal files."""
+        shared = {"source": self.source, "val_fraction": self.val_fraction, "max_tokens": self.max_tokens}
+        if self.source == "synthetic":
+            return shared | {"vocab_size": self.vocab_size, "num_tokens": self.num_tokens, "seed": self.seed}
+        return shared | {"tokenizer": self.tokenizer}
+
+
+def data_dir(spec: DataSpec, root: Path | str = "data") -> Path:
+    """The folder that a spec is prepared in by default, such as ``data/python-stdlib-bytes``.
+
+    A spec of the user's files or with anything else than the defaults gets 8 digits of a hash besides, so that different
+    specs have different folders.
+    """
+    parts = [spec.source]
+    # Where tiny-shakespeare was read does not matter: its content is pinned.
+    paths = () if spec.source == "tinyshakespeare" else spec.paths
+    if paths:
+        parts.append(Path(paths[0]).stem)
+    if spec.source != "synthetic":
+        parts.append(spec.tokenizer)
+    defaults = DataSpec(spec.source, spec.paths, spec.tokenizer)
+    if paths or spec.identity() != defaults.identity():
+        choices = [spec.identity(), [os.path.abspath(Path(path).expanduser()) for path in paths]]
+        parts.append(hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()[:8])
+    return Path(root) / re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
+
+
+def prepare(
+    spec: DataSpec, out: Path, progress: Progress | None = None, *, shard_tokens: int = DEFAULT_SHARD_TOKENS
+) -> Path:
+    """Write the tokens of ``spec`` into the folder ``out``, unless they are there.
+
+    Args:
+        spec: what to prepare.
+        out: the folder, made with its parents.
+        progress: called now and then with ``(done, total)``: bytes of the source, or tokens of a synthetic one.
+        shard_tokens: tokens per file.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        UserError: the source cannot be read, a split would be empty, ``out`` holds something else (the line says
+            what differs) or cannot be written.
+        OSError: the disk failed or is full; nothing is left behind.
+    """
+    out = Path(out)
+    source = open_source(spec.source, spec.paths, SyntheticSize(spec.vocab_size, spec.num_tokens, spec.seed))
+    fingerprint = source.fingerprint()
+    if _is_prepared(spec, fingerprint, out):
+        return out
+    with draft_of(out) as draft:
+        _write(spec, source, fingerprint, draft, progress or _silent, shard_tokens)
+        if source.fingerprint() != fingerprint:
+            raise UserError("data.path", f"{source.description} changed while it was read", "try again")
+        if not publish(draft, out, META_NAME) and not _is_prepared(spec, fingerprint, out):
+            raise UserError("data.dir", f"{out} was removed while it was prepared", "try again")
+    return out
+
+
+def _silent(done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+def _is_prepared(spec: DataSpec, fingerprint: Fingerprint, out: Path) -> bool:
+    """Whether ``out`` holds these tokens already; a UserError where it holds something else."""
+    if not (out / META_NAME).exists():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(
+                "data.dir", f"{out} exists and is not prepared data (no {META_NAME})", "name another folder"
+            )
+        return False
+    meta = read_meta(out)
+    wanted, found = spec.identity(), dict(meta.spec)
+    differences = [
+        f"{key} {found.get(key)!r} where {wanted.get(key)!r} is asked for"
+        for key in sorted(wanted.keys() | found.keys())
+        if wanted.get(key) != found.get(key)
+    ]
+    if not differences and meta.source.sha256 != fingerprint.sha256:
+        differences = [
+            f"another text: {meta.source.num_bytes:,} bytes of {meta.source.description}, sha256 "
+            f"{meta.source.sha256[:12]}…, where the source now has {fingerprint.num_bytes:,} bytes, sha256 "
+            f"{fingerprint.sha256[:12]}…"
+        ]
+    if differences:
+        raise UserError(
+            "data.dir", f"{out} was prepared with {', '.join(differences)}", "name another folder or delete this one"
+        )
+    return True
+
+
+def _write(
+    spec: DataSpec, source: Source, fingerprint: Fingerprint, draft: Path, progress: Progress, shard_tokens: int
+) -> None:
+    if isinstance(source, SyntheticTokens):
+        tokenizer, name, vocab_size = None, "none", source.vocab_size
+    else:
+        tokenizer = make_tokenizer(spec.tokenizer, _train_texts(spec, source, fingerprint))
+        name, vocab_size = tokenizer.name, tokenizer.vocab_size
+    dtype = dtype_for(vocab_size)
+    limits: dict[str, int | None] = dict.fromkeys(SPLITS)
+    if spec.max_tokens:
+        limits["val"] = int(spec.max_tokens * spec.val_fraction)
+        limits["train"] = spec.max_tokens - limits["val"]
+    with ExitStack() as stack:
+        writers = {
+            split: stack.enter_context(TokenWriter(draft, split, dtype, shard_tokens, limits[split]))
+            for split in SPLITS
+        }
+        if isinstance(source, SyntheticTokens):
+            _write_synthetic(spec, source, writers, progress)
+        else:
+            assert tokenizer is not None
+            _write_text(spec, source, fingerprint, tokenizer, writers, progress)
+        splits = {split: writer.finish() for split, writer in writers.items()}
+    _require_tokens({split: meta.num_tokens for split, meta in splits.items()}, spec.val_fraction)
+    tokenizer_sha256 = _write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
+    source_meta = SourceMeta(source.description, **asdict(fingerprint))
+    write_meta(draft, DataMeta(spec.identity(), source_meta, name, tokenizer_sha256, vocab_size, dtype, splits))
+
+
+def _write_text(
+    spec: DataSpec,
+    source: TextSource,
+    fingerprint: Fingerprint,
+    tokenizer: Tokenizer,
+    writers: dict[str, TokenWriter],
+    progress: Progress,
+) -> None:
+    done_bytes = 0
+    documents = split_documents(source.documents(), fingerprint.num_documents, spec.val_fraction)
+    for split, document in documents:
+        writer = writers[split]
+        if writer.is_full:
+            if all(each.is_full for each in writers.values()):
+                break
+            continue
+        ends_line = False
+        for chunk in document.chunks():
+            writer.write(tokenizer.encode(chunk))
+            ends_line = chunk.endswith("\n")
+            done_bytes += len(chunk.encode())
+            progress(min(done_bytes, fingerprint.num_bytes), fingerprint.num_bytes)
+            if writer.is_full:
+                break
+        if tokenizer.eos_id is not None:
+            writer.write(np.array([tokenizer.eos_id]))
+        elif not ends_line:
+            writer.write(tokenizer.encode("\n"))
+
+
+def _write_synthetic(
+    spec: DataSpec, source: SyntheticTokens, writers: dict[str, TokenWriter], progress: Progress
+) -> None:
+    """The last ``val_fraction`` of the walk validates."""
+    num_train, done = source.num_tokens - int(source.num_tokens * spec.val_fraction), 0
+    for block in source.blocks():
+        cut_at = min(max(num_train - done, 0), block.size)
+        writers["train"].write(block[:cut_at])
+        writers["val"].write(block[cut_at:])
+        done += block.size
+        progress(done, source.num_tokens)
+
+
+def _train_texts(spec: DataSpec, source: TextSource, fingerprint: Fingerprint) -> Iterator[str]:
+    """What a tokenizer may learn from: never a word of validation."""
+    for split, document in split_documents(source.documents(), fingerprint.num_documents, spec.val_fraction):
+        if split == "train":
+            yield from document.chunks()
+
+
+def _require_tokens(num_tokens: dict[str, int], val_fraction: float) -> None:
+    if not num_tokens["train"]:
+        raise UserError("data", "no tokens are left to train on", "use more text or a smaller data.val_fraction")
+    if val_fraction and not num_tokens["val"]:
+        raise UserError(
+            "data.val_fraction",
+            f"{val_fraction:g} of this source is not one token of validation",
+            "use more text, a larger fraction, or 0 for no validation",
+        )
+
+
+def _write_tokenizer(draft: Path, tokenizer: BpeTokenizer) -> str:
+    content = tokenizer.to_json().encode()
+    (draft / TOKENIZER_FILE).write_bytes(content)
+    return hashlib.sha256(content).hexdigest()

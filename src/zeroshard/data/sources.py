@@ -1,0 +1,279 @@
+"""Where text comes from. Each source gives documents, or tokens where there is no text, and a fingerprint of both.
+
+python-stdlib    the running interpreter's own standard library, read in place: about 9 MB of real text, no download
+text             the user's files: a file, a folder, a glob, or several
+tinyshakespeare  1.1 MB of plays, downloaded or from a local file, checked by sha256
+synthetic        seeded token ids with a known entropy: no text, no tokenizer
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import math
+import os
+import platform
+import sysconfig
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroshard.data.documents import Document, Fingerprint, documents_of, fingerprint_of, text_document
+from zeroshard.data.names import unknown_name
+from zeroshard.errors import UserError
+
+SOURCES = ("python-stdlib", "text", "tinyshakespeare", "synthetic")
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+
+
+class TextSource(Protocol):
+    """Documents in a stable order."""
+
+    @property
+    def description(self) -> str:
+        """One line for ``meta.json``."""
+        ...
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the content as it is now. Files are read for it: their size and date are no proof."""
+        ...
+
+    def documents(self) -> Iterator[Document]:
+        """All documents; the same ones in the same order each time."""
+        ...
+
+
+class TextFiles:
+    """Files, folders and globs. A folder gives its `TEXT_SUFFIXES` files in sorted order, hidden folders left out.
+
+    A file that is named, or matched by a glob, is taken whatever its suffix; one that is named twice is read once.
+
+    Raises:
+        UserError: no path, a path that is missing, empty, or without text files.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        if not paths:
+            raise UserError("data.path", "the source text needs at least one path", "pass --data.path FILE")
+        self.description = ", ".join(paths)
+        by_identity: dict[Path, Path] = {}
+        for path in paths:
+            for file in _files_of(path):
+                by_identity.setdefault(file.resolve(), file)
+        self.files = list(by_identity.values())
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the bytes of all files."""
+        return fingerprint_of(self.files)
+
+    def documents(self) -> Iterator[Document]:
+        """One per text file, one per line of a ``.jsonl`` file."""
+        return documents_of(self.files)
+
+
+class PythonStdlib:
+    """The ``.py`` files of the running interpreter's standard library, without its tests and installed packages.
+
+    Empty files and the few that are not UTF-8 (on purpose: they test decoders) are skipped.
+    """
+
+    SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or Path(sysconfig.get_path("stdlib"))
+        self.description = f"standard library of Python {platform.python_version()}"
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The files in sorted order; a UserError where the interpreter has no sources on disk."""
+        files = [file for file in _walk(self.folder, (".py",), self.SKIPPED_FOLDERS) if _is_text(file)]
+        if not files:
+            raise UserError("data.source", f"{self.folder} holds no .py files", "use --data text --data.path FILE")
+        return files
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the bytes of all files."""
+        return fingerprint_of(self.files)
+
+    def documents(self) -> Iterator[Document]:
+        """One per file."""
+        return documents_of(self.files)
+
+
+class TinyShakespeare:
+    """The tiny-shakespeare text of Karpathy's char-rnn, from ``path`` or, where that is None, from the network.
+
+    The content is pinned by its sha256, so a prepared folder is recognised without either.
+    """
+
+    URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+    FINGERPRINT = Fingerprint(1_115_394, 1, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")
+
+    def __init__(self, path: str | None = None, *, url: str = URL, timeout_s: float = 5.0) -> None:
+        self.path, self.url, self.timeout_s = path, url, timeout_s
+        self.description = "tiny-shakespeare (github.com/karpathy/char-rnn)"
+
+    def fingerprint(self) -> Fingerprint:
+        """The pinned one: other content never gets through `documents`."""
+        return self.FINGERPRINT
+
+    def documents(self) -> Iterator[Document]:
+        """One document; a UserError where it cannot be had or is not that text."""
+        yield text_document(self._text, "tinyshakespeare")
+
+    @cached_property
+    def _text(self) -> str:
+        if self.path is not None:
+            (file,) = _files_of(self.path)
+            content, origin = file.read_bytes(), self.path
+        else:
+            content, origin = _download(self.url, self.timeout_s, max_bytes=2 * self.FINGERPRINT.num_bytes), self.url
+        if (found := hashlib.sha256(content).hexdigest()) != self.FINGERPRINT.sha256:
+            raise UserError(
+                "data.path",
+                f"{origin} is not tiny-shakespeare: {len(content):,} bytes with sha256 {found[:12]}…",
+                "pass --data.path FILE with the original, or use --data text for another text",
+            )
+        return content.decode()
+
+
+class SyntheticTokens:
+    """Seeded token ids that a model can learn, and whose best possible loss is known: a random walk on a circle.
+
+        token[t + 1] = (token[t] + offset[k]) mod vocab_size        k = 0, 1, 2, 3 with probability 1/2, 1/4, 1/8, 1/8
+
+    The four offsets are drawn from the seed and differ where the vocabulary has room for four.
+    """
+
+    _BLOCK_TOKENS = 1 << 20
+    _CHOICE = np.array([0, 0, 0, 0, 1, 1, 2, 3])
+
+    def __init__(self, vocab_size: int, num_tokens: int, seed: int) -> None:
+        self.vocab_size, self.num_tokens, self.seed = vocab_size, num_tokens, seed
+        self.description = f"random walk over {vocab_size} ids, seed {seed}"
+        # Raw bits, because numpy keeps those the same in all its versions, and its distributions not.
+        raw = np.random.PCG64(seed).random_raw(64).tolist()
+        distinct = list(dict.fromkeys(bits % vocab_size for bits in raw))
+        spare = [id_ for id_ in range(min(vocab_size, 8)) if id_ not in distinct]
+        self.offsets = np.resize(np.array((distinct + spare)[:4], dtype=np.int64), 4)
+
+    @property
+    def entropy(self) -> float:
+        """The lowest mean loss of any model, in nats per token."""
+        odds: dict[int, float] = {}
+        for offset, chance in zip(self.offsets.tolist(), (0.5, 0.25, 0.125, 0.125), strict=True):
+            odds[offset] = odds.get(offset, 0.0) + chance
+        return -sum(chance * math.log(chance) for chance in odds.values())
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the choices that decide the tokens; ``num_bytes`` is 0, as there is no text."""
+        choices = f"walk-1 {self.vocab_size} {self.num_tokens} {self.seed}"
+        return Fingerprint(0, 1, hashlib.sha256(choices.encode()).hexdigest())
+
+    def blocks(self) -> Iterator[NDArray[np.int64]]:
+        """The ids, a block at a time."""
+        generator = np.random.PCG64(self.seed + 1)
+        last = 0
+        for start in range(0, self.num_tokens, self._BLOCK_TOKENS):
+            bits = generator.random_raw(min(self._BLOCK_TOKENS, self.num_tokens - start)) >> np.uint64(61)
+            walk = (last + np.cumsum(self.offsets[self._CHOICE[bits]])) % self.vocab_size
+            last = int(walk[-1])
+            yield walk
+
+
+Source = TextSource | SyntheticTokens
+
+
+@dataclass(frozen=True)
+class SyntheticSize:
+    """What the synthetic source needs to know."""
+
+    vocab_size: int
+    num_tokens: int
+    seed: int
+
+
+def check_source(name: str, paths: Sequence[str]) -> None:
+    """See that a source exists and takes these paths, without touching them; else a UserError."""
+    if name not in SOURCES:
+        raise unknown_name("data.source", name, SOURCES)
+    if name == "text" and not paths:
+        raise UserError("data.path", "the source text needs at least one path", "pass --data.path FILE")
+    if name in ("python-stdlib", "synthetic") and paths:
+        raise UserError("data.path", f"the source {name} reads no files, got {paths[0]}", "use --data text")
+    if name == "tinyshakespeare" and len(paths) > 1:
+        raise UserError("data.path", "tinyshakespeare is one file, got several", "pass one, or use --data text")
+
+
+def open_source(name: str, paths: Sequence[str], synthetic: SyntheticSize) -> Source:
+    """The source of that name; UserErrors as `check_source`, and where files are missing or empty."""
+    check_source(name, paths)
+    if name == "synthetic":
+        return SyntheticTokens(synthetic.vocab_size, synthetic.num_tokens, synthetic.seed)
+    if name == "tinyshakespeare":
+        return TinyShakespeare(paths[0] if paths else None)
+    return TextFiles(paths) if name == "text" else PythonStdlib()
+
+
+def _files_of(path: str) -> list[Path]:
+    found = Path(path).expanduser()
+    if found.is_dir():
+        files = list(_walk(found, TEXT_SUFFIXES, frozenset({"__pycache__"})))
+        if not files:
+            suffixes = " ".join(TEXT_SUFFIXES)
+            raise UserError("data.path", f"{path} holds no file with text ({suffixes})", "name the files or a glob")
+        return files
+    if found.is_file():
+        files = [found]
+    else:
+        files = [Path(match) for match in sorted(glob.glob(str(found), recursive=True)) if Path(match).is_file()]
+    if not files:
+        raise UserError("data.path", f"{path} does not exist", "check the path")
+    for file in files:
+        if file.stat().st_size == 0:
+            raise UserError("data.path", f"{file} is empty", "leave it out or give a file with text")
+    return files
+
+
+def _walk(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str]) -> Iterator[Path]:
+    """Files with text in sorted order, depth first."""
+    for where, folders, names in os.walk(folder):
+        folders[:] = sorted(each for each in folders if each not in skipped and not each.startswith("."))
+        for name in sorted(names):
+            file = Path(where, name)
+            if file.suffix in suffixes and file.is_file() and file.stat().st_size:
+                yield file
+
+
+def _is_text(file: Path) -> bool:
+    content = file.read_bytes()
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in content
+
+
+def _download(url: str, timeout_s: float, max_bytes: int) -> bytes:
+    """Fetch a small file; a UserError in one line where that fails, within seconds."""
+    deadline_s = time.monotonic() + 6 * timeout_s  # a server may also answer, and then trickle
+    content = bytearray()
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+            while block := response.read1(1 << 16):
+                content += block
+                if len(content) > max_bytes:
+                    break
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError("too slow")
+    except OSError as error:  # URLError, HTTPError and time-outs are all of this kind
+        reason = getattr(error, "reason", None) or error
+        raise UserError("data.source", f"cannot download {url} ({reason})", "pass --data.path FILE") from None
+    return bytes(content)

@@ -1,0 +1,215 @@
+"""Text to ids and back: ``bytes`` (our own), ``gpt2`` (tiktoken), ``bpe:N`` (trained on the train split).
+
+How documents are joined: `gpt2` and `bpe:N` end each with their end-of-text id. `bytes` has no id to spare, so it
+ends each document with a newline unless it has one already.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroshard.data.meta import read_meta
+from zeroshard.data.names import unknown_name
+from zeroshard.data.tokens import check_sha256
+from zeroshard.errors import UserError
+
+if TYPE_CHECKING:
+    import tiktoken
+    import tokenizers
+
+TOKENIZERS = ("bytes", "gpt2", "bpe:N")
+TOKENIZER_FILE = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+_MIN_BPE, _MAX_BPE = 257, 1 << 20  # 256 bytes and the end-of-text id; more than a million is a slip of the finger
+
+Ids = Sequence[int] | NDArray[np.integer]
+
+
+class Tokenizer(Protocol):
+    """A reversible map between text and ids below ``vocab_size``."""
+
+    @property
+    def name(self) -> str:
+        """As in ``data.tokenizer``."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are in ``[0, vocab_size)``."""
+        ...
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a document, where there is one."""
+        ...
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Ids of ``text``, [n]. Text that spells a special token is text."""
+        ...
+
+    def decode(self, ids: Ids) -> str:
+        """The text of ids; what is not UTF-8 shows as U+FFFD."""
+        ...
+
+
+class ByteTokenizer:
+    """Each byte of UTF-8 is its own id."""
+
+    name = "bytes"
+    vocab_size = 256
+    eos_id = None
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Ids of ``text``, [num_bytes]."""
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+
+    def decode(self, ids: Ids) -> str:
+        """The text of ids; ValueError for an id above 255."""
+        return bytes(np.asarray(ids, dtype=np.int64).tolist()).decode(errors="replace")
+
+
+class Gpt2Tokenizer:
+    """GPT-2's 50,257 ids (Radford et al. 2019), by tiktoken, which downloads its tables at first use.
+
+    Raises:
+        UserError: tiktoken is not installed, or its tables cannot be fetched within ``timeout_s``.
+    """
+
+    name = "gpt2"
+
+    def __init__(self, timeout_s: float = 20.0) -> None:
+        self._encoding = _load_gpt2(timeout_s)
+        self.vocab_size, self.eos_id = self._encoding.n_vocab, self._encoding.eot_token
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Ids of ``text``, [n]."""
+        return np.asarray(self._encoding.encode_ordinary(text), dtype=np.int64)
+
+    def decode(self, ids: Ids) -> str:
+        """The text of ids."""
+        return self._encoding.decode(np.asarray(ids, dtype=np.int64).tolist())
+
+
+class BpeTokenizer:
+    """Byte-level byte-pair encoding (Sennrich et al. 2016; bytes as in GPT-2), by the tokenizers library."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+        self._inner.encode_special_tokens = True  # a document that spells <|endoftext|> does not end there
+        self.vocab_size = inner.get_vocab_size()
+        self.name = f"bpe:{self.vocab_size}"
+        self.eos_id: int | None = inner.token_to_id(END_OF_TEXT)
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Ids of ``text``, [n]."""
+        return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def decode(self, ids: Ids) -> str:
+        """The text of ids."""
+        return self._inner.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        """The content of ``tokenizer.json``, which the tokenizers and transformers libraries read too."""
+        return self._inner.to_str(pretty=True)
+
+
+def check_tokenizer(name: str) -> None:
+    """See that a tokenizer of that name exists; else a UserError. Loads and fetches nothing."""
+    if name.startswith("bpe:"):
+        size = name.removeprefix("bpe:")
+        if not (size.isascii() and size.isdigit() and _MIN_BPE <= int(size) <= _MAX_BPE):
+            raise UserError(
+                "data.tokenizer",
+                f"{name} does not name a vocabulary size",
+                f"use bpe:N with N from {_MIN_BPE} (the bytes and one id more) to {_MAX_BPE}",
+            )
+    elif name not in ("bytes", "gpt2"):
+        raise unknown_name("data.tokenizer", name, TOKENIZERS)
+
+
+def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer of that name; ``bpe:N`` is trained on ``texts``, which the others leave unread."""
+    check_tokenizer(name)
+    if name == "bytes":
+        return ByteTokenizer()
+    return Gpt2Tokenizer() if name == "gpt2" else train_bpe(int(name.removeprefix("bpe:")), texts)
+
+
+def load_tokenizer(folder: Path | str) -> Tokenizer:
+    """The tokenizer that a prepared folder was made with.
+
+    Raises:
+        UserError: the folder is not a prepared one or is damaged, or its tokens were never text.
+    """
+    meta = read_meta(Path(folder))
+    if meta.tokenizer == "none":
+        raise UserError("data.dir", f"{folder} holds synthetic tokens, which are no text", "use a text source")
+    if meta.tokenizer_sha256:
+        import tokenizers  # here, as it is needed for trained vocabularies alone
+
+        path = Path(folder) / TOKENIZER_FILE
+        check_sha256(path, meta.tokenizer_sha256)
+        return BpeTokenizer(tokenizers.Tokenizer.from_file(str(path)))
+    return make_tokenizer(meta.tokenizer, ())
+
+
+def train_bpe(vocab_size: int, texts: Iterable[str]) -> BpeTokenizer:
+    """Learn ``vocab_size`` entries: 256 bytes, end of text, and merges. The same texts give the same entries.
+
+    Raises:
+        UserError: the texts hold fewer pairs to merge than that takes.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    if (learned := inner.get_vocab_size()) < vocab_size:
+        raise UserError(
+            "data.tokenizer",
+            f"bpe:{vocab_size} finds only {learned:,} entries in this text",
+            f"use bpe:{learned} or less, or more text",
+        )
+    return BpeTokenizer(inner)
+
+
+def _load_gpt2(timeout_s: float) -> tiktoken.Encoding:
+    try:
+        import tiktoken
+    except ImportError:
+        raise UserError("data.tokenizer", "gpt2 needs the package tiktoken", "pip install tiktoken") from None
+    loaded: list[tiktoken.Encoding] = []
+    failed: list[Exception] = []
+
+    def load() -> None:
+        try:
+            loaded.append(tiktoken.get_encoding("gpt2"))
+        except (OSError, ValueError) as error:  # no connection; a table with the wrong checksum
+            failed.append(error)
+
+    # In a thread, because tiktoken sets no time limit on its download, and an unreachable host may take minutes.
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not loaded:
+        why = type(failed[0]).__name__ if failed else f"no answer in {timeout_s:g} s"
+        raise UserError(
+            "data.tokenizer",
+            f"the tables of gpt2 cannot be fetched ({why})",
+            "go online once, or use bytes or bpe:N",
+        )
+    return loaded[0]

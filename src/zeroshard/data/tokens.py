@@ -1,0 +1,214 @@
+"""Token shards: a stream of ids in memory-mapped files, with random access across their borders.
+
+Reading costs no memory that the page cache could not give back; a batch is one gather from the map. Writing keeps
+one block in memory at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import ArrayLike, NDArray
+
+from zeroshard.data.meta import DTYPES, SPLITS, ShardMeta, SplitMeta, read_meta
+from zeroshard.errors import UserError
+
+DEFAULT_SHARD_TOKENS = 100_000_000
+
+
+class TokenDataset:
+    """One stream of token ids, stored as consecutive pieces.
+
+    Args:
+        shards: 1-D unsigned arrays of one dtype, in order; memory maps or plain arrays.
+        vocab_size: ids are below it.
+    """
+
+    def __init__(self, shards: Sequence[NDArray[np.unsignedinteger]], vocab_size: int) -> None:
+        # np.asarray drops the memmap subclass, whose every slice would cost a Python call.
+        self._shards = [np.asarray(shard) for shard in shards if shard.size] or [np.empty(0, np.uint16)]
+        self._bounds = np.cumsum([0, *(shard.size for shard in self._shards)])  # [num_shards + 1]
+        self.vocab_size = vocab_size
+
+    @classmethod
+    def open(cls, folder: Path | str, split: str = "train") -> TokenDataset:
+        """Map the files of one split of a prepared folder.
+
+        Raises:
+            UserError: the folder is not a prepared one, or a file is missing or not of the size that ``meta.json``
+                gives; the line names the file.
+            ValueError: a split that is neither ``train`` nor ``val``.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+        meta = read_meta(Path(folder))
+        dtype: np.dtype[np.unsignedinteger] = np.dtype(DTYPES[meta.dtype])
+        shards: list[NDArray[np.unsignedinteger]] = []
+        for shard in meta.splits[split].shards:
+            path = Path(folder) / shard.file
+            _check_size(path, shard.num_tokens * dtype.itemsize)
+            shards.append(np.memmap(path, dtype=dtype, mode="r"))
+        return cls(shards, meta.vocab_size)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the stream."""
+        return int(self._bounds[-1])
+
+    def window(self, start: int, length: int) -> NDArray[np.unsignedinteger]:
+        """Tokens ``[start, start + length)``, [length], a copy; ValueError where that is outside the stream."""
+        if start < 0 or length < 0 or start + length > self.num_tokens:
+            raise ValueError(f"tokens [{start}, {start + length}) are outside [0, {self.num_tokens})")
+        out = np.empty(length, self._shards[0].dtype)
+        done = 0
+        index = int(np.searchsorted(self._bounds, start, side="right")) - 1
+        while done < length:
+            offset = start + done - int(self._bounds[index])
+            piece = self._shards[index][offset : offset + length - done]
+            out[done : done + piece.size] = piece
+            done, index = done + piece.size, index + 1
+        return out
+
+    def gather(self, starts: ArrayLike, length: int) -> NDArray[np.unsignedinteger]:
+        """``[len(starts), length]``: a window from each start, in one indexing operation per shard that is touched.
+
+        Raises:
+            ValueError: a window is not inside the stream, or ``length`` < 1.
+        """
+        first = np.asarray(starts, dtype=np.int64)
+        if length < 1 or (first.size and (first.min() < 0 or first.max() + length > self.num_tokens)):
+            raise ValueError(f"a window of {length} tokens is outside [0, {self.num_tokens})")
+        if len(self._shards) == 1:
+            return self._windows(0, length)[first]
+        out = np.empty((first.size, length), self._shards[0].dtype)
+        index = np.searchsorted(self._bounds, first, side="right") - 1
+        crosses = first + length > self._bounds[index + 1]
+        for shard in np.unique(index[~crosses]).tolist():
+            inside = (index == shard) & ~crosses
+            out[inside] = self._windows(shard, length)[first[inside] - self._bounds[shard]]
+        for row in np.flatnonzero(crosses).tolist():  # few: a border between shards is a rare place
+            out[row] = self.window(int(first[row]), length)
+        return out
+
+    def _windows(self, shard: int, length: int) -> NDArray[np.unsignedinteger]:
+        """Every window of a shard as a view, [size - length + 1, length]: no copy before it is indexed."""
+        return sliding_window_view(self._shards[shard], length)
+
+
+class TokenWriter:
+    """Appends ids to a split's files, opening the next file when one is full.
+
+    Args:
+        folder: the prepared folder in the making; files go into ``folder/split``.
+        split: ``train`` or ``val``.
+        dtype: a key of `meta.DTYPES`.
+        shard_tokens: tokens per file.
+        max_tokens: what comes after so many is dropped; None means no limit.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        dtype: str,
+        shard_tokens: int = DEFAULT_SHARD_TOKENS,
+        max_tokens: int | None = None,
+    ) -> None:
+        assert shard_tokens >= 1
+        self._folder, self._split, self._dtype = folder, split, np.dtype(DTYPES[dtype])
+        self._shard_tokens, self._max_tokens = shard_tokens, max_tokens
+        self._shards: list[ShardMeta] = []
+        self._file = None
+        self._room = 0  # tokens that the open file still takes
+        self._hash = hashlib.sha256()
+        self.num_tokens = 0
+        (folder / split).mkdir()
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether ``max_tokens`` are written."""
+        return self._max_tokens is not None and self.num_tokens >= self._max_tokens
+
+    def write(self, ids: NDArray[np.integer]) -> None:
+        """Append ids, [n], of any integer dtype."""
+        if self._max_tokens is not None:
+            ids = ids[: self._max_tokens - self.num_tokens]
+        while ids.size:
+            if self._file is None:
+                path = self._folder / self._split / f"tokens-{len(self._shards):05d}.bin"
+                self._file, self._room, self._hash = path.open("wb"), self._shard_tokens, hashlib.sha256()
+            piece, ids = ids[: self._room], ids[self._room :]
+            data = piece.astype(self._dtype).tobytes()
+            self._file.write(data)
+            self._hash.update(data)
+            self._room -= piece.size
+            self.num_tokens += piece.size
+            if self._room == 0:
+                self._close_shard()
+
+    def finish(self) -> SplitMeta:
+        """Close the last file and describe the split."""
+        if self._file is not None:
+            self._close_shard()
+        return SplitMeta(self.num_tokens, tuple(self._shards))
+
+    def _close_shard(self) -> None:
+        assert self._file is not None
+        self._file.close()
+        self._file = None
+        name = f"{self._split}/tokens-{len(self._shards):05d}.bin"
+        self._shards.append(ShardMeta(name, self._shard_tokens - self._room, self._hash.hexdigest()))
+
+
+def verify(folder: Path | str) -> None:
+    """Read every file of a prepared folder and compare it with its sha256 in ``meta.json``.
+
+    Raises:
+        UserError: a file is missing, or of the wrong size or content; the line names it.
+    """
+    meta = read_meta(Path(folder))
+    itemsize = np.dtype(DTYPES[meta.dtype]).itemsize
+    for split in meta.splits.values():
+        for shard in split.shards:
+            _check_size(Path(folder) / shard.file, shard.num_tokens * itemsize)
+            check_sha256(Path(folder) / shard.file, shard.sha256)
+    if meta.tokenizer_sha256:
+        check_sha256(Path(folder) / "tokenizer.json", meta.tokenizer_sha256)
+
+
+def check_sha256(path: Path, wanted: str) -> None:
+    """See that a file of a prepared folder has the content it was written with; else a UserError that names it."""
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise _broken(path, "is missing") from None
+    if found != wanted:
+        raise _broken(path, f"has sha256 {found[:12]}… where {wanted[:12]}… was written")
+
+
+def _check_size(path: Path, wanted_bytes: int) -> None:
+    try:
+        num_bytes = path.stat().st_size
+    except FileNotFoundError:
+        raise _broken(path, "is missing") from None
+    if num_bytes != wanted_bytes:
+        raise _broken(path, f"has {num_bytes:,} bytes where {wanted_bytes:,} were written")
+
+
+def _broken(path: Path, what: str) -> UserError:
+    return UserError("data.dir", f"{path} {what}", "delete the folder and prepare it again")

@@ -1,0 +1,65 @@
+"""Plain text to paste into a bug report: versions, machine, devices, and what `auto` would choose here."""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib import metadata
+from importlib.util import find_spec
+
+import psutil
+
+import zeroshard
+from zeroshard.comm.launch import num_cpus, world_from_env
+
+GIB = 2**30
+
+
+def report() -> str:
+    """The whole report, one ``name  value`` a line."""
+    rows = [("zeroshard", zeroshard.__version__), ("python", platform.python_version())]
+    rows += [(name, _version(name)) for name in _requirements()]
+    rows += [("triton", _version("triton")), ("os", platform.platform()), ("cpus", str(num_cpus()))]
+    memory = psutil.virtual_memory()
+    rows.append(("memory", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"))
+    rows += _devices()
+    world = world_from_env()
+    rows.append(("world", "none" if world is None else f"rank {world.rank} of {world.world_size}"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _devices() -> list[tuple[str, str]]:
+    import torch
+    import torch.distributed as dist
+
+    rows = []
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        rows.append((f"cuda:{index}", f"{facts.name}, {facts.total_memory / GIB:.1f} GiB"))
+    has_cuda = torch.cuda.is_available()
+    if not has_cuda:
+        rows.append(("cuda", f"none (torch built for CUDA {torch.version.cuda or 'no version'})"))
+    rows.append(("gloo", _yes(dist.is_available() and dist.is_gloo_available())))
+    rows.append(("nccl", _yes(dist.is_available() and dist.is_nccl_available())))
+    rows.append(("bfloat16 on cuda", _yes(has_cuda and torch.cuda.is_bf16_supported())))
+    rows.append(("device auto", "cuda" if has_cuda else "cpu"))
+    rows.append(("comm auto", "torch (nccl)" if has_cuda else "torch (gloo)"))
+    return rows
+
+
+def _requirements() -> list[str]:
+    """The names that zeroshard itself requires, without its extras."""
+    required = metadata.requires("zeroshard") or []
+    return [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in required if "extra ==" not in line]
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "present, version unknown" if find_spec(name) else "not installed"
+
+
+def _yes(found: bool) -> str:
+    return "yes" if found else "no"

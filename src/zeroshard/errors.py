@@ -1,0 +1,33 @@
+"""What the user did wrong, said once and in one line; and how each ending of the program is told to the shell."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitStatus(IntEnum):
+    """Exit statuses of the `zeroshard` command."""
+
+    OK = 0
+    FAILED = 1  # the run failed; a bug of ours shows its traceback
+    USAGE = 2  # the user's input is wrong: one line on stderr
+    CHECK_FAILED = 3  # the check that was asked for says no
+    PEER_LOST = 4  # a peer hung or was lost
+    STORAGE = 5
+    NOT_FINITE = 6  # not finite or diverged
+    INTERRUPTED = 130  # Ctrl-C
+    TERMINATED = 143  # SIGTERM
+
+
+class UserError(ValueError):
+    """Input that cannot be used: which field, what is wrong with it, what to do.
+
+    ``str(error)`` is the one line that the command line prints after ``error: `` and exits with status 2.
+    """
+
+    def __init__(self, field: str, what: str, todo: str) -> None:
+        self.field, self.what, self.todo = field, what, todo
+        super().__init__(f"{field}: {what}; {todo}")
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
+        return type(self), (self.field, self.what, self.todo)

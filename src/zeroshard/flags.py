@@ -1,0 +1,121 @@
+"""Flags in, a nested dict of raw values out: the same shape that a TOML file gives.
+
+One parser of values is enough: what a flag says stays text here and is judged by `zeroshard.train.validate`,
+like the same key in a file. tyro draws ``--help`` from the same classes; its own parser is left aside because
+it reports errors only as drawn boxes, and cannot lay flags over a file before the whole is checked.
+
+Grammar: ``--seq-len 256``, ``--seq-len=256``, ``--data.max-tokens 9``, ``--compile`` and ``--no-compile``,
+``--data.path a.txt b.txt``; an underscore may stand for a hyphen, ``--model NAME`` for ``--model.name NAME``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_origin
+
+from pydantic import BaseModel
+
+from zeroshard.errors import UserError
+from zeroshard.train.validate import fields_by_name, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Where a flag's value goes, and how many words it takes."""
+
+    path: tuple[str, ...]
+    kind: Literal["one", "many", "switch"]
+    says: bool = True  # what a switch stands for
+
+
+def flags_of(config: type[BaseModel], shorthands: dict[str, str], positionals: Sequence[str] = ()) -> dict[str, Flag]:
+    """Every spelling that `read_flags` takes, by its name with hyphens.
+
+    Args:
+        config: the class whose fields become flags.
+        shorthands: table -> the key in it that the bare table name stands for.
+        positionals: fields that are given without a flag.
+    """
+    flags: dict[str, Flag] = {}
+    for dotted, field in fields_by_name(config).items():
+        if dotted in positionals:
+            continue
+        path = tuple(dotted.split("."))
+        name = dotted.replace("_", "-")
+        if field.annotation is bool:
+            table, dot, leaf = name.rpartition(".")
+            flags[f"--{name}"] = Flag(path, "switch")
+            flags[f"--{table}{dot}no-{leaf}"] = Flag(path, "switch", says=False)
+        else:
+            flags[f"--{name}"] = Flag(path, "many" if get_origin(field.annotation) is tuple else "one")
+    for table, key in shorthands.items():
+        if table in config.model_fields:
+            flags[f"--{table}"] = Flag((table, key), "one")
+    return flags
+
+
+def read_flags(argv: Sequence[str], flags: dict[str, Flag], positionals: Sequence[str] = ()) -> dict[str, Any]:
+    """Raw values by key, nested as the configuration is; what was not given is absent.
+
+    Raises:
+        UserError: an unknown flag (the nearest one is named), a flag without its value, a word that belongs
+            to none.
+    """
+    values: dict[str, Any] = {}
+    unnamed = list(positionals)
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            if not unnamed:
+                raise UserError(word, "belongs to no flag", "write --FLAG VALUE, see --help")
+            values[unnamed.pop(0)] = word
+            continue
+        name, equals, joined = word.partition("=")
+        name = name.replace("_", "-")
+        flag = flags.get(name)
+        if flag is None:
+            raise UserError(name, "there is no such flag", nearest(name, flags, "see --help"))
+        if flag.kind == "switch":
+            value: Any = flag.says if not equals else joined
+            if equals and not flag.says:
+                raise UserError(name, "takes no value", f"write {name} alone")
+        elif equals:
+            value = [joined] if flag.kind == "many" else joined
+        else:
+            value = _take(name, flag, words)
+        _put(values, flag.path, value)
+    return values
+
+
+def take_option(argv: Sequence[str], name: str) -> tuple[str, list[str]]:
+    """The last value of the option `name` ("" when it is not there), and the other words."""
+    value, rest, words = "", [], list(argv)
+    while words:
+        word = words.pop(0)
+        if word == name:
+            value = _take(name, Flag((), "one"), words)
+        elif word.startswith(f"{name}="):
+            value = word.partition("=")[2]
+        else:
+            rest.append(word)
+    return value, rest
+
+
+def _take(name: str, flag: Flag, words: list[str]) -> Any:
+    """The value of a flag from the words after it, which it consumes."""
+    if not words or words[0].startswith("--"):
+        raise UserError(name, "has no value", f"write {name} VALUE")
+    if flag.kind == "one":
+        return words.pop(0)
+    taken = []
+    while words and not words[0].startswith("--"):
+        taken.append(words.pop(0))
+    return taken
+
+
+def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for table in path[:-1]:
+        values = values.setdefault(table, {})
+    values[path[-1]] = value

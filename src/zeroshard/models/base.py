@@ -1,0 +1,162 @@
+"""What a language model is to the rest of the system, and how its parameters get their first values.
+
+A model is an ``nn.Module`` with repeated ``blocks``, a ``forward`` that returns the loss, and a rule that
+gives each parameter its initial values from its *name* alone. That rule is why a sharded run starts exactly
+where one process would: values depend on (seed, name, shape), never on the world size, the device, or the
+order in which parameters are made. So a model may be built on the meta device, where it costs no memory, and
+its parameters made one at a time by whoever shards them; no rank ever has to hold the whole of it.
+
+Shape legend: B batch, T sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zeroshard.errors import UserError
+from zeroshard.models.config import ModelConfig
+
+IGNORED_TARGET = -100  # a target that adds nothing to the loss, as in torch's cross_entropy
+
+
+class LanguageModel(nn.Module, ABC):
+    """The interface of every model here; it holds no implementation beyond the length check.
+
+    It is an abstract class and no Protocol, because callers also need all of ``nn.Module``, and Python's
+    types have no word for "this protocol and that class".
+
+    Attributes:
+        blocks: the repeated part, in order; each block is a natural unit to shard, compile or checkpoint.
+        num_multiplied_params: N of :func:`flops_per_token`; counted when the model is built, so that it stays
+            right after an engine has taken the parameters apart.
+        seed: of the initial values.
+    """
+
+    blocks: nn.ModuleList
+    num_multiplied_params: int
+    seed: int
+
+    @property
+    @abstractmethod
+    def config(self) -> ModelConfig:
+        """The configuration that the model was built from."""
+
+    @abstractmethod
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """The mean loss where targets are given, else the logits.
+
+        Args:
+            tokens_BT: token ids [B, T], int64.
+            targets_BT: the token that follows each one [B, T], int64; -100 marks a position without a target.
+
+        Returns:
+            With targets: :func:`next_token_loss`, a scalar. Without: logits [B, T, V] in the model's dtype.
+        """
+
+    @abstractmethod
+    def init_parameter(self, name: str, param: Tensor, seed: int | None = None) -> None:
+        """Write a parameter's initial values into ``param``, in place.
+
+        Args:
+            name: as in ``named_parameters()`` of the whole model; all names of a tied one give the same.
+            param: a tensor of the parameter's whole shape, any device and floating dtype; may be a view.
+            seed: the model's own ``seed`` where None.
+        """
+
+    def num_flops_per_token(self, seq_len: int) -> int:
+        """Forward and backward FLOPs a token, in sequences of ``seq_len`` tokens: :func:`flops_per_token`."""
+        config = self.config
+        return flops_per_token(self.num_multiplied_params, config.n_layer, config.n_embd, seq_len)
+
+    def check_seq_len(self, seq_len: int) -> None:
+        """Raise UserError where ``seq_len`` tokens are none, or more than ``config.seq_len``."""
+        if seq_len < 1:
+            raise UserError("seq_len", f"{seq_len} is not a length", "give 1 or more tokens")
+        if seq_len > self.config.seq_len:
+            what = f"{seq_len} is above the model's {self.config.seq_len}"
+            raise UserError("seq_len", what, "shorten the sequences or build the model with a larger seq_len")
+
+
+def flops_per_token(num_multiplied_params: int, n_layer: int, n_embd: int, seq_len: int) -> int:
+    """6 N + 12 L d T: model FLOPs for each token, forward and backward (PaLM, appendix B, arXiv:2204.02311).
+
+    Each parameter that multiplies costs a multiply and an add forward, and twice that backward: 6 N.
+    Attention's two products, queries with keys and weights with values, cost 4 d T forward in each layer,
+    12 d T with the backward pass; a causal mask is not credited, by convention, nor is recomputation.
+
+    Args:
+        num_multiplied_params: N, each parameter counted once and without the tables that are only looked up:
+            GPT-2's positions, and the token embedding unless the output head shares it.
+        n_layer: L, the number of blocks.
+        n_embd: d, the width of all query heads together.
+        seq_len: T, tokens of a sequence.
+    """
+    return 6 * num_multiplied_params + 12 * n_layer * n_embd * seq_len
+
+
+def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean cross-entropy in nats over the positions that have a target.
+
+    Args:
+        logits_BTV: [B, T, V], any floating dtype.
+        targets_BT: [B, T], int64; -100 is left out of the mean.
+
+    Returns:
+        A scalar in fp32, in float64 where the logits are. NaN where no position has a target.
+    """
+    logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED_TARGET)
+
+
+def run_block(block: Callable[..., Tensor], *inputs: Tensor, recompute: bool) -> Tensor:
+    """Call a block; with ``recompute`` keep only its inputs and rerun it in backward (arXiv:1604.06174)."""
+    if recompute:
+        return checkpoint(block, *inputs, use_reentrant=False)
+    return block(*inputs)
+
+
+@torch.no_grad()
+def fill_normal_(param: Tensor, std: float, seed: int, name: str) -> None:
+    """Draw ``param`` from N(0, std^2): a pure function of (seed, name, shape).
+
+    Drawn on the CPU in fp32 and then copied, so each device and dtype gets the same numbers, rounded.
+
+    Args:
+        param: any shape, device and floating dtype; written in place.
+        std: standard deviation.
+        seed: of the whole model.
+        name: the parameter's name in the whole model.
+    """
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
+    drawn = torch.empty(param.shape, dtype=torch.float32, device="cpu")
+    param.copy_(drawn.normal_(0.0, std, generator=generator))
+
+
+@torch.no_grad()
+def fill_constant_(param: Tensor, value: float) -> None:
+    """Set each element of ``param`` to ``value``, in place."""
+    param.fill_(value)
+
+
+def materialize(model: LanguageModel, device: torch.device | str) -> None:
+    """Move a model from the meta device to ``device``, made and initialised one parameter at a time.
+
+    Tied parameters stay tied. On ``"meta"`` nothing happens: there is nowhere to put values yet.
+    """
+    if torch.device(device).type == "meta":
+        return
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if param not in made:
+                made[param] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+                model.init_parameter(f"{module_name}.{key}" if module_name else key, made[param])
+            setattr(module, key, made[param])

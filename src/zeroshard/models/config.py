@@ -1,0 +1,79 @@
+"""What every model's configuration says, and the checks that each runs on itself when it is made.
+
+A wrong shape is refused here, in one line that names the field, long before a tensor exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Protocol
+
+from zeroshard.errors import UserError
+
+
+class ModelConfig(Protocol):
+    """What every model's configuration says; a frozen dataclass that checks itself when it is made."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, V."""
+        ...
+
+    @property
+    def seq_len(self) -> int:
+        """Most tokens that one sequence may have."""
+        ...
+
+    @property
+    def n_layer(self) -> int:
+        """Number of blocks."""
+        ...
+
+    @property
+    def n_head(self) -> int:
+        """Number of query heads in each block."""
+        ...
+
+    @property
+    def n_embd(self) -> int:
+        """Width of the residual stream."""
+        ...
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether blocks recompute their activations in the backward pass instead of keeping them."""
+        ...
+
+
+def check_counts(config: ModelConfig, *names: str) -> None:
+    """Raise UserError for the first of these fields of ``config`` that is below 1."""
+    for name in names:
+        value = getattr(config, name)
+        if value < 1:
+            raise UserError(f"model.{name}", f"{value} is below 1", "give a positive integer")
+
+
+def check_divides(config: ModelConfig, divisor: str, dividend: str) -> None:
+    """Raise UserError where one field of ``config`` does not divide another, and name values that would."""
+    part, whole = getattr(config, divisor), getattr(config, dividend)
+    if whole % part:
+        fitting = [n for n in range(1, whole + 1) if whole % n == 0]
+        nearest = sorted(sorted(fitting, key=lambda n: abs(n - part))[:2])
+        todo = f"take {' or '.join(map(str, nearest))}, or change {dividend}"
+        raise UserError(f"model.{divisor}", f"{part} does not divide {dividend} {whole}", todo)
+
+
+def check_types(config: ModelConfig) -> None:
+    """Raise UserError for a field of ``config`` whose value is not of its declared type: int, float or bool.
+
+    An integer may stand for a float; a bool is no integer.
+    """
+    for field in fields(config):  # ty: ignore[invalid-argument-type]
+        value, wanted = getattr(config, field.name), str(field.type)
+        fits = {
+            "bool": isinstance(value, bool),
+            "int": isinstance(value, int) and not isinstance(value, bool),
+            "float": isinstance(value, int | float) and not isinstance(value, bool),
+        }
+        if not fits[wanted]:
+            raise UserError(f"model.{field.name}", f"{value!r} is of the wrong type", f"give one {wanted}")

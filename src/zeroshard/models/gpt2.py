@@ -1,0 +1,185 @@
+"""GPT-2, whole: embeddings, pre-norm blocks, tied head, initial values.
+
+    x = wte[tokens] + wpe[0..T-1]
+    x = x + attn(ln_1(x));  x = x + mlp(ln_2(x))        n_layer times
+    logits = ln_f(x) @ wte.T
+
+"Language Models are Unsupervised Multitask Learners", Radford et al. 2019. Parameter names are GPT-2's own,
+with ``blocks`` for ``h``; the matrices are ``nn.Linear``'s, so transposed against the published checkpoint's.
+
+Shape legend: B batch, T sequence, C width, H heads, D width of a head, V vocabulary; example sizes are those
+of gpt2-124m with a batch of 8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zeroshard.errors import UserError
+from zeroshard.models.base import (
+    LanguageModel,
+    fill_constant_,
+    fill_normal_,
+    materialize,
+    next_token_loss,
+    run_block,
+)
+from zeroshard.models.config import check_counts, check_divides, check_types
+
+INIT_STD = 0.02
+LAYER_NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Shape of a GPT-2; the defaults of the switches are GPT-2's, but for dropout.
+
+    Attributes:
+        vocab_size: number of token ids.
+        seq_len: rows of the position table, so the longest sequence.
+        n_layer: number of blocks.
+        n_head: attention heads of a block; divides ``n_embd``.
+        n_embd: width of the residual stream.
+        bias: whether matrices and layer norms have biases.
+        dropout: probability in [0, 1) on embeddings, attention weights and residual branches. GPT-2 took 0.1;
+            a model that sees each token about once wants 0.
+        activation_checkpointing: recompute blocks in backward instead of keeping their activations.
+
+    Raises:
+        UserError: for a value that cannot be used, with the field's name.
+    """
+
+    vocab_size: int
+    seq_len: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    bias: bool = True
+    dropout: float = 0.0
+    activation_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_counts(self, "vocab_size", "seq_len", "n_layer", "n_head", "n_embd")
+        check_divides(self, "n_head", "n_embd")
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError("model.dropout", f"{self.dropout} is outside [0, 1)", "give a probability below 1")
+
+
+class Attention(nn.Module):
+    """Causal self-attention, all heads in one product: softmax(q k^T / sqrt(D)) v."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.n_head, self.dropout = config.n_head, config.dropout
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix each position with the ones before it: [B, T, C] -> [B, T, C]."""
+        B, T, C = x.shape  # (8, 1024, 768)
+        qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)  # (8, 1024, 36, 64)
+        q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # each [B, H, T, D]: (8, 12, 1024, 64)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)  # (8, 12, 1024, 64)
+        return self.drop(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))  # (8, 1024, 768)
+
+
+class MLP(nn.Module):
+    """Two matrices with a GELU between them (tanh form, as GPT-2 has it; arXiv:1606.08415)."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Work on each position alone: [B, T, C] -> [B, T, 4 C] -> [B, T, C]."""
+        return self.drop(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+
+
+class Block(nn.Module):
+    """A residual layer pair, each branch normalised at its entrance."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, LAYER_NORM_EPS, bias=config.bias)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, LAYER_NORM_EPS, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, C] -> [B, T, C]."""
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2(LanguageModel):
+    """A GPT-2 language model.
+
+    Built on the default device; under ``torch.device("meta")`` it has shapes and no values, and
+    :meth:`init_parameter` gives each parameter the values that it would have had.
+
+    ``lm_head.weight`` *is* ``wte.weight``: one parameter under two names (arXiv:1608.05859).
+    """
+
+    def __init__(self, config: GPT2Config, seed: int = 0) -> None:
+        super().__init__()
+        self._config, self.seed = config, seed
+        device = torch.get_default_device()
+        with torch.device("meta"):  # shapes first: torch's own initial values would be drawn for nothing
+            self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+            self.wpe = nn.Embedding(config.seq_len, config.n_embd)
+            self.drop = nn.Dropout(config.dropout)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+            self.ln_f = nn.LayerNorm(config.n_embd, LAYER_NORM_EPS, bias=config.bias)
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            self.lm_head.weight = self.wte.weight
+        num_params = sum(param.numel() for param in self.parameters())
+        self.num_multiplied_params = num_params - self.wpe.weight.numel()  # the head multiplies by wte
+        materialize(self, device)
+
+    @property
+    def config(self) -> GPT2Config:
+        """The configuration that the model was built from."""
+        return self._config
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Loss where targets are given, else logits; see :meth:`LanguageModel.forward`.
+
+        Raises:
+            UserError: for sequences longer than the position table.
+        """
+        num_tokens = tokens_BT.shape[1]
+        self.check_seq_len(num_tokens)
+        positions_T = torch.arange(num_tokens, device=tokens_BT.device)
+        x = self.drop(self.wte(tokens_BT) + self.wpe(positions_T))  # [B, T, C]: (8, 1024, 768)
+        recompute = self._config.activation_checkpointing and self.training
+        for block in self.blocks:
+            x = run_block(block, x, recompute=recompute)
+        logits_BTV = self.lm_head(self.ln_f(x))  # (8, 1024, 50257)
+        return logits_BTV if targets_BT is None else next_token_loss(logits_BTV, targets_BT)
+
+    def init_parameter(self, name: str, param: Tensor, seed: int | None = None) -> None:
+        """GPT-2's initial values, by name; see :meth:`LanguageModel.init_parameter`.
+
+        Biases 0, norm weights 1, matrices and embeddings N(0, 0.02^2), and the projections back into the
+        residual stream smaller by 1 / sqrt(2 n_layer), because so many of them add up there.
+        """
+        seed = self.seed if seed is None else seed
+        module_name, _, kind = name.rpartition(".")
+        layer = module_name.rpartition(".")[2]
+        if kind == "bias":
+            fill_constant_(param, 0.0)
+        elif layer.startswith("ln_"):
+            fill_constant_(param, 1.0)
+        elif layer == "c_proj":
+            fill_normal_(param, INIT_STD / (2 * self._config.n_layer) ** 0.5, seed, name)
+        else:
+            fill_normal_(param, INIT_STD, seed, "wte.weight" if name == "lm_head.weight" else name)

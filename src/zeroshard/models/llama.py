@@ -1,0 +1,233 @@
+"""LLaMA, whole: RMSNorm, rotary positions, grouped-query attention, SwiGLU, initial values.
+
+    x = embed_tokens[tokens]
+    x = x + self_attn(input_layernorm(x));  x = x + mlp(post_attention_layernorm(x))        n_layer times
+    logits = lm_head(norm(x))
+
+LLaMA: arXiv:2302.13971; Llama 3: arXiv:2407.21783. Parameter names are Hugging Face's without the leading
+``model.`` and with ``blocks`` for ``layers``, shapes and the order of rotary pairs are theirs too, so their
+weights fit as they are. No biases anywhere.
+
+Shape legend: B batch, T sequence, C width, H query heads, K key and value heads, D width of a head, F width
+of the feed-forward layer, V vocabulary; example sizes are those of llama-small with a batch of 8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zeroshard.errors import UserError
+from zeroshard.models.base import (
+    LanguageModel,
+    fill_constant_,
+    fill_normal_,
+    materialize,
+    next_token_loss,
+    run_block,
+)
+from zeroshard.models.config import check_counts, check_divides, check_types
+
+INIT_STD = 0.02
+FFN_MULTIPLE = 256
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Shape of a LLaMA.
+
+    Attributes:
+        vocab_size: number of token ids.
+        seq_len: the longest sequence that it is meant for. Rotary positions need no table, so ``forward``
+            takes longer ones; ``check_seq_len`` does not.
+        n_layer: number of blocks.
+        n_head: query heads of a block; divides ``n_embd`` into heads of even width.
+        n_kv_head: key and value heads, each shared by ``n_head / n_kv_head`` query heads.
+        n_embd: width of the residual stream.
+        ffn_hidden: width of the feed-forward layer; 0 takes :attr:`ffn_width`'s rule.
+        rope_theta: base of the rotary wavelengths; LLaMA 1 and 2 10,000, Llama 3 500,000.
+        norm_eps: added to the mean square inside RMSNorm.
+        activation_checkpointing: recompute blocks in backward instead of keeping their activations.
+        tie_embeddings: one matrix for token embedding and output head.
+
+    Raises:
+        UserError: for a value that cannot be used, with the field's name.
+    """
+
+    vocab_size: int
+    seq_len: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    n_embd: int
+    ffn_hidden: int = 0
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    activation_checkpointing: bool = False
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_counts(self, "vocab_size", "seq_len", "n_layer", "n_head", "n_kv_head", "n_embd")
+        check_divides(self, "n_head", "n_embd")
+        check_divides(self, "n_kv_head", "n_head")
+        if self.head_dim % 2:
+            what = f"{self.n_head} leaves heads of odd width {self.head_dim}, and rotary positions turn pairs"
+            raise UserError("model.n_head", what, "choose n_head and n_embd so that n_embd / n_head is even")
+        if self.ffn_hidden < 0:
+            raise UserError("model.ffn_hidden", f"{self.ffn_hidden} is below 0", "give a width, or 0 for 8/3 n_embd")
+        for name in ("rope_theta", "norm_eps"):
+            value = getattr(self, name)
+            if not 0.0 < value < float("inf"):
+                raise UserError(f"model.{name}", f"{value} is not positive and finite", "give a positive number")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head, D."""
+        return self.n_embd // self.n_head
+
+    @property
+    def ffn_width(self) -> int:
+        """F: ``ffn_hidden``, or where that is 0 two thirds of 4 ``n_embd``, rounded up to a multiple of 256.
+
+        Two thirds, because SwiGLU has three matrices where a plain feed-forward layer has two.
+        """
+        if self.ffn_hidden:
+            return self.ffn_hidden
+        return -(-(8 * self.n_embd // 3) // FFN_MULTIPLE) * FFN_MULTIPLE
+
+
+def rope_tables(num_tokens: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles position * theta^(-2 i / D), i < D / 2 (RoFormer, arXiv:2104.09864).
+
+    Made anew in each forward pass: they cost next to nothing, and a buffer would be stuck on the meta device.
+
+    Returns:
+        Two fp32 tensors [T, D / 2].
+    """
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    positions = torch.arange(num_tokens, device=device, dtype=torch.float32)
+    angles = torch.outer(positions, theta**-exponents)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + D / 2) of a head by its position's angle: [B, H, T, D] -> [B, H, T, D].
+
+    The products are taken in the wider of the two dtypes, the result has ``x``'s.
+    """
+    first, second = x.chunk(2, dim=-1)  # each [B, H, T, D / 2]: (8, 18, 2048, 32)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; groups of query heads share a key and value head (GQA, arXiv:2305.13245)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_width = config.n_kv_head * config.head_dim
+        self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.k_proj = nn.Linear(config.n_embd, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.n_embd, kv_width, bias=False)
+        self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Mix each position with the ones before it: [B, T, C] -> [B, T, C]."""
+        B, T, C = x.shape  # (8, 2048, 1152)
+        q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, H, T, D]: (8, 18, 2048, 64)
+        k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # (8, 18, 2048, 64)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, C))  # (8, 2048, 1152)
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv:2002.05202)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.n_embd, config.ffn_width, bias=False)
+        self.up_proj = nn.Linear(config.n_embd, config.ffn_width, bias=False)
+        self.down_proj = nn.Linear(config.ffn_width, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Work on each position alone: [B, T, C] -> [B, T, F] -> [B, T, C]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """A residual layer pair, each branch normalised at its entrance (RMSNorm: arXiv:1910.07467)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[B, T, C] -> [B, T, C]; ``cos`` and ``sin`` [T, D / 2] from :func:`rope_tables`."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama(LanguageModel):
+    """A LLaMA language model.
+
+    Built on the default device; under ``torch.device("meta")`` it has shapes and no values, and
+    :meth:`init_parameter` gives each parameter the values that it would have had.
+    """
+
+    def __init__(self, config: LlamaConfig, seed: int = 0) -> None:
+        super().__init__()
+        self._config, self.seed = config, seed
+        device = torch.get_default_device()
+        with torch.device("meta"):  # shapes first: torch's own initial values would be drawn for nothing
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+            self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            if config.tie_embeddings:
+                self.lm_head.weight = self.embed_tokens.weight
+        num_params = sum(param.numel() for param in self.parameters())
+        num_looked_up = 0 if config.tie_embeddings else self.embed_tokens.weight.numel()
+        self.num_multiplied_params = num_params - num_looked_up
+        materialize(self, device)
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The configuration that the model was built from."""
+        return self._config
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Loss where targets are given, else logits; see :meth:`LanguageModel.forward`."""
+        config = self._config
+        cos, sin = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device)
+        x = self.embed_tokens(tokens_BT)  # [B, T, C]: (8, 2048, 1152)
+        recompute = config.activation_checkpointing and self.training
+        for block in self.blocks:
+            x = run_block(block, x, cos, sin, recompute=recompute)
+        logits_BTV = self.lm_head(self.norm(x))  # (8, 2048, 32000)
+        return logits_BTV if targets_BT is None else next_token_loss(logits_BTV, targets_BT)
+
+    def init_parameter(self, name: str, param: Tensor, seed: int | None = None) -> None:
+        """Initial values by name; see :meth:`LanguageModel.init_parameter`.
+
+        The LLaMA papers do not give theirs, so these are GPT-2's: norm weights 1, matrices and embeddings
+        N(0, 0.02^2), and the projections back into the residual stream smaller by 1 / sqrt(2 n_layer).
+        """
+        seed = self.seed if seed is None else seed
+        layer = name.split(".")[-2]
+        tied_head = self._config.tie_embeddings and name == "lm_head.weight"
+        if layer.endswith("norm"):
+            fill_constant_(param, 1.0)
+        elif layer in ("o_proj", "down_proj"):
+            fill_normal_(param, INIT_STD / (2 * self._config.n_layer) ** 0.5, seed, name)
+        else:
+            fill_normal_(param, INIT_STD, seed, "embed_tokens.weight" if tied_head else name)

@@ -1,0 +1,94 @@
+"""Models by name: one table of shapes, and the way from a name and a few changes to a model.
+
+Shapes of GPT-2: Radford et al. 2019, as released (350m: "medium"); 7b: LLaMA, arXiv:2302.13971, table 2;
+8b: Llama 3, arXiv:2407.21783, table 3; 1b: Llama 3.2's published configuration, without its stretching of
+rotary wavelengths beyond 8,192 tokens. The demo and the smaller LLaMAs are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from types import MappingProxyType
+
+from zeroshard.errors import UserError
+from zeroshard.models.base import LanguageModel
+from zeroshard.models.gpt2 import GPT2, GPT2Config
+from zeroshard.models.llama import Llama, LlamaConfig
+
+# fmt: off
+PRESETS: Mapping[str, GPT2Config | LlamaConfig] = MappingProxyType({
+    # bytes as tokens: learns on two CPU cores in minutes
+    "gpt2-demo": GPT2Config(vocab_size=256, seq_len=128, n_layer=4, n_head=4, n_embd=128),
+    "gpt2-124m": GPT2Config(vocab_size=50257, seq_len=1024, n_layer=12, n_head=12, n_embd=768),
+    "gpt2-350m": GPT2Config(vocab_size=50257, seq_len=1024, n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-774m": GPT2Config(vocab_size=50257, seq_len=1024, n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-1.5b": GPT2Config(vocab_size=50257, seq_len=1024, n_layer=48, n_head=25, n_embd=1600),
+    "llama-tiny": LlamaConfig(vocab_size=32000, seq_len=2048, n_layer=4, n_head=10, n_kv_head=2, n_embd=320),
+    "llama-small": LlamaConfig(vocab_size=32000, seq_len=2048, n_layer=12, n_head=18, n_kv_head=6,
+                               n_embd=1152),
+    "llama-medium": LlamaConfig(vocab_size=32000, seq_len=2048, n_layer=24, n_head=32, n_kv_head=8,
+                                n_embd=2048),
+    "llama-1b": LlamaConfig(vocab_size=128256, seq_len=8192, n_layer=16, n_head=32, n_kv_head=8, n_embd=2048,
+                            ffn_hidden=8192, rope_theta=500_000.0, tie_embeddings=True),
+    "llama-7b": LlamaConfig(vocab_size=32000, seq_len=2048, n_layer=32, n_head=32, n_kv_head=32, n_embd=4096,
+                            ffn_hidden=11008, norm_eps=1e-6),
+    "llama-8b": LlamaConfig(vocab_size=128256, seq_len=8192, n_layer=32, n_head=32, n_kv_head=8, n_embd=4096,
+                            ffn_hidden=14336, rope_theta=500_000.0),
+})
+# fmt: on
+
+
+def model_config(
+    name: str,
+    *,
+    vocab_size: int | None = None,
+    seq_len: int | None = None,
+    overrides: Mapping[str, object] = MappingProxyType({}),
+) -> GPT2Config | LlamaConfig:
+    """A preset's configuration with a few fields changed, checked, and no model built.
+
+    Args:
+        name: a key of ``PRESETS``.
+        vocab_size: number of token ids, from the tokenizer; the preset's where None.
+        seq_len: the longest sequence; the preset's where None.
+        overrides: other fields of the preset's configuration, by name; they win over the two above.
+
+    Raises:
+        UserError: no such preset or field (the nearest is named), or values that do not go together.
+    """
+    if name not in PRESETS:
+        raise UserError("model", f"there is no preset {name!r}", _nearest(name, PRESETS))
+    preset = PRESETS[name]
+    given = {"vocab_size": vocab_size, "seq_len": seq_len}
+    changes = {key: value for key, value in given.items() if value is not None} | dict(overrides)
+    known = [field.name for field in fields(preset)]
+    for key in changes:
+        if key not in known:
+            raise UserError(f"model.{key}", f"{name} has no such field", _nearest(key, known))
+    return replace(preset, **changes)  # the configuration checks its types
+
+
+def build_model(
+    name: str,
+    *,
+    vocab_size: int | None = None,
+    seq_len: int | None = None,
+    overrides: Mapping[str, object] = MappingProxyType({}),
+    seed: int = 0,
+) -> LanguageModel:
+    """A preset's model on the default device, or without values under ``torch.device("meta")``.
+
+    Arguments and errors are :func:`model_config`'s; ``seed`` is that of the initial values.
+    """
+    config = model_config(name, vocab_size=vocab_size, seq_len=seq_len, overrides=overrides)
+    if isinstance(config, GPT2Config):
+        return GPT2(config, seed)
+    return Llama(config, seed)
+
+
+def _nearest(word: str, known: Mapping[str, object] | list[str]) -> str:
+    close = get_close_matches(word, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{hint}known: {', '.join(known)}"

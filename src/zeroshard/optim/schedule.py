@@ -1,0 +1,64 @@
+"""The learning rate as a pure function of the step, so that to resume a run is to know one integer.
+
+    lr |    /----\\            linear warm-up, then half a cosine (or a line, or nothing) down to min_lr
+       |   /      \\___
+       |  /           \\____    0 .. warmup_steps .. max_steps
+       +--------------------
+
+Cosine: SGDR, arXiv:1608.03983, equation 5, without restarts. Warm-up, and 10 % of the peak as ``min_lr``:
+GPT-3, arXiv:2005.14165, appendix B.
+"""
+
+from __future__ import annotations
+
+from math import cos, isfinite, pi
+from typing import Literal, get_args
+
+Decay = Literal["cosine", "linear", "constant"]
+
+
+def learning_rate(
+    step: int,
+    *,
+    lr: float,
+    min_lr: float,
+    warmup_steps: int,
+    max_steps: int,
+    decay: Decay = "cosine",
+) -> float:
+    """The learning rate of step ``step``, counted from 0.
+
+    Warm-up: step 0 has ``lr / warmup_steps``, never 0, and step ``warmup_steps - 1`` has ``lr``. Decay starts
+    from ``lr`` at step ``warmup_steps`` and reaches ``min_lr`` at step ``max_steps``, the first that a run of
+    ``max_steps`` steps does not take; later steps stay there. A run shorter than its warm-up ends within it.
+
+    Args:
+        step: >= 0.
+        lr: the peak.
+        min_lr: the end of the decay, at most ``lr``.
+        warmup_steps: 0 for none.
+        max_steps: steps of the whole run, warm-up included.
+        decay: ``"cosine"``, ``"linear"``, or ``"constant"``, which stays at ``lr`` and ignores ``min_lr``.
+
+    Raises:
+        ValueError: a rate negative or not finite, ``min_lr`` above ``lr``, a count negative, no such decay.
+    """
+    for name, rate in (("lr", lr), ("min_lr", min_lr)):
+        if not (isfinite(rate) and rate >= 0):
+            raise ValueError(f"{name}: {rate} is not a finite number >= 0")
+    for name, count in (("step", step), ("warmup_steps", warmup_steps), ("max_steps", max_steps)):
+        if count < 0:
+            raise ValueError(f"{name}: {count} is below 0")
+    if decay not in get_args(Decay):
+        raise ValueError(f"decay: {decay!r} is not one of {', '.join(get_args(Decay))}")
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if decay == "constant":
+        return lr
+    if min_lr > lr:
+        raise ValueError(f"min_lr: {min_lr} is above lr {lr}")
+    if step >= max_steps:
+        return min_lr
+    progress = (step - warmup_steps) / (max_steps - warmup_steps)  # 0 at the end of warm-up, 1 at max_steps
+    peak_share = (1 + cos(pi * progress)) / 2 if decay == "cosine" else 1 - progress
+    return peak_share * lr + (1 - peak_share) * min_lr

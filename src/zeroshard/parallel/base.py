@@ -1,0 +1,97 @@
+"""One interface over every way to train data-parallel, ours and PyTorch's.
+
+The training loop and the checkpoints know this and nothing more; a new strategy is one file here and one line in
+the table of `zeroshard.parallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm import Communicator
+from zeroshard.zero.state import NamedShard, ShardReader
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every strategy is built from.
+
+    Attributes:
+        model: the module to train; with ``init`` it may lie on the meta device (ZeRO strategies only).
+        units: modules whose parameters travel together, usually the transformer blocks.
+        comm: the ranks; None for ``torch.distributed`` where initialised, else this process alone.
+        optimizer_cls: any ``torch.optim`` optimizer.
+        param_groups: from the model to the optimizer's groups of its parameters. A function, because a strategy that
+            makes the parameters of a model on the meta device makes new ones.
+        optimizer_kwargs: the optimizer's defaults (``lr``, ``betas``, ...).
+        compute_dtype: dtype of forward and backward; masters, optimizer states and reductions stay fp32.
+        init: fills parameter ``name`` of a model on the meta device.
+        device: where the parameters live; None for where they are.
+    """
+
+    model: nn.Module
+    units: Sequence[nn.Module]
+    comm: Communicator | None
+    optimizer_cls: type[torch.optim.Optimizer]
+    param_groups: Callable[[nn.Module], list[dict[str, Any]]]
+    optimizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    compute_dtype: torch.dtype = torch.float32
+    init: Callable[[str, Tensor], None] | None = None
+    device: torch.device | None = None
+
+
+class Strategy(Protocol):
+    """A model and its optimizer, spread over ranks in some way."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What the loop calls: ``model(tokens_BT, targets_BT)``."""
+        ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """A real torch optimizer: step it, zero it, edit its ``param_groups``."""
+        ...
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Around forward and backward: accumulate gradients without communication."""
+        ...
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one of a step's micro-batches; communicates when the strategy must."""
+        ...
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the averaged gradients by their global norm; returns the norm before clipping, 0-dim, fp32."""
+        ...
+
+    def named_shards(self) -> Iterable[NamedShard]:
+        """What this rank saves; over all ranks every tensor is tiled exactly once."""
+        ...
+
+    def load_named_shards(self, reader: ShardReader) -> None:
+        """Read whatever this rank holds."""
+        ...
+
+    def full_params(self) -> AbstractContextManager[None]:
+        """Whole weights under their ordinary names inside the context."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's weights, on the CPU, with ordinary names; collective."""
+        ...
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Resident bytes of this rank by category: params, grads, master, optimizer."""
+        ...

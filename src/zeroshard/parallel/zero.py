@@ -1,0 +1,75 @@
+"""Our own engine, at any ZeRO stage, behind the common interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm import Communicator
+from zeroshard.parallel.base import Setup
+from zeroshard.zero import MixedPrecision, Zero
+from zeroshard.zero.state import NamedShard, ShardReader
+
+
+class ZeroStrategy:
+    """`Zero` with its optimizer: nothing is added, so what the loop measures is the engine."""
+
+    def __init__(self, setup: Setup, stage: int) -> None:
+        mixed = setup.compute_dtype != torch.float32
+        self.zero = Zero(
+            setup.model,
+            stage,
+            units=setup.units,
+            comm=setup.comm,
+            precision=MixedPrecision(param_dtype=setup.compute_dtype) if mixed else None,
+            init=setup.init,
+            device=setup.device,
+        )
+        self.model: nn.Module = setup.model
+        groups = setup.param_groups(setup.model)
+        self.optimizer = self.zero.optimizer(setup.optimizer_cls, groups, **setup.optimizer_kwargs)
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        return self.zero.comm
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients without communication."""
+        return self.zero.no_sync()
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Communicate when the stage's gradients column says so."""
+        return self.zero.micro_batch(last)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the averaged gradients by their global norm, over all shards."""
+        return self.zero.clip_grad_norm_(max_norm, norm_type)
+
+    def named_shards(self) -> Iterable[NamedShard]:
+        """What this rank saves."""
+        return self.zero.named_shards()
+
+    def load_named_shards(self, reader: ShardReader) -> None:
+        """Read whatever this rank holds."""
+        self.zero.load_named_shards(reader)
+
+    def full_params(self) -> AbstractContextManager[None]:
+        """Whole weights inside the context; collective."""
+        return self.zero.full_params()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's weights, on the CPU, with ordinary names; collective."""
+        return self.zero.state_dict()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Resident bytes of this rank by category."""
+        return self.zero.memory_bytes()
+
+
+def at_stage(stage: int) -> Callable[[Setup], ZeroStrategy]:
+    """The factory of the strategy ``zero{stage}``."""
+    return lambda setup: ZeroStrategy(setup, stage)

@@ -1,0 +1,266 @@
+"""From a configuration to a run: the only place that has seen both.
+
+Order matters. What can be refused without work is refused first; rank 0 does what one rank must do (prepare the
+data, make the run folder) while the others learn how it went; then every rank builds its own part.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard import checkpoint
+from zeroshard.comm import Communicator, LocalCommunicator, ObservedCommunicator, TorchCommunicator
+from zeroshard.comm.launch import World, init_process_group, shutdown, world_from_env
+from zeroshard.data import EvalBatches, TokenBatches, TokenDataset, require_enough
+from zeroshard.data.prepare import DataSpec, data_dir, prepare
+from zeroshard.errors import UserError
+from zeroshard.models import LanguageModel, build_model
+from zeroshard.models.presets import model_config
+from zeroshard.optim import decay_groups, learning_rate
+from zeroshard.parallel import Setup, Strategy, build_strategy
+from zeroshard.profiling.flops import peak_bf16_flops_per_s
+from zeroshard.train.agree import first_rank_does
+from zeroshard.train.config import DataConfig, ModelConfig, TrainConfig, dump_toml
+from zeroshard.train.loop import Run, Schedule, checkpoint_folder
+from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@contextmanager
+def built(config: TrainConfig) -> Iterator[Run]:
+    """Join the ranks, build this rank's run, and clean up in any case.
+
+    Raises:
+        UserError: something in the configuration cannot be had; on every rank.
+    """
+    world = world_from_env() or World()
+    device = choose_device(config.device, world.local_rank)
+    check_model(config)
+    with ExitStack() as stack:
+        stack.callback(shutdown)
+        if world.world_size > 1 or config.comm == "torch":
+            init_process_group(world, device)
+            comm: Communicator = TorchCommunicator()
+        else:
+            comm = LocalCommunicator()
+        run = build_run(config, comm, device)
+        for observer in run.observers:
+            stack.callback(observer.close)
+        yield run
+
+
+def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> Run:
+    """Build one rank's part of a run; collective.
+
+    Raises:
+        UserError: as `built`.
+    """
+    check_model(config)
+    folder, spec = Path(config.out), data_spec(config.data)
+    tokens_folder = Path(config.data.dir) if config.data.dir else data_dir(spec)
+    resume_from = find_resume(config)
+    first_rank_does(comm, lambda: claim_folder(folder, resuming=config.resume != "none"))
+    first_rank_does(comm, lambda: prepare(spec, tokens_folder))
+
+    train_tokens, val_tokens = (TokenDataset.open(tokens_folder, split) for split in ("train", "val"))
+    rows_per_step = config.micro_batch_size * config.grad_accum_steps * comm.world_size
+    require_enough(train_tokens, config.seq_len, rows_per_step)
+    require_enough(val_tokens, config.seq_len, 1, split="val")
+
+    observed = ObservedCommunicator(comm)
+    model, strategy = _model_and_strategy(config, train_tokens.vocab_size, observed, device)
+    first_step = 0
+    if resume_from is not None:
+        try:
+            first_step = int(checkpoint.load(resume_from, strategy)["step"])
+        except UserError:
+            raise
+        except ValueError as error:
+            todo = "resume with the model and optimizer that the checkpoint was saved with"
+            raise UserError("resume", f"{resume_from}: {error}", todo) from None
+    first_rank_does(comm, lambda: _describe(folder, config, tokens_folder))  # from here on the folder holds a run
+    observed.drain()
+
+    ranks = {"rank": comm.rank, "world_size": comm.world_size}
+    shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
+    accumulation = {"grad_accum_steps": config.grad_accum_steps, "seed": config.seed}
+    return Run(
+        strategy=strategy,
+        batches=TokenBatches(train_tokens, **shapes, **accumulation, **ranks),
+        eval_batches=EvalBatches(val_tokens, **shapes, num_batches=config.eval_batches, **ranks),
+        learning_rate=partial(
+            learning_rate,
+            lr=config.lr,
+            min_lr=config.min_lr,
+            warmup_steps=config.warmup_steps,
+            max_steps=config.max_steps,
+        ),
+        schedule=Schedule(
+            max_steps=config.max_steps,
+            grad_clip=config.grad_clip,
+            eval_interval=config.eval_interval,
+            checkpoint_interval=config.checkpoint_interval,
+            **accumulation,
+        ),
+        observers=_observers(config, folder) if comm.rank == 0 else (),
+        folder=folder,
+        device=device,
+        tokens_per_step=rows_per_step * config.seq_len,
+        num_flops_per_token=model.num_flops_per_token(config.seq_len),
+        peak_flops_per_s=_peak_flops_per_s(config.dtype, device),
+        first_step=first_step,
+        config=config.model_dump(mode="json"),
+        comm=observed,
+    )
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of this rank: ``auto`` takes a GPU where there is one.
+
+    Raises:
+        UserError: CUDA was asked for and is not there, or has fewer devices than this machine has ranks.
+    """
+    num_gpus = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if local_rank >= num_gpus:
+        what = f"rank {local_rank} of this machine finds {num_gpus} CUDA devices"
+        raise UserError("device", what, "start at most as many ranks as there are GPUs, or use --device cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_model(config: TrainConfig) -> None:
+    """Raise UserError where the model cannot be built, or is too short for ``seq_len``; builds nothing."""
+    longest = model_config(config.model.name, overrides=_overrides(config.model)).seq_len
+    if config.seq_len > longest:
+        what = f"{config.seq_len} is above the {longest} of {config.model.name}"
+        raise UserError("seq_len", what, f"use {longest} or less, or a model with longer sequences")
+
+
+def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str) -> LanguageModel:
+    """The model of ``config``: on ``device``, or without values on ``"meta"``."""
+    with torch.device(device):
+        return build_model(
+            config.model.name, vocab_size=vocab_size, overrides=_overrides(config.model), seed=config.seed
+        )
+
+
+def data_spec(data: DataConfig) -> DataSpec:
+    """What to prepare."""
+    return DataSpec(data.source, data.path, data.tokenizer, data.val_fraction, max_tokens=data.max_tokens)
+
+
+def tokenizer_folder(run_folder: Path) -> Path:
+    """Where a run keeps what its tokenizer needs, so that it can write text without its training data."""
+    return run_folder / "tokenizer"
+
+
+def find_resume(config: TrainConfig) -> Path | None:
+    """The checkpoint to start from; None to start afresh.
+
+    Raises:
+        UserError: a checkpoint was named and there is none.
+    """
+    if config.resume == "none":
+        return None
+    if config.resume == "auto":
+        return checkpoint.latest(checkpoint_folder(Path(config.out)))
+    path = Path(config.resume)
+    try:
+        checkpoint.open_manifest(path)
+    except UserError as error:
+        raise UserError("resume", f"{error.field} {error.what}", error.todo) from None
+    return path
+
+
+def claim_folder(folder: Path, *, resuming: bool) -> None:
+    """Make the run folder, or see that the one that is there may be used.
+
+    Raises:
+        UserError: it holds a run and this one does not resume, or it cannot be written.
+    """
+    try:
+        if not resuming and any((folder / name).exists() for name in ("config.toml", "metrics.jsonl")):
+            todo = "choose another --out, or go on with it by --resume auto"
+            raise UserError("out", f"{folder} already holds a run", todo)
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".write-probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            "out", f"{folder} cannot be written ({error.strerror})", "choose a folder that you may write"
+        ) from None
+
+
+def _describe(folder: Path, config: TrainConfig, tokens_folder: Path) -> None:
+    (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+    kept = tokenizer_folder(folder)
+    kept.mkdir(exist_ok=True)
+    for name in ("meta.json", "tokenizer.json"):
+        if (tokens_folder / name).exists():
+            shutil.copyfile(tokens_folder / name, kept / name)
+
+
+def _model_and_strategy(
+    config: TrainConfig, vocab_size: int, comm: Communicator, device: torch.device
+) -> tuple[LanguageModel, Strategy]:
+    # Only ZeRO can make a model piece by piece; DDP needs it whole.
+    sharding = config.strategy.startswith("zero")
+    model = make_model(config, vocab_size, "meta" if sharding else device)
+    if config.compile:
+        for block in model.blocks:  # the forward alone: an engine's hooks must run outside of the graph
+            block.forward = torch.compile(block.forward)
+
+    def init(name: str, param: Tensor) -> None:
+        model.init_parameter(name, param)
+
+    def groups(module: nn.Module) -> list[dict[str, Any]]:
+        return decay_groups(module.named_parameters(), config.weight_decay)
+
+    setup = Setup(
+        model=model,
+        units=list(model.blocks),
+        comm=comm,
+        optimizer_cls=torch.optim.AdamW,
+        param_groups=groups,
+        optimizer_kwargs={"lr": config.lr, "betas": (config.beta1, config.beta2), "fused": config.fused},
+        compute_dtype=DTYPES[config.dtype],
+        init=init if sharding else None,
+        device=device,
+    )
+    return model, build_strategy(config.strategy, setup)
+
+
+def _overrides(model: ModelConfig) -> dict[str, object]:
+    """What replaces the preset's values: the fields that differ from "as the preset says"."""
+    unset = ModelConfig().model_dump()
+    return {
+        name: value for name, value in model.model_dump().items() if name != "name" and value != unset[name]
+    }
+
+
+def _observers(config: TrainConfig, folder: Path) -> list[Observer]:
+    return [
+        JsonlWriter(folder / "metrics.jsonl"),
+        SummaryWriter(folder / "summary.json"),
+        ConsoleRecorder(config.max_steps, config.log_interval, sys.stdout),
+    ]
+
+
+def _peak_flops_per_s(dtype: str, device: torch.device) -> float | None:
+    if device.type != "cuda" or dtype != "bfloat16":
+        return None
+    return peak_bf16_flops_per_s(torch.cuda.get_device_name(device))

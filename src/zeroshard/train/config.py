@@ -1,0 +1,198 @@
+"""What a run is made of: typed, checked as soon as it is read, written back as it was understood.
+
+Precedence: defaults < the TOML file of ``--config`` < flags. Both sources become one nested dict of raw
+    values,
+which `zeroshard.train.validate` alone turns into a configuration, so a file and a flag are judged by the same
+rules and refused in the same words. TOML has no null: 0 and "" mean "off" or "the default", as each field
+says.
+
+This module imports no torch: the command line reads it before it knows whether it will need torch at all.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from zeroshard.errors import UserError
+from zeroshard.train.validate import validate
+
+SHORTHANDS = {"model": "name", "data": "source"}  # `model = "NAME"` stands for `model.name = "NAME"`
+StrategyName = Literal["zero0", "zero1", "zero2", "zero3", "ddp"]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Config):
+    """Which model: a preset by name, and sizes that replace the preset's."""
+
+    name: str = Field("gpt2-demo", min_length=1, description="Preset.")
+    n_layer: int = Field(0, ge=0, description="Transformer blocks; 0: the preset's.")
+    n_head: int = Field(0, ge=0, description="Attention heads; 0: the preset's.")
+    n_kv_head: int = Field(0, ge=0, description="Key and value heads; 0: the preset's.")
+    n_embd: int = Field(0, ge=0, description="Width in features; 0: the preset's.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Probability that an activation is dropped.")
+    bias: bool = Field(True, description="Biases in GPT-2's linear layers and norms.")
+    activation_checkpointing: bool = Field(False, description="Recompute each block in backward.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, raw: Any) -> Any:
+        return {SHORTHANDS["model"]: raw} if isinstance(raw, str) else raw
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.n_embd and self.n_head and self.n_embd % self.n_head:
+            raise UserError(
+                "model.n_head",
+                f"{self.n_head} heads do not divide a width of {self.n_embd}",
+                "choose n_head so that n_embd is a multiple of it",
+            )
+        if self.n_head and self.n_kv_head and self.n_head % self.n_kv_head:
+            raise UserError(
+                "model.n_kv_head",
+                f"{self.n_kv_head} key heads do not divide {self.n_head} heads",
+                "choose n_kv_head so that n_head is a multiple of it",
+            )
+        return self
+
+
+class DataConfig(_Config):
+    """Which text, cut into tokens how, kept where."""
+
+    source: str = Field("python-stdlib", min_length=1, description="python-stdlib, text, tinyshakespeare or synthetic.")
+    path: tuple[str, ...] = Field((), description="Files, folders or globs to read.")
+    tokenizer: str = Field("bytes", min_length=1, description="bytes, gpt2, or bpe:N for N trained tokens.")
+    val_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the text kept for validation.")
+    max_tokens: int = Field(0, ge=0, description="Tokens to keep at most; 0: all.")
+    dir: str = Field("", description="Folder of the prepared tokens; empty: named after the rest, in data/.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, raw: Any) -> Any:
+        return {SHORTHANDS["data"]: raw} if isinstance(raw, str) else raw
+
+
+class TrainConfig(_Config):
+    """One training run. After construction `out` is always filled in."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+
+    strategy: StrategyName = Field("zero2", description="How training state is spread over ranks.")
+    comm: Literal["auto", "torch"] = Field("auto", description="Who moves bytes between ranks.")
+    nproc: int = Field(0, ge=0, description="Ranks to start here; 0: torchrun's or SLURM's, else 1.")
+    port: int = Field(0, ge=0, le=65535, description="Port where --nproc ranks meet; 0: any free.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
+
+    seq_len: int = Field(128, ge=1, description="Tokens in a sequence.")
+    micro_batch_size: int = Field(8, ge=1, description="Sequences per rank in one forward pass.")
+    grad_accum_steps: int = Field(1, ge=1, description="Forward passes per optimizer step.")
+    max_steps: int = Field(500, ge=1, description="Optimizer steps in the whole run.")
+
+    optimizer: Literal["adamw"] = Field("adamw", description="Update rule.")
+    fused: bool = Field(True, description="The optimizer's fused kernel.")
+    lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="Peak learning rate.")
+    min_lr: float = Field(1e-4, ge=0, allow_inf_nan=False, description="Learning rate at the last step.")
+    warmup_steps: int = Field(20, ge=0, description="Steps of linear warm-up.")
+    weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False, description="Decay of matrices.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the mean gradient.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean squared gradient.")
+    grad_clip: float = Field(1.0, ge=0, allow_inf_nan=False, description="Largest global norm; 0: off.")
+
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute type; masters are float32.")
+    compile: bool = Field(False, description="torch.compile the model.")
+    seed: int = Field(0, ge=0, description="Weights, order of data, dropout.")
+
+    eval_interval: int = Field(100, ge=0, description="Steps between evaluations; 0: only at the end.")
+    eval_batches: int = Field(20, ge=1, description="Batches in an evaluation.")
+    log_interval: int = Field(10, ge=1, description="Steps between console lines.")
+    checkpoint_interval: int = Field(0, ge=0, description="Steps between checkpoints; 0: only at the end.")
+    out: str = Field("", description="Run folder; empty: runs/MODEL-DATA-STRATEGY.")
+    resume: str = Field("none", min_length=1, description="none, auto (the newest in out), or a checkpoint.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.warmup_steps > self.max_steps:
+            raise UserError("warmup_steps", f"{self.warmup_steps} is above max_steps = {self.max_steps}", "lower it")
+        if self.min_lr > self.lr:
+            raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
+        if not self.out:
+            name = f"{self.model.name}-{self.data.source}-{self.strategy}".replace("/", "_")
+            object.__setattr__(self, "out", f"runs/{name}")
+        return self
+
+
+class PrepareConfig(_Config):
+    """What `zeroshard prepare` writes: the same `data` as in a training run."""
+
+    data: DataConfig = DataConfig()
+
+
+class GenerateConfig(_Config):
+    """What `zeroshard generate` writes, and from which run."""
+
+    run: str = Field(min_length=1, description="Run folder, as in runs/NAME.")
+    prompt: str = Field("", description="Text to go on from; empty: a line break.")
+    max_new_tokens: int = Field(200, ge=1, description="Tokens to write.")
+    temperature: float = Field(0.8, ge=0, allow_inf_nan=False, description="0: always the likeliest token.")
+    top_k: int = Field(0, ge=0, description="Draw from the k likeliest; 0: from all.")
+    seed: int = Field(0, ge=0, description="Of the draws.")
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The raw values in a TOML file; a syntax error names its line and column."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError("--config", f"{path} does not parse: {error}", "correct that line") from None
+    except FileNotFoundError:
+        raise UserError("--config", f"there is no file {path}", "give the path of a TOML file") from None
+    except UnicodeDecodeError:
+        raise UserError("--config", f"{path} is not UTF-8 text", "give the path of a TOML file") from None
+    except OSError as error:
+        raise UserError("--config", f"cannot read {path} ({error.strerror})", "give a readable file") from None
+
+
+def load_config(path: str | Path) -> TrainConfig:
+    """The training configuration in a TOML file, such as the ``config.toml`` of a run folder."""
+    return validate(TrainConfig, read_toml(path))
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over` in it, table by table; a table's shorthand name joins the table."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        if isinstance(old, str) and isinstance(value, Mapping):
+            old = {SHORTHANDS[key]: old} if key in SHORTHANDS else old
+        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def dump_toml(config: BaseModel) -> str:
+    """TOML text that `load_config` reads back to an equal configuration."""
+    values = config.model_dump()
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if key not in tables]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items())]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _toml_value(value: bool | int | float | str | tuple[str, ...]) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # A JSON string is a TOML basic string, but for surrogate pairs (avoided) and a bare DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return repr(value)

@@ -1,0 +1,291 @@
+"""The only training loop.
+
+A step is: forward and backward over the micro-batches, one small message about how it went, clip, update. All
+randomness is a pure function of (seed, step, rank) and the data's order one of (seed, step), so a checkpoint
+holds tensors and one integer, and a resumed run takes the same steps to the bit.
+
+Steps are counted by how many are done: the first record has ``step`` 1, and ``step-00000100`` is the state after 100.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf, isfinite
+from pathlib import Path
+from time import perf_counter
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zeroshard import checkpoint
+from zeroshard.comm import CONTROL, ObservedCommunicator, scope
+from zeroshard.data import Batches
+from zeroshard.errors import ExitStatus
+from zeroshard.parallel import Strategy
+from zeroshard.profiling.flops import model_flops_utilisation
+from zeroshard.train.evaluate import evaluate
+from zeroshard.train.record import Observer, StepRecord
+
+if TYPE_CHECKING:
+    from zeroshard.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How often and how long; counts of steps, 0 for "only at the end"."""
+
+    max_steps: int
+    grad_accum_steps: int
+    grad_clip: float
+    eval_interval: int
+    checkpoint_interval: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a run is made of, built by `zeroshard.train.build`.
+
+    Attributes:
+        strategy: the model, its optimizer and its ranks.
+        batches: this rank's training batches.
+        eval_batches: this rank's validation batches, the same ones each time.
+        learning_rate: of a step, counted from 0.
+        schedule: how often and how long.
+        observers: told of everything; on rank 0 alone there are any.
+        folder: the run folder; checkpoints go below it.
+        device: where batches go.
+        tokens_per_step: of all ranks together.
+        num_flops_per_token: forward and backward, for MFU.
+        peak_flops_per_s: of one device; None where it is not known.
+        first_step: steps already done, above 0 when the run is resumed.
+        config: what goes into each checkpoint, as JSON can hold it.
+        comm: the strategy's communicator, observed; None where nobody counts.
+    """
+
+    strategy: Strategy
+    batches: Batches
+    eval_batches: Iterable[tuple[Tensor, Tensor, int]]
+    learning_rate: Callable[[int], float]
+    schedule: Schedule
+    observers: Sequence[Observer]
+    folder: Path
+    device: torch.device
+    tokens_per_step: int
+    num_flops_per_token: int = 0
+    peak_flops_per_s: float | None = None
+    first_step: int = 0
+    config: dict[str, Any] | None = None
+    comm: ObservedCommunicator | None = None
+
+
+@dataclass(frozen=True)
+class _Health:
+    """What all ranks know of a step before they take it."""
+
+    loss: float
+    stop: bool
+
+
+def run_training(config: TrainConfig) -> int:
+    """Build the run that ``config`` describes, train, clean up; returns the exit status. One call per rank.
+
+    Raises:
+        UserError: something in the configuration cannot be had; on every rank.
+        KeyboardInterrupt: passed on, with the log intact.
+    """
+    from zeroshard.train.build import built  # builds a Run, so it imports this module
+
+    with _sigterm_noted() as stop_wanted, built(config) as run:
+        try:
+            return int(train(run, stop_wanted))
+        except OSError as error:
+            if run.strategy.comm.rank == 0:
+                print(f"error: {run.folder}: {error}; free space, then resume", file=sys.stderr)
+            return int(ExitStatus.STORAGE)
+
+
+def train(run: Run, stop_wanted: Callable[[], bool] = lambda: False) -> ExitStatus:
+    """Train until ``max_steps``, the first number that is not finite, or until some rank wants to stop.
+
+    Args:
+        run: what to train.
+        stop_wanted: asked on each rank at each step; one yes stops all after that step, with a checkpoint.
+    """
+    schedule, step = run.schedule, run.first_step
+    status, saved_at, val_loss = ExitStatus.OK, run.first_step, None
+    loss, started = None, perf_counter()
+    _tell(run, lambda observer: observer.on_start(_start_info(run)))
+    if step == 0 and schedule.eval_interval:
+        val_loss = _evaluate(run, step)
+    while step < schedule.max_steps and status == ExitStatus.OK:
+        record, stop = take_step(run, step, stop_wanted)
+        _tell(run, lambda observer, record=record: observer.on_step(record))
+        if not (isfinite(record.loss) and isfinite(record.grad_norm)):
+            _complain(run, record)
+            status = ExitStatus.NOT_FINITE
+            break
+        step, loss = step + 1, record.loss
+        status = ExitStatus.TERMINATED if stop else ExitStatus.OK
+        at_end = step == schedule.max_steps
+        if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
+            val_loss = _evaluate(run, step)
+        if stop or at_end or _is_due(step, schedule.checkpoint_interval):
+            _checkpoint(run, step)
+            saved_at = step
+    summary = {
+        "status": status.name.lower(),
+        "step": step,
+        "loss": loss,
+        "val_loss": val_loss,
+        "tokens": step * run.tokens_per_step,
+        "last_checkpoint_step": saved_at,
+        "wall_s": perf_counter() - started,
+    }
+    _tell(run, lambda observer: observer.on_end(summary))
+    return status
+
+
+def take_step(run: Run, step: int, stop_wanted: Callable[[], bool]) -> tuple[StepRecord, bool]:
+    """One optimizer step, number ``step`` from 0; the weights stay as they were where it is not finite.
+
+    Returns:
+        The record, the same on every rank but for times and memory, and whether some rank wants to stop.
+    """
+    strategy, schedule = run.strategy, run.schedule
+    start = perf_counter()
+    torch.manual_seed(_step_seed(schedule.seed, step, strategy.comm.rank))
+    lr = run.learning_rate(step)
+    for group in strategy.optimizer.param_groups:
+        group["lr"] = lr
+    health = _agree(run, _backward(run, step), stop_wanted())
+    # The norm is wanted in every record; infinity as the limit measures and clips nothing.
+    grad_norm = float(strategy.clip_grad_norm_(schedule.grad_clip or inf))
+    if isfinite(health.loss) and isfinite(grad_norm):
+        strategy.optimizer.step()
+    memory_bytes = strategy.memory_bytes()  # here all of it is alive at once
+    strategy.optimizer.zero_grad()
+    step_s = perf_counter() - start
+    tokens_per_s = run.tokens_per_step / step_s
+    traffic = run.comm.totals() if run.comm else {}
+    if run.comm:
+        run.comm.drain()
+    record = StepRecord(
+        step=step + 1,
+        loss=health.loss,
+        grad_norm=grad_norm,
+        lr=lr,
+        step_s=step_s,
+        tokens=(step + 1) * run.tokens_per_step,
+        tokens_per_s=tokens_per_s,
+        mfu=model_flops_utilisation(
+            tokens_per_s, run.num_flops_per_token, strategy.comm.world_size, run.peak_flops_per_s
+        ),
+        memory_bytes=memory_bytes,
+        comm=traffic,
+    )
+    return record, health.stop
+
+
+def _backward(run: Run, step: int) -> Tensor:
+    """Forward and backward over this rank's micro-batches; returns the mean of their losses, 0-dim."""
+    num_micro = run.schedule.grad_accum_steps
+    total = torch.zeros((), dtype=torch.float64, device=run.strategy.comm.control_device)
+    for micro_step in range(num_micro):
+        tokens_BT, targets_BT = (x.to(run.device, non_blocking=True) for x in run.batches(step, micro_step))
+        with run.strategy.micro_batch(last=micro_step == num_micro - 1):
+            loss = run.strategy.model(tokens_BT, targets_BT)
+            (loss / num_micro).backward()
+        total += loss.detach().to(total)
+    return total / num_micro
+
+
+def _agree(run: Run, loss: Tensor, stop: bool) -> _Health:
+    """The mean loss over ranks, and whether any of them wants to stop: one message of 16 bytes."""
+    message = torch.stack([loss, torch.full_like(loss, stop)])
+    with scope(CONTROL):
+        run.strategy.comm.all_reduce(message).wait()
+    mean_loss, num_stopping = (message / run.strategy.comm.world_size).tolist()
+    return _Health(mean_loss, num_stopping > 0)
+
+
+def _evaluate(run: Run, step: int) -> float:
+    val_loss = evaluate(run.strategy.model, run.eval_batches, run.strategy.comm, run.device)
+    _tell(run, lambda observer: observer.on_eval(step, val_loss))
+    if run.comm:
+        run.comm.drain()  # an evaluation's traffic is no step's
+    return val_loss
+
+
+def _checkpoint(run: Run, step: int) -> None:
+    path = checkpoint_folder(run.folder) / f"step-{step:08d}"
+    extra = {"config": run.config or {}, "torch": torch.__version__}
+    checkpoint.save(path, run.strategy, step=step, extra=extra)
+    _tell(run, lambda observer: observer.on_checkpoint(step, path))
+
+
+def checkpoint_folder(run_folder: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run_folder / "checkpoints"
+
+
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _step_seed(seed: int, step: int, rank: int) -> int:
+    """Seeds dropout: another one for each step and rank, with nothing to save for a resumed run."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _start_info(run: Run) -> dict[str, Any]:
+    return {
+        "step": run.first_step,
+        "max_steps": run.schedule.max_steps,
+        "world_size": run.strategy.comm.world_size,
+        "device": str(run.device),
+        "tokens_per_step": run.tokens_per_step,
+        "num_params": sum(param.numel() for param in run.strategy.model.parameters()),
+        "torch": torch.__version__,
+    }
+
+
+def _tell(run: Run, call: Callable[[Observer], None]) -> None:
+    for observer in run.observers:
+        call(observer)
+
+
+def _complain(run: Run, record: StepRecord) -> None:
+    if run.strategy.comm.rank == 0:
+        print(
+            f"error: step {record.step}: loss {record.loss} with gradient norm {record.grad_norm} is not finite; "
+            "lower lr, lengthen warmup_steps or set grad_clip, and resume from the last checkpoint",
+            file=sys.stderr,
+        )
+
+
+@contextmanager
+def _sigterm_noted() -> Iterator[Callable[[], bool]]:
+    """Inside, SIGTERM does not end the process; the function that is handed out tells whether it came."""
+    noted = threading.Event()
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        noted.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield noted.is_set  # Python runs signal handlers in the main thread alone
+        return
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield noted.is_set
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,265 @@
+"""What a run tells about itself, as facts, and who listens: the console, ``metrics.jsonl``, ``summary.json``.
+
+The loop makes one `StepRecord` a step and hands it to its observers; it knows none of them. Whoever builds
+the observers builds them on rank 0 alone. JSON has no NaN and no infinity: they are written as null, so that
+every line of ``metrics.jsonl`` is valid JSON whatever the run came to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: counted from 1, after the update.
+        loss: mean over the global batch, in nats per token.
+        grad_norm: global, over all ranks, before clipping.
+        lr: of this step.
+        step_s: wall time.
+        tokens: of the global batch, all ranks together, since the run began.
+        tokens_per_s: all ranks together.
+        mfu: share of the devices' peak that the model's own arithmetic used; None where the peak is not
+            known.
+        memory_bytes: of this rank, by category ("params", "grads", "optimizer", ...); empty where not
+            measured.
+        comm: of this rank in this step, by operation; empty where not observed.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    step_s: float
+    tokens: int
+    tokens_per_s: float
+    mfu: float | None = None
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    comm: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Observer(Protocol):
+    """Told of everything that a run does, in order; `close` comes last and always."""
+
+    def on_start(self, info: Mapping[str, Any]) -> None:
+        """The run begins or goes on; `info` holds what is fixed during it."""
+        ...
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step is done."""
+        ...
+
+    def on_eval(self, step: int, loss: float) -> None:
+        """The validation loss after `step`, in nats per token."""
+        ...
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """A checkpoint of `step` is complete."""
+        ...
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """The run is done."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files and the terminal; may be called twice."""
+        ...
+
+
+class JsonlWriter:
+    """``metrics.jsonl``: one object a line, flushed at once, appended to where a run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def on_start(self, info: Mapping[str, Any]) -> None:
+        """Write a ``start`` line."""
+        self._write("start", info)
+
+    def on_step(self, record: StepRecord) -> None:
+        """Write a ``step`` line."""
+        self._write("step", asdict(record))
+
+    def on_eval(self, step: int, loss: float) -> None:
+        """Write an ``eval`` line."""
+        self._write("eval", {"step": step, "loss": loss})
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Write a ``checkpoint`` line."""
+        self._write("checkpoint", {"step": step, "path": str(path)})
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """Write an ``end`` line."""
+        self._write("end", summary)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, event: str, values: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(finite_or_null({"event": event, **values}), allow_nan=False) + "\n")
+        self._file.flush()
+
+
+class SummaryWriter:
+    """``summary.json``: what came out, written when the run is done."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_start(self, info: Mapping[str, Any]) -> None:
+        """Nothing yet."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """Nothing yet."""
+
+    def on_eval(self, step: int, loss: float) -> None:
+        """Nothing yet."""
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Nothing yet."""
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """Write the file whole, or leave the old one."""
+        text = json.dumps(finite_or_null(summary), indent=2, allow_nan=False) + "\n"
+        unfinished = self._path.with_suffix(".tmp")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(self._path)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ConsoleRecorder:
+    """A progress bar on a terminal; elsewhere one plain line every `log_interval` steps."""
+
+    def __init__(self, max_steps: int, log_interval: int = 10, stream: TextIO | None = None) -> None:
+        self._max_steps, self._log_interval = max_steps, log_interval
+        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._bar = _progress(self._console) if self._console.is_terminal else None
+        self._task = None if self._bar is None else self._bar.add_task("train", total=max_steps, facts="")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def on_start(self, info: Mapping[str, Any]) -> None:
+        """Print what is fixed during the run, in one line."""
+        self._print("  ".join(f"{name} {_short(value)}" for name, value in info.items()))
+        if self._bar is not None:
+            self._bar.start()
+
+    def on_step(self, record: StepRecord) -> None:
+        """Move the bar, or print a line at the first, the last and every `log_interval`-th step."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=record.step, facts=facts_of(record))
+        elif record.step in (1, self._max_steps) or record.step % self._log_interval == 0:
+            self._print(f"step {record.step}  {facts_of(record)}")
+
+    def on_eval(self, step: int, loss: float) -> None:
+        """Print the validation loss."""
+        self._print(f"step {step}  val_loss {loss:.4f}")
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Print where the checkpoint lies."""
+        self._print(f"step {step}  checkpoint {path}")
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """Print what came out, in one line; tables stay in ``summary.json``."""
+        flat = {name: value for name, value in summary.items() if not isinstance(value, Mapping)}
+        self.close()
+        self._print("  ".join(f"{name} {_short(value)}" for name, value in flat.items()))
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False)
+        self._console.file.flush()
+
+
+def facts_of(record: StepRecord) -> str:
+    """One step in words: ``loss 4.1234  grad_norm 0.98  lr 3.0e-04  12,345 tok/s  mfu 41.2%  mem 10.1GiB``.
+
+    `mfu` and memory are said only where they are known.
+    """
+    facts = [
+        f"loss {record.loss:.4f}",
+        f"grad_norm {record.grad_norm:.2f}",
+        f"lr {record.lr:.1e}",
+        f"{record.tokens_per_s:,.0f} tok/s",
+    ]
+    if record.mfu is not None:
+        facts.append(f"mfu {record.mfu:.1%}")
+    if record.memory_bytes:
+        facts.append(f"mem {bytes_in_words(sum(record.memory_bytes.values()))}")
+    return "  ".join(facts)
+
+
+def bytes_in_words(num_bytes: int) -> str:
+    """``10.1GiB``, ``12.3MiB``, ``4.0KiB`` or ``12B``."""
+    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f}{unit}"
+    return f"{num_bytes}B"
+
+
+def finite_or_null(value: Any) -> Any:
+    """`value` with every NaN and infinity in it, however deep, replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite_or_null(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_null(item) for item in value]
+    return value
+
+
+def _drop_torn_line(path: Path) -> None:
+    """A process that was killed in the middle of a line leaves a piece of one: cut it off."""
+    if not path.exists():
+        return
+    whole = path.read_bytes()
+    end = whole.rfind(b"\n") + 1
+    if end != len(whole):
+        with path.open("r+b") as file:
+            file.truncate(end)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[facts]}", markup=False),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,90 @@
+"""From raw values to a checked configuration, and from pydantic's complaints to one line of ours.
+
+A refusal names the dotted field as the user wrote it (``data.max_tokens``), the value, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from zeroshard.errors import UserError
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def validate(kind: type[ConfigT], raw: Mapping[str, Any]) -> ConfigT:
+    """The configuration that `raw` describes; numbers and booleans may come as text, as flags do.
+
+    Raises:
+        UserError: naming the dotted field, what is wrong with its value, and what to do.
+    """
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise _explain(kind, error) from None
+
+
+def fields_by_name(kind: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Every leaf of a configuration by its dotted name: ``lr``, ``data.max_tokens``."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in kind.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            found |= fields_by_name(inner, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = field
+    return found
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """What to do about a name that is not known: take the one that looks like it, if any does."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not close:  # `max_tokens` where `data.max_tokens` was meant
+        close = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2].lstrip("-")]
+    return f"did you mean {close[0]}?" if close else otherwise
+
+
+def _explain(kind: type[BaseModel], error: ValidationError) -> UserError:
+    """The first of pydantic's complaints; an unknown name first, since it often explains the others."""
+    complaints = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+    first = complaints[0]
+    value, limits = first["input"], first.get("ctx", {})
+    if isinstance(limits.get("error"), UserError):
+        return limits["error"]
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        names = fields_by_name(kind)
+        return UserError(field, "there is no such key", nearest(field, names, "remove it"))
+    if first["type"] == "literal_error":
+        choices = [str(choice) for choice in get_args(fields_by_name(kind)[field].annotation)]
+        return UserError(field, f"{value!r} is not a choice", f"choose one of {', '.join(choices)}")
+    what, todo = _WORDS.get(first["type"], ("{value!r} cannot be used", "see --help"))
+    return UserError(field, what.format(value=value, **limits), todo.format(**limits))
+
+
+# pydantic's error type -> what is wrong, what to do
+_WORDS = {
+    "missing": ("is missing", "give a value"),
+    "greater_than": ("{value} is not above {gt:g}", "give a number above {gt:g}"),
+    "greater_than_equal": ("{value} is below {ge:g}", "give {ge:g} or more"),
+    "less_than": ("{value} is not below {lt:g}", "give a number below {lt:g}"),
+    "less_than_equal": ("{value} is above {le:g}", "give {le:g} or less"),
+    "finite_number": ("{value} is not a finite number", "give a finite number"),
+    "int_parsing": ("{value!r} is not a whole number", "give a whole number"),
+    "int_type": ("{value!r} is not a whole number", "give a whole number"),
+    "int_from_float": ("{value!r} is not a whole number", "give a whole number"),
+    "float_parsing": ("{value!r} is not a number", "give a number"),
+    "float_type": ("{value!r} is not a number", "give a number"),
+    "bool_parsing": ("{value!r} is neither true nor false", "give true or false"),
+    "bool_type": ("{value!r} is neither true nor false", "give true or false"),
+    "string_type": ("{value!r} is not text", "put it in quotes"),
+    "string_too_short": ("is empty", "give a name"),
+    "tuple_type": ("{value!r} is not a list", "give a list"),
+    "model_type": ("{value!r} is not a table", "give a table, or a name in quotes"),
+}

@@ -1,0 +1,23 @@
+"""The engine: ZeRO stages 0-3 for any module and any element-wise optimizer."""
+
+from zeroshard.zero.engine import Zero
+from zeroshard.zero.layout import FlatLayout, Piece, Slot
+from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.state import NamedShard, ShardReader
+from zeroshard.zero.strategy import STAGES, Placement, ShardingStrategy, resolve_strategy
+from zeroshard.zero.unit import Unit
+
+__all__ = [
+    "STAGES",
+    "FlatLayout",
+    "MixedPrecision",
+    "NamedShard",
+    "Piece",
+    "Placement",
+    "ShardReader",
+    "ShardingStrategy",
+    "Slot",
+    "Unit",
+    "Zero",
+    "resolve_strategy",
+]

@@ -1,0 +1,341 @@
+"""`Zero`: one engine for ZeRO stages 0-3.
+
+It reads a row of the stage table and makes any `nn.Module` train with it in place: parameters become views of flat
+buffers, hooks move weights and gradients, and the optimizer is given the pieces that this rank owns. The training
+loop stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, scope
+from zeroshard.zero import full_state, grads, shards
+from zeroshard.zero.flat import Init
+from zeroshard.zero.hooks import attach
+from zeroshard.zero.optimizer import ShardedParams, build_optimizer
+from zeroshard.zero.partition import UnitSpec, materialise, partition
+from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.reduction import FlatGrads
+from zeroshard.zero.runtime import Runtime
+from zeroshard.zero.state import NamedShard, ShardReader
+from zeroshard.zero.strategy import REPLICATE, ShardingStrategy, resolve_strategy
+from zeroshard.zero.unit import Unit, build_groups, memory_of
+
+Accumulate = Literal["local", "sharded"]
+
+
+class Zero:
+    """Data-parallel training of ``model`` with training state sharded as a row of `STAGES` says.
+
+    Construction is collective: training starts from rank 0's parameters and buffers. The model is changed in place
+    and stays the object to call; its parameters keep their identity, unless they were on the meta device.
+
+    Args:
+        model: any module. Parameters on the meta device are made here, unit by unit, and filled by ``init``.
+        stage: 0, 1, 2 or 3, or a `ShardingStrategy`.
+        units: submodules whose parameters travel together, in the order in which they run; each must be called as a
+            module. None: the elements of the outermost `nn.ModuleList`s.
+        comm: among which ranks; None: `torch.distributed` if it is initialised, else one process.
+        precision: None: every parameter computes and travels in its own dtype.
+        init: ``init(name, tensor)`` fills a parameter that was on the meta device, in place, in its master's dtype.
+        prefetch: how many units ahead weights are gathered at stage 3.
+        accumulate: how several backwards before one step add up: ``"local"``, whole gradients on each rank and one
+            reduction at the last, or ``"sharded"``, each reduced at once. None: as the row's `grads` column says.
+            It directs `micro_batch`.
+        device: where meta parameters are made; None: the current CUDA device if there is one, else the CPU.
+
+    Raises:
+        ValueError: an unknown stage; a unit that is not the model's; a model that has an engine already; meta
+            parameters without ``init``.
+        TypeError: ``model`` is not a module.
+
+    Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054; the vocabulary is FSDP2's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stage: int | ShardingStrategy = 3,
+        units: Iterable[nn.Module] | None = None,
+        comm: Communicator | None = None,
+        precision: MixedPrecision | None = None,
+        *,
+        init: Init | None = None,
+        prefetch: int = 1,
+        accumulate: Accumulate | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.strategy = resolve_strategy(stage)
+        _check_arguments(model, prefetch, accumulate)
+        if comm is None:
+            comm = TorchCommunicator() if dist.is_available() and dist.is_initialized() else LocalCommunicator()
+        self.model = model
+        self.comm: Communicator = comm
+        self.precision = precision or MixedPrecision()
+        by_column: Accumulate = "local" if self.strategy.grads is REPLICATE else "sharded"
+        self.accumulate: Accumulate = accumulate or by_column
+        self._optimizers: list[tuple[Optimizer, set[nn.Parameter]]] = []
+
+        meta = materialise(model, _default_device(device)) if any(p.is_meta for p in model.parameters()) else set()
+        if meta and init is None:
+            raise ValueError("init: the model has parameters on the meta device; give a function that fills them")
+        fill = dict.fromkeys(meta, init) if init is not None else {}
+        root_spec, specs = partition(model, units)
+
+        def build(spec: UnitSpec) -> Unit:
+            groups = build_groups(spec.name, spec.params, self.strategy, comm, self.precision, fill)
+            return Unit(spec.name, spec.module, groups)
+
+        root = build(root_spec)
+        self._runtime = Runtime(root, [build(spec) for spec in specs], comm, self.strategy, prefetch)
+        self._broadcast_buffers()
+        self._sharded_params = ShardedParams(self._runtime.groups())
+        cast = self.precision.param_dtype if self.precision.cast_forward_inputs else None
+        self._handles: list[Any] = []
+        for unit in self._runtime.all_units():
+            self._handles += attach(unit, self._runtime, cast if unit is root else None)
+        self._guard_module()
+
+    # -- the training step ------------------------------------------------------------------------------------
+
+    def optimizer(
+        self, optimizer_cls: type[Optimizer], params: Iterable[Any] | None = None, **kwargs: Any
+    ) -> Optimizer:
+        """An ``optimizer_cls`` over this rank's pieces of the parameters.
+
+        It is a real `torch.optim.Optimizer` of exactly that class: schedulers, hooks and edits of ``param_groups``
+        work on it, `zero_grad` and `add_param_group` speak of the model's parameters.
+
+        Args:
+            optimizer_cls: a class that works element by element, such as `torch.optim.AdamW`.
+            params: parameters of the model, named or not, or group dicts of them; None: all.
+            **kwargs: for the class, ``fused`` and ``foreach`` too.
+
+        Raises:
+            TypeError: no optimizer class; ``params`` is a tensor or a set.
+            ValueError: a class that cannot work on pieces (named, with the reason); a parameter that is not the
+                model's or is given twice; an empty list.
+        """
+        optimizer, members = build_optimizer(optimizer_cls, params, kwargs, self._sharded_params, self)
+        self._optimizers.append((optimizer, members))
+        return optimizer
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Backward passes in this block accumulate whole gradients on each rank and communicate none."""
+        before, self._runtime.sync = self._runtime.sync, False
+        try:
+            yield
+        finally:
+            self._runtime.sync = before
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Around the forward and backward of one micro-batch of a step: accumulate as this engine is set to."""
+        return nullcontext() if last or self.accumulate == "sharded" else self.no_sync()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that their global norm is at most ``max_norm``. Collective.
+
+        Args:
+            max_norm: the bound; as in torch, gradients are multiplied by ``max_norm / (norm + 1e-6)`` if that is < 1.
+            norm_type: p of the p-norm; a positive number or inf.
+
+        Returns:
+            0-dim: the norm before clipping, over all ranks and shards; tied parameters count once, frozen ones
+            never; 0.0 without gradients. The same bits on each rank and at each stage.
+
+        Raises:
+            RuntimeError: gradients under `no_sync` still wait for their reduction.
+            ValueError: ``norm_type`` is not positive.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type: {norm_type} is not a positive number; use 1, 2, 3 or inf")
+        self._runtime.require_reduced("clip_grad_norm_")
+        buffers = self._reduced_buffers()
+        device = next((b.reduced.device for b in buffers if b.reduced is not None), torch.device("cpu"))
+        norm = grads.global_norm(buffers, self.comm, float(norm_type), device)
+        grads.clip_(buffers, norm, float(max_norm))
+        exact = any(b.master_dtype == torch.float64 for b in buffers)
+        return norm if exact else norm.to(torch.float32)
+
+    def full_grads(self) -> dict[str, Tensor | None]:
+        """Each parameter's gradient, averaged over ranks, in its own shape; None where there is none. Collective.
+
+        Between backward and step. The tensors are copies on the parameters' device, in the masters' dtype.
+        """
+        self._runtime.require_reduced("full_grads")
+        return full_state.full_grads(self.model, self._runtime)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.clear_grads(None)
+
+    # -- what an optimizer tells us ---------------------------------------------------------------------------
+
+    def before_update(self) -> None:
+        """Refuse a step that would drop gradients."""
+        self._runtime.require_reduced("step")
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Mark the weights that ``optimizer`` may have changed, the same on every rank."""
+        members = next((members for known, members in self._optimizers if known is optimizer), set())
+        for group in self._runtime.groups():
+            used = group.grads.used
+            if any(used[slot] and param in members for slot, param in enumerate(group.params.params)):
+                group.params.mark_stale()
+
+    def clear_grads(self, params: set[nn.Parameter] | None) -> None:
+        """Forget the gradients of ``params``; None: of all."""
+        self._runtime.clear_grads(params)
+
+    # -- whole state ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def full_params(self, *, write_back: bool = False) -> Generator[None]:
+        """The module's parameters are whole and current in this block, in the dtype that computes. Collective.
+
+        Args:
+            write_back: whether what the block writes into them becomes the training state. Every rank must write
+                the same values.
+        """
+        with self._runtime.pinned():
+            yield
+            if write_back:
+                with torch.no_grad():
+                    for group in self._runtime.groups():
+                        group.params.write_back()
+
+    def state_dict(self) -> OrderedDict[str, Tensor]:
+        """The model's whole state on the CPU, by its ordinary names, in the masters' dtype. Collective.
+
+        Equal to what ``model.state_dict()`` of the unsharded model would hold, buffers and tied names included. One
+        unit at a time is whole on the device.
+        """
+        return full_state.state_dict(self.model, self._runtime)
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> Any:
+        """Take the model's whole state, given alike on every rank; the optimizer's is left as it is.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as `nn.Module.load_state_dict`.
+
+        Raises:
+            RuntimeError: shapes that differ; with ``strict``, names missing or unexpected.
+        """
+        return full_state.load_state_dict(self.model, self._runtime, state, strict=strict)
+
+    def named_shards(self) -> Iterator[NamedShard]:
+        """What this rank writes to a checkpoint: over all ranks each tensor is tiled exactly once.
+
+        Parameters (kind ``"param"``, the masters), the state of every optimizer made here, and on rank 0 buffers.
+        """
+        yield from shards.named_shards(self.model, self._runtime, [optimizer for optimizer, _ in self._optimizers])
+
+    def load_named_shards(self, reader: ShardReader) -> None:
+        """Take this rank's part of parameters, optimizer states and buffers from ``reader``.
+
+        Raises:
+            ValueError: a parameter that was not saved, or was saved with another shape.
+        """
+        optimizers = [optimizer for optimizer, _ in self._optimizers]
+        shards.load_named_shards(self.model, self._runtime, optimizers, reader)
+
+    # -- facts ------------------------------------------------------------------------------------------------
+
+    @property
+    def units(self) -> list[Unit]:
+        """The root unit, then the others in order."""
+        return self._runtime.all_units()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Resident bytes of training state on this rank, now: params, grads, master, optimizer.
+
+        ``master`` counts masters of another dtype than the weights that compute; a master of the same dtype is (a
+        shard of) the weights and counts as ``params``.
+        """
+        total = memory_of(self._runtime.groups())
+        total["optimizer"] = sum(
+            value.numel() * value.element_size()
+            for optimizer, _ in self._optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+        return total
+
+    # -- construction -----------------------------------------------------------------------------------------
+
+    def _reduced_buffers(self) -> list[FlatGrads]:
+        return [group.grads for group in self._runtime.groups() if group.grads.reduced is not None]
+
+    def _broadcast_buffers(self) -> None:
+        with scope("buffers/start"):
+            for _, buffer in self.model.named_buffers():
+                if buffer.is_contiguous():
+                    self.comm.broadcast(buffer, src=0).wait()
+                else:
+                    copy = buffer.contiguous()
+                    self.comm.broadcast(copy, src=0).wait()
+                    buffer.copy_(copy)
+
+    def _guard_module(self) -> None:
+        """Answer for the module's own methods that would be silently wrong on sharded weights."""
+        runtime, clear = self._runtime, self.clear_grads
+
+        def refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            if not runtime.weights_readable:
+                raise RuntimeError(
+                    "model.state_dict(): the weights are sharded or older than the last step; "
+                    "use zero.state_dict(), or call it inside zero.full_params()"
+                )
+
+        def refuse_load(*_: Any) -> None:
+            raise RuntimeError("model.load_state_dict(): the weights are sharded; use zero.load_state_dict()")
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            clear(None)
+
+        self._handles.append(self.model.register_state_dict_pre_hook(refuse_state))
+        self._handles.append(self.model.register_load_state_dict_pre_hook(refuse_load))
+        self.model.__dict__["zero_grad"] = zero_grad
+        self.model.__dict__["_zeroshard"] = True
+
+    def remove(self) -> None:
+        """Give the module back as an ordinary one: whole, current weights of its own, no hooks. Collective."""
+        with self.full_params():
+            weights: dict[nn.Parameter, Tensor] = {
+                param: param.detach().clone() for group in self._runtime.groups() for param in group.params.params
+            }
+        for handle in self._handles:
+            handle.remove()
+        self._runtime.detach()
+        for param, weight in weights.items():
+            param.data = weight
+        for name in ("zero_grad", "_zeroshard"):
+            self.model.__dict__.pop(name, None)
+
+
+def _check_arguments(model: nn.Module, prefetch: int, accumulate: str | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {type(model).__name__} is not an nn.Module")
+    if "_zeroshard" in model.__dict__:
+        raise ValueError("model: it has an engine already; call remove() on that one first")
+    if prefetch < 0:
+        raise ValueError(f"prefetch: {prefetch} units ahead; give 0 or more")
+    if accumulate not in (None, "local", "sharded"):
+        raise ValueError(f"accumulate: {accumulate!r} is unknown; choose 'local' or 'sharded'")
+
+
+def _default_device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

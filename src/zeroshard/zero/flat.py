@@ -1,0 +1,174 @@
+"""The weights of one unit: one flat buffer that the model computes with, and a master that the optimizer updates.
+
+[Note: Storage and saved views]
+    Autograd saves views of weights in forward (``weight.t()``, say) and reads them in backward. Freed weights must
+    therefore come back at the *same* storage: `release` shrinks the flat buffer's storage to nothing and `gather`
+    grows it again, so every view made in between is whole once more. While the storage is empty each parameter's
+    ``.data`` is one NaN expanded to its shape: code that reads a freed weight sees NaN and its shape, never stray
+    memory. ``param.data = view`` hides the refresh from autograd's version check; that weights only change between
+    steps is our invariant.
+
+[Note: One rank]
+    A shard of a world of one is the whole. There nothing is freed, gathered or copied, at any stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm import Communicator, Work, scope
+from zeroshard.zero.layout import FlatLayout, Piece
+from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.strategy import SHARD, ShardingStrategy
+
+Init = Callable[[str, Tensor], None]
+
+
+class FlatParams:
+    """Parameters of one dtype and device, as views of one buffer.
+
+    Attributes:
+        full: ``[padded_numel]`` in the compute dtype; empty storage while the weights are sharded and not in use.
+        master: ``[padded_numel]`` where the optimizer is replicated, else ``[shard_numel]``; the parameters' own
+            dtype. Where that is the compute dtype and weights are whole it is a view of ``full``.
+        pieces: what of each parameter the optimizer on this rank updates. Where it is replicated these are the
+            pieces of every rank, so that each element sees the same arithmetic at each stage.
+        stale: whether the master is newer than ``full``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: list[tuple[str, nn.Parameter]],
+        strategy: ShardingStrategy,
+        comm: Communicator,
+        precision: MixedPrecision,
+        init: Init | None,
+    ) -> None:
+        self.name = name
+        self.params = [param for _, param in params]
+        self.comm = comm
+        self.layout = FlatLayout.of([(n, p.shape) for n, p in params], comm.world_size)
+        self.shard_optim = strategy.optim is SHARD and comm.world_size > 1
+        self.shard_params = strategy.params is SHARD and comm.world_size > 1
+        self.stale = False
+        self.whole = True
+        self._work: Work | None = None
+
+        dtype = self.params[0].dtype
+        initial = self._initial(params, init)  # [padded_numel]
+        own = slice(*self.layout.interval(comm.rank))
+        compute_dtype = precision.compute_dtype(dtype)
+        self._own = own
+        self._aliased = compute_dtype == dtype and not self.shard_params
+        self.full = initial if compute_dtype == dtype else initial.to(compute_dtype)
+        held = self.full if compute_dtype == dtype else initial
+        self.master = held[own] if self.shard_optim else held
+        if self.shard_optim and not self._aliased:
+            self.master = self.master.clone()
+        del initial, held
+        self._views = self.layout.views(self.full)
+        self._storage_bytes = self.full.untyped_storage().nbytes()
+        fill = float("nan") if compute_dtype.is_floating_point else 0
+        self._freed = torch.full((), fill, dtype=compute_dtype, device=self.full.device)
+        self._attach()
+        ranks = [comm.rank] if self.shard_optim else range(comm.world_size)
+        self.pieces: tuple[Piece, ...] = tuple(p for rank in ranks for p in self.layout.owned(rank))
+        self.master_offset = own.start if self.shard_optim else 0
+        self.release()
+
+    def _initial(self, params: list[tuple[str, nn.Parameter]], init: Init | None) -> Tensor:
+        """Rank 0's values of the parameters, flat."""
+        first = self.params[0]
+        flat = torch.empty(self.layout.padded_numel, dtype=first.dtype, device=first.device)
+        flat[self.layout.numel :].zero_()
+        with torch.no_grad():
+            for (name, param), view in zip(params, self.layout.views(flat), strict=True):
+                if init is not None:
+                    init(name, view)
+                else:
+                    view.copy_(param)
+        with scope(f"{self.name}/start"):
+            self.comm.broadcast(flat, src=0).wait()
+        return flat
+
+    def _attach(self) -> None:
+        for param, view in zip(self.params, self._views, strict=True):
+            param.data = view
+
+    def piece_of_master(self, piece: Piece) -> Tensor:
+        """``[piece.numel]`` view of the master."""
+        start = piece.offset - self.master_offset
+        return self.master[start : start + piece.numel]
+
+    def gather(self) -> None:
+        """Start to make ``full`` whole and current; nothing to do where it is, or where that is under way."""
+        if self._work is not None or (self.whole and not self.stale):
+            return
+        if not self.whole:
+            self.full.untyped_storage().resize_(self._storage_bytes)
+            self.whole = True
+        self.stale = False
+        with torch.no_grad():
+            if not self.shard_optim:
+                if not self._aliased:
+                    self.full.copy_(self.master)
+                return
+            own = self.full[self._own]
+            if not self._aliased:
+                own.copy_(self.master)
+            with scope(f"{self.name}/weights"):
+                self._work = self.comm.all_gather(self.full, own)
+
+    def wait(self) -> None:
+        """Finish what `gather` started and let the parameters see it."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self.shard_params and self.params[0].data_ptr() != self._views[0].data_ptr():
+            self._attach()
+
+    def release(self) -> None:
+        """Free the full weights, where they are sharded."""
+        if not self.shard_params or not self.whole:
+            return
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            param.data = self._freed.expand(slot.shape)
+        self.full.untyped_storage().resize_(0)
+        self.whole = False
+
+    def mark_stale(self) -> None:
+        """The master has changed: the next `gather` refreshes ``full``."""
+        self.release()
+        if self.whole and (self.shard_optim or not self._aliased):
+            self.stale = True
+
+    def write_back(self) -> None:
+        """Take what was written into the full weights over into the master."""
+        if not self._aliased:
+            self.master.copy_(self.full[self._own] if self.shard_optim else self.full)
+
+    def gather_master(self) -> Tensor:
+        """``[padded_numel]``: every rank's master, in the parameters' own dtype. Collective; a new tensor."""
+        if not self.shard_optim:
+            return self.master.clone()
+        flat = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self.master.device)
+        with scope(f"{self.name}/state"):
+            self.comm.all_gather(flat, self.master).wait()
+        return flat
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes that full weights hold now."""
+        return self.full.untyped_storage().nbytes()
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes that the master holds beside the full weights; 0 where it is a view of them."""
+        return 0 if self._aliased else self.master.numel() * self.master.element_size()

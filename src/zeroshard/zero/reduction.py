@@ -1,0 +1,193 @@
+"""The gradients of one unit: where micro-batches accumulate, and how they become a mean over ranks.
+
+Two buffers. *Local* is this rank's own sum, ``[padded_numel]``, in the dtype that travels. *Reduced* is the mean
+over ranks, as wide as what the optimizer sees, in the master's dtype. The `grads` column says which of them outlives
+a backward:
+
+* replicate: local stays. After a reduction, reduced is a view into it: no second buffer. Only if gradients arrive
+  again before the optimizer has stepped does reduced get memory of its own.
+* shard: local exists from the first gradient of a unit until its reduction; reduced stays.
+
+[Note: The mean]
+    Gradients are scaled by ``1 / world_size`` as they are copied in, in the pass that has to be made anyway, and
+    then summed over ranks. Every stage does so, and reduces the same buffer in the same order, hence the same bits.
+
+[Note: Unused parameters]
+    A parameter without a gradient on this rank contributes zeros. Whether any rank had one is agreed once per
+    backward (see `Zero`), and where none had, the optimizer is shown None, as in one process.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import Communicator, Work, scope
+from zeroshard.zero.layout import FlatLayout, Piece
+from zeroshard.zero.strategy import SHARD, ShardingStrategy
+
+
+class FlatGrads:
+    """Gradients for the parameters of one `FlatLayout`.
+
+    Attributes:
+        used: for each slot, whether it has had a gradient since the last `clear`: on this rank first, on any rank
+            once the engine has agreed on it.
+        reduced: the mean over ranks of what has been reduced; None before the first reduction.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: FlatLayout,
+        strategy: ShardingStrategy,
+        comm: Communicator,
+        *,
+        device: torch.device,
+        master_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.comm = comm
+        self.shard_optim = strategy.optim is SHARD
+        self.keep_local = strategy.grads is not SHARD or comm.world_size == 1
+        self.device, self.master_dtype, self.reduce_dtype = device, master_dtype, reduce_dtype
+        self.used = [False] * len(layout.slots)
+        self.reduced: Tensor | None = None
+        self._local: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._written = [False] * len(layout.slots)
+        self._work: Work | None = None
+        self._arriving: Tensor | None = None
+        self._scale = 1.0 / comm.world_size
+        start, stop = layout.interval(comm.rank)
+        self._held = slice(start, stop) if self.shard_optim else slice(0, layout.padded_numel)
+        self.offset = self._held.start  # of `reduced` in the flat buffer
+
+    # -- accumulation -----------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients on this rank wait for a reduction."""
+        return any(self._written)
+
+    def accumulate(self, slot: int, grad: Tensor) -> None:
+        """Add ``grad`` (the parameter's shape, the compute dtype) to slot ``slot`` of this rank's sum."""
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        self._own_reduced()
+        view = self._local_views()[slot]
+        if self._written[slot]:
+            view.add_(grad, alpha=self._scale)
+        elif grad.dtype == view.dtype and self._scale != 1.0:
+            torch.mul(grad, self._scale, out=view)
+        else:
+            view.copy_(grad)
+            if self._scale != 1.0:
+                view.mul_(self._scale)
+        self._written[slot] = self.used[slot] = True
+
+    def _local_views(self) -> list[Tensor]:
+        if self._local is None:
+            self._local = torch.empty(self.layout.padded_numel, dtype=self.reduce_dtype, device=self.device)
+            self._views = self.layout.views(self._local)
+        return self._views
+
+    def _own_reduced(self) -> None:
+        """Give `reduced` memory of its own where it lies in the local buffer, which is about to be written."""
+        self.settle()
+        if self.reduced is not None and self.keep_local and not self.pending and self._lies_in_local(self.reduced):
+            self.reduced = self.reduced.clone()
+
+    def _lies_in_local(self, tensor: Tensor) -> bool:
+        return self._local is not None and (
+            tensor.untyped_storage().data_ptr() == self._local.untyped_storage().data_ptr()
+        )
+
+    # -- reduction --------------------------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Start to reduce this rank's sum over all ranks; zeros stand where it has no gradient. Collective."""
+        self._own_reduced()
+        views = self._local_views()
+        local = self._local
+        assert local is not None
+        for view, written in zip(views, self._written, strict=True):
+            if not written:
+                view.zero_()
+        local[self.layout.numel :].zero_()
+        self._written = [False] * len(self._written)
+        target = local[self._held]
+        if self.reduced is None and not self.keep_local and self.reduce_dtype == self.master_dtype:
+            target = torch.empty_like(target)  # the shard outlives the local buffer
+        self._arriving = target
+        with scope(f"{self.name}/grads"):
+            self._work = self._collective(target, local)
+
+    def _collective(self, target: Tensor, local: Tensor) -> Work:
+        if self.shard_optim:
+            return self.comm.reduce_scatter(target, local)
+        if self.comm.uniform_order:
+            return self.comm.all_reduce(local)
+        # This backend's all-reduce adds in another order than its reduce-scatter: build it from the parts, so that
+        # stage 0 has the bits of the others.
+        start, stop = self.layout.interval(self.comm.rank)
+        self.comm.reduce_scatter(local[start:stop], local).wait()
+        return self.comm.all_gather(local, local[start:stop])
+
+    def settle(self) -> None:
+        """Finish the reduction under way, if any, and add it to what was reduced before."""
+        if self._work is None:
+            return
+        self._work.wait()
+        arrived, self._work, self._arriving = self._arriving, None, None
+        assert arrived is not None
+        if self.reduced is not None:
+            self.reduced.add_(arrived)
+        else:
+            self.reduced = arrived.to(self.master_dtype)
+            if not self.keep_local and self._lies_in_local(self.reduced):
+                self.reduced = self.reduced.clone()
+        if not self.keep_local:
+            self._local, self._views = None, []
+
+    # -- what the engine reads --------------------------------------------------------------------------------
+
+    def piece(self, piece: Piece) -> Tensor:
+        """``[piece.numel]`` view of the reduced gradients."""
+        assert self.reduced is not None
+        start = piece.offset - self.offset
+        return self.reduced[start : start + piece.numel]
+
+    def shards(self) -> list[Tensor]:
+        """The reduced gradients that this rank holds, one tensor ``[shard_numel]`` for each rank's shard."""
+        assert self.reduced is not None
+        return list(self.reduced.split(self.layout.shard_numel)) if self.layout.shard_numel else []
+
+    def clear(self, slots: set[int]) -> None:
+        """Forget the gradients of ``slots``; with the last of them, all buffers are free to be written anew."""
+        self.settle()
+        for slot in slots:
+            self._written[slot] = self.used[slot] = False
+        if not any(self.used):
+            self.reduced = None
+            return
+        if self.reduced is not None:
+            for piece in self._pieces():
+                if piece.slot in slots:
+                    self.piece(piece).zero_()
+
+    def _pieces(self) -> list[Piece]:
+        ranks = [self.comm.rank] if self.shard_optim else range(self.comm.world_size)
+        return [piece for rank in ranks for piece in self.layout.owned(rank)]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that gradient buffers hold now."""
+        storages = {}
+        for tensor in (self._local, self.reduced, self._arriving):
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())

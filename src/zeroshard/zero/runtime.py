@@ -1,0 +1,310 @@
+"""The engine at work: it hears of each event of forward and backward and moves weights and gradients.
+
+A forward pass begins when the model is called. Weights that the last step made stale are refreshed in one order on
+every rank; sharded ones are gathered `prefetch` units ahead of their use and freed after it. A backward pass begins
+with the first gradient that reaches an output and ends when autograd is done. In between, units are gathered and
+reduced along the schedule (`zeroshard.zero.schedule`).
+
+[Note: Order of execution]
+    Places in the schedule are those of the first forward on rank 0, told to the others at the first backward. If the
+    model later runs in another order, every result is still right: weights that were freed too early are gathered
+    again, gradients that come after their unit was reduced are reduced once more at the end. It only costs traffic.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.zero.hooks import in_backward
+from zeroshard.zero.schedule import ROOT, Cursor, Op, backward_ops, forward_ops
+from zeroshard.zero.strategy import SHARD, ShardingStrategy
+from zeroshard.zero.unit import FlatGroup, Unit
+
+MAX_REDUCTIONS_IN_FLIGHT = 2
+
+
+class BackwardPass:
+    """One run of autograd: which units take part, at which place, and how far the schedule has come."""
+
+    def __init__(self, units: list[Unit], cursor: Cursor) -> None:
+        self.place = {unit: place for place, unit in enumerate(units)}
+        self.cursor = cursor
+
+
+class Runtime:
+    """The listener behind the hooks.
+
+    Attributes:
+        root, units: the root unit, and the others in order of registration.
+        sync: whether backward passes reduce; False inside `no_sync`.
+        unreduced: whether the last backward pass left gradients on this rank that no reduction has seen.
+        backward_pass: the one that is running.
+    """
+
+    def __init__(
+        self, root: Unit, units: list[Unit], comm: Communicator, strategy: ShardingStrategy, prefetch: int
+    ) -> None:
+        self.root = root
+        self.units = units
+        self.comm = comm
+        self.prefetch = prefetch
+        self.shard_params = strategy.params is SHARD and comm.world_size > 1
+        self.shard_grads = strategy.grads is SHARD and comm.world_size > 1
+        self.reshard_after_forward = strategy.reshard_after_forward
+        self.sync = True
+        self.unreduced = False
+        self.backward_pass: BackwardPass | None = None
+        self._pinned = False
+        self._order = list(units)
+        self._order_agreed = False
+        self._ran: dict[Unit, None] = {}  # in order of the first call in this forward
+        self._passed = 0
+        self._forward = Cursor([], lambda op: None)
+        self._in_flight: deque[Unit] = deque()
+        self._unhooked: list[tuple[FlatGroup, int, nn.Parameter]] = []
+        self._grad_hooks: list[Any] = []
+        for unit in self.all_units():
+            for _, param, group, slot in unit.named_slots():
+                param.grad = None
+                self._unhooked.append((group, slot, param))
+        self._hook_gradients()
+
+    def all_units(self) -> list[Unit]:
+        """The root unit, then the others."""
+        return [self.root, *self.units]
+
+    def groups(self) -> Iterator[FlatGroup]:
+        """Every flat group, unit by unit."""
+        for unit in self.all_units():
+            yield from unit.groups
+
+    # -- forward ----------------------------------------------------------------------------------------------
+
+    def forward_begins(self, unit: Unit) -> None:
+        """Have the unit's weights whole and current, and the next ones on their way."""
+        if unit is self.root and not in_backward():
+            self._begin_forward()
+        elif unit is not self.root and not in_backward():
+            place = self._order.index(unit)
+            self._ran.setdefault(unit)
+            self._forward.through(Op("gather", min(place + self.prefetch, len(self._order) - 1)))
+            for skipped in self._order[self._passed : place]:
+                if skipped not in self._ran:
+                    self._reshard(skipped)
+            self._passed = max(self._passed, place)
+        unit.unshard()
+
+    def _begin_forward(self) -> None:
+        if self.backward_pass is not None:
+            self._forget_backward()  # an exception ended it
+        self._hook_gradients()
+        self._ran = {}
+        self._passed = 0
+        self.root.gather()
+        if self.shard_params:
+            self._forward = Cursor(forward_ops(len(self._order)), lambda op: self._order[op.place].gather())
+            self._forward.through(Op("gather", min(self.prefetch, len(self._order)) - 1))
+        else:
+            for unit in self._order:
+                unit.gather()
+
+    def forward_ends(self, unit: Unit, *, grads_flow: bool, keep: bool) -> None:
+        """Free the unit's weights, unless backward needs them at once."""
+        unit.takes_part = grads_flow or keep
+        if unit is self.root:
+            self._forward.finish()
+            for other in self._order:
+                if other not in self._ran:
+                    self._reshard(other)
+            if not grads_flow and not keep:
+                self._reshard(unit)
+            return
+        unit.calls += grads_flow
+        if not keep and (self.reshard_after_forward or not grads_flow):
+            self._reshard(unit)
+
+    def _reshard(self, unit: Unit) -> None:
+        if self.shard_params and not self._pinned:
+            unit.reshard()
+
+    # -- backward ---------------------------------------------------------------------------------------------
+
+    def backward_begins(self, unit: Unit) -> None:
+        """Walk the schedule to where this unit's weights are whole; see [Note: Which call] in `hooks`."""
+        backward = self._backward()
+        if unit is self.root:
+            return
+        unit.calls = max(unit.calls - 1, 0)
+        unit.active += 1
+        if unit.calls == 0 and unit in backward.place:
+            backward.cursor.before(Op("reduce", backward.place[unit]))
+        unit.unshard()
+
+    def backward_ends(self, unit: Unit) -> None:
+        """Reduce the unit's gradients, if no other call of it is still to come."""
+        backward = self._backward()
+        unit.active = max(unit.active - 1, 0)
+        if unit is self.root or unit.active:
+            return
+        if unit.calls == 0 and unit in backward.place:
+            backward.cursor.through(Op("reduce", backward.place[unit]))
+        else:
+            self._reshard(unit)
+
+    def _backward(self) -> BackwardPass:
+        """The pass that is running, begun if need be."""
+        if self.backward_pass is None:
+            self._agree_on_order()
+            units = [unit for unit in self._order if unit.takes_part or unit.trained_groups()]
+
+            def run(op: Op) -> None:
+                unit = self.root if op.place == ROOT else units[op.place]
+                unit.gather() if op.action == "gather" else self._reduce(unit)
+
+            ops = backward_ops(len(units), prefetch=self.prefetch, gather=self.shard_params)
+            self.backward_pass = BackwardPass(units, Cursor(ops, run))
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        return self.backward_pass
+
+    def _reduce(self, unit: Unit) -> None:
+        if self.sync:
+            unit.reduce_grads()
+            if self.shard_grads:
+                self._in_flight.append(unit)
+                while len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
+                    self._in_flight.popleft().settle()
+        if unit is not self.root and not unit.active:
+            self._reshard(unit)
+
+    def _end_backward(self) -> None:
+        backward = self.backward_pass
+        assert backward is not None
+        backward.cursor.finish()
+        if self.sync:
+            self._settle()
+        self.unreduced = not self.sync
+        self._forget_backward()
+        for unit in self.all_units():
+            self._reshard(unit)
+            for group in unit.groups:
+                if group.grads.reduced is not None:
+                    group.expose_grads()
+
+    def _settle(self) -> None:
+        """Agree on which parameters had gradients anywhere, reduce what came late, wait for the reductions."""
+        units = [unit for unit in self.all_units() if unit.trained_groups()]
+        groups = [group for unit in units for group in unit.trained_groups()]
+        late = [any(group.grads.pending for group in unit.groups) for unit in units]
+        flags = [flag for group in groups for flag in group.grads.used] + late
+        if self.comm.world_size > 1 and flags:
+            agreed = torch.tensor(flags, dtype=torch.uint8, device=self.comm.control_device)
+            with scope(CONTROL):
+                self.comm.all_reduce(agreed, "max").wait()
+            flags = [bool(flag) for flag in agreed.tolist()]
+        start = 0
+        for group in groups:
+            stop = start + len(group.grads.used)
+            group.grads.used = flags[start:stop]
+            start = stop
+        for unit, is_late in zip(units, flags[start:], strict=True):
+            if is_late:
+                unit.reduce_grads()
+        for unit in units:
+            unit.settle()
+        self._in_flight.clear()
+
+    def _forget_backward(self) -> None:
+        self.backward_pass = None
+        for unit in self.all_units():
+            unit.calls = unit.active = 0
+
+    def _agree_on_order(self) -> None:
+        if self._order_agreed or not self.units:
+            return
+        recorded = [*self._ran, *(unit for unit in self.units if unit not in self._ran)]
+        if self.comm.world_size > 1:
+            places = [self.units.index(unit) for unit in recorded]
+            message = torch.tensor(places, dtype=torch.int64, device=self.comm.control_device)
+            with scope(CONTROL):
+                self.comm.broadcast(message, src=0).wait()
+            recorded = [self.units[place] for place in message.tolist()]
+        self._order = recorded
+        self._order_agreed = True
+
+    # -- gradients --------------------------------------------------------------------------------------------
+
+    def _hook_gradients(self) -> None:
+        """Take the gradient of every parameter that is trained now; the frozen ones are looked at again later."""
+        waiting = []
+        for group, slot, param in self._unhooked:
+            if param.requires_grad:
+                self._grad_hooks.append(param.register_post_accumulate_grad_hook(self._taker(group, slot)))
+            else:
+                waiting.append((group, slot, param))
+        self._unhooked = waiting
+
+    def _taker(self, group: FlatGroup, slot: int) -> Any:
+        def take(param: Tensor) -> None:
+            grad, param.grad = param.grad, None
+            assert grad is not None
+            self._backward()
+            group.grads.accumulate(slot, grad)
+
+        return take
+
+    def require_reduced(self, what: str) -> None:
+        """Raise RuntimeError if gradients wait for a reduction that never came."""
+        if self.unreduced:
+            raise RuntimeError(
+                f"{what}: gradients accumulated under no_sync() were never reduced; "
+                "run the last backward of a step outside no_sync()"
+            )
+
+    def clear_grads(self, params: set[nn.Parameter] | None = None) -> None:
+        """Forget the gradients of ``params``; None: all."""
+        for group in self.groups():
+            chosen = {i for i, p in enumerate(group.params.params) if params is None or p in params}
+            if chosen:
+                group.grads.clear(chosen)
+                for piece, shard in zip(group.params.pieces, group.shards, strict=True):
+                    if piece.slot in chosen:
+                        shard.grad = None
+        self.unreduced = self.unreduced and any(group.grads.pending for group in self.groups())
+
+    # -- whole weights ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def pinned(self) -> Generator[None]:
+        """Keep all weights whole and current in this block. Collective on entry."""
+        if self._pinned:
+            yield
+            return
+        for unit in self.all_units():
+            unit.gather()
+        for unit in self.all_units():
+            unit.wait()
+        self._pinned = True
+        try:
+            yield
+        finally:
+            self._pinned = False
+            for unit in self.all_units():
+                self._reshard(unit)
+
+    @property
+    def weights_readable(self) -> bool:
+        """Whether the module's parameters show current, whole weights now."""
+        return all(group.params.whole and not group.params.stale for group in self.groups())
+
+    def detach(self) -> None:
+        """Remove the hooks on parameters."""
+        for handle in self._grad_hooks:
+            handle.remove()
+        self._grad_hooks.clear()

@@ -1,0 +1,106 @@
+"""The engine's training state as `NamedShard`s, and from them.
+
+A parameter's pieces and its optimizer's states are cut at the same places. A state that is one number for a whole
+parameter (AdamW's ``step``) is written by the rank that owns the parameter's first element. Where the optimizer is
+replicated each rank writes the part that it would own if it were not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroshard.zero.optimizer import SCALAR_STATES
+from zeroshard.zero.runtime import Runtime
+from zeroshard.zero.state import NamedShard, ShardReader
+
+
+def named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optimizer]) -> Iterator[NamedShard]:
+    """See `Zero.named_shards`."""
+    rank = runtime.comm.rank
+    for group in runtime.groups():
+        own = set(group.params.layout.owned(rank))
+        for piece, shard in zip(group.params.pieces, group.shards, strict=True):
+            if piece not in own:
+                continue
+            slot = group.params.layout.slots[piece.slot]
+            yield NamedShard(slot.name, "param", slot.shape, piece.interval, shard.detach())
+            for kind, value in _states(optimizers, shard):
+                if value.shape == shard.shape and kind not in SCALAR_STATES:
+                    yield NamedShard(slot.name, kind, slot.shape, piece.interval, value)
+                elif piece.interval[0] == 0:
+                    yield NamedShard(slot.name, kind, (), (0, 1), value.reshape(1))
+    if rank == 0:
+        for name, buffer in persistent_buffers(model).items():
+            yield NamedShard(name, "buffer", tuple(buffer.shape), (0, buffer.numel()), buffer.detach().reshape(-1))
+
+
+def load_named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optimizer], reader: ShardReader) -> None:
+    """See `Zero.load_named_shards`."""
+    states: dict[nn.Parameter, dict[str, Tensor]] = {}
+    with torch.no_grad():
+        for group in runtime.groups():
+            for piece, shard in zip(group.params.pieces, group.shards, strict=True):
+                slot = group.params.layout.slots[piece.slot]
+                kinds = reader.kinds(slot.name)
+                if kinds.get("param") != slot.shape:
+                    raise ValueError(
+                        f"{slot.name}: saved with shape {kinds.get('param', 'none')}, the model's is {slot.shape}; "
+                        "load it into the model that it was saved from"
+                    )
+                shard.copy_(reader.read(slot.name, "param", piece.interval))
+                states[shard] = {
+                    kind: _read_state(reader, slot.name, kind, shape, slot.shape, piece.interval)
+                    for kind, shape in kinds.items()
+                    if kind not in ("param", "buffer")
+                }
+            group.params.mark_stale()
+        for name, buffer in persistent_buffers(model).items():
+            if "buffer" in reader.kinds(name):
+                buffer.copy_(reader.read(name, "buffer", (0, buffer.numel())).reshape(buffer.shape))
+    for optimizer in optimizers:
+        _load_optimizer(optimizer, states)
+
+
+def _read_state(
+    reader: ShardReader,
+    name: str,
+    kind: str,
+    shape: tuple[int, ...],
+    param_shape: tuple[int, ...],
+    interval: tuple[int, int],
+) -> Tensor:
+    if kind in SCALAR_STATES or shape != param_shape:
+        return reader.read(name, kind, (0, 1)).reshape(())
+    return reader.read(name, kind, interval)
+
+
+def _load_optimizer(optimizer: Optimizer, states: Mapping[nn.Parameter, dict[str, Tensor]]) -> None:
+    """Through torch's own `load_state_dict`, which knows the dtype and device of each kind of state."""
+    current = optimizer.state_dict()
+    members = [shard for group in optimizer.param_groups for shard in group["params"]]
+    loaded: dict[int, dict[str, Any]] = {i: states[shard] for i, shard in enumerate(members) if states.get(shard)}
+    optimizer.load_state_dict({"state": loaded, "param_groups": current["param_groups"]})
+
+
+def _states(optimizers: list[Optimizer], shard: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+    for optimizer in optimizers:
+        for kind, value in optimizer.state.get(shard, {}).items():
+            if isinstance(value, Tensor):
+                yield kind, value
+            elif isinstance(value, int | float):
+                yield kind, torch.tensor(value)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are part of the module's state, by name; a shared one once."""
+    names: dict[Tensor, str] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                names.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
+    return {name: buffer for buffer, name in names.items()}

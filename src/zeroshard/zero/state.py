@@ -1,0 +1,44 @@
+"""What a checkpoint knows of the engine: one-dimensional pieces of flattened tensors, by ordinary names.
+
+Every strategy speaks in these pieces, so what was saved at one stage and world size can be read at another:
+a reader asks for an interval of a tensor, never for a rank's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NamedShard:
+    """A 1-D piece of a flattened tensor.
+
+    Attributes:
+        name: the parameter's or buffer's name in ``model.state_dict()``; a tied parameter has its first name.
+        kind: ``"param"``, ``"buffer"``, or the optimizer's own name of a state (``"exp_avg"``, ``"step"``).
+        shape: of the whole tensor; ``()`` for a scalar state.
+        interval: ``[start, stop)`` in elements of the flattened whole tensor.
+        tensor: ``[stop - start]``, any dtype; shares the engine's memory, so copy it before the next step.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    interval: tuple[int, int]
+    tensor: Tensor
+
+
+class ShardReader(Protocol):
+    """Random access to saved tensors by interval."""
+
+    def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        """Every saved kind of ``name`` with the whole tensor's shape; empty where nothing was saved."""
+        ...
+
+    def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
+        """The piece ``[start, stop)`` of the flattened tensor: 1-D, on the CPU."""
+        ...

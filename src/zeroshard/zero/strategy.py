@@ -1,0 +1,81 @@
+"""The table: a ZeRO stage is a row, and each column decides exactly one thing.
+
+| column   | question                                                                        |
+|----------|---------------------------------------------------------------------------------|
+| `params` | do full weights outlive their use?                                              |
+| `grads`  | where do the gradients of micro-batches accumulate: whole, or as a shard?       |
+| `optim`  | what does the optimizer see, and so which collective reduces the gradients?     |
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+https://arxiv.org/abs/1910.02054, section 5. There are no stage classes: one engine reads the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Placement(Enum):
+    """Where a kind of training state lives."""
+
+    REPLICATE = "replicate"
+    """Whole on every rank."""
+
+    SHARD = "shard"
+    """One ``1 / world_size`` slice of each flat buffer on each rank."""
+
+
+REPLICATE, SHARD = Placement.REPLICATE, Placement.SHARD
+
+
+@dataclass(frozen=True)
+class ShardingStrategy:
+    """One row. Sharding may only grow to the right: sharded `params` need sharded `grads`, those sharded `optim`.
+
+    Attributes:
+        params, grads, optim: `Placement` or its value (``"replicate"``, ``"shard"``).
+        reshard_after_forward: with sharded `params`, free full weights between forward and backward and gather them
+            again; False keeps them until the unit's backward is over: less traffic, more memory.
+
+    Raises:
+        ValueError: an unknown placement, or a combination that shards to the left of something whole.
+    """
+
+    params: Placement
+    grads: Placement
+    optim: Placement
+    reshard_after_forward: bool = True
+
+    def __post_init__(self) -> None:
+        for column in ("params", "grads", "optim"):
+            value = getattr(self, column)
+            try:
+                object.__setattr__(self, column, Placement(value))
+            except ValueError:
+                raise ValueError(f"{column}: {value!r} is no placement; choose 'replicate' or 'shard'") from None
+        if self.params is SHARD and self.grads is REPLICATE:
+            raise ValueError("params: sharded weights need sharded gradients; shard `grads` and `optim` too")
+        if self.grads is SHARD and self.optim is REPLICATE:
+            raise ValueError("grads: sharded gradients need a sharded optimizer; shard `optim` too")
+
+
+STAGES: dict[int, ShardingStrategy] = {
+    0: ShardingStrategy(params=REPLICATE, grads=REPLICATE, optim=REPLICATE),
+    1: ShardingStrategy(params=REPLICATE, grads=REPLICATE, optim=SHARD),
+    2: ShardingStrategy(params=REPLICATE, grads=SHARD, optim=SHARD),
+    3: ShardingStrategy(params=SHARD, grads=SHARD, optim=SHARD),
+}
+
+
+def resolve_strategy(stage: int | ShardingStrategy) -> ShardingStrategy:
+    """A row of `STAGES` by its number; a row of one's own as it is.
+
+    Raises:
+        ValueError: a stage that is not 0, 1, 2 or 3.
+    """
+    if isinstance(stage, ShardingStrategy):
+        return stage
+    if isinstance(stage, bool) or stage not in STAGES:
+        raise ValueError(f"stage: {stage!r} is not a ZeRO stage; choose 0, 1, 2 or 3, or give a ShardingStrategy")
+    return STAGES[stage]

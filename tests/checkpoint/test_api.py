@@ -1,0 +1,153 @@
+import json
+
+import pytest
+import torch
+
+import zeroshard.checkpoint as checkpoint
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.errors import UserError
+
+
+def _save(path, evenly_sharded, tensors, world_size, **kwargs):
+    run_threads(lambda comm: checkpoint.save(path, evenly_sharded(comm, tensors), **kwargs), world_size)
+
+
+@pytest.mark.parametrize("saved_at", [1, 2, 3])
+@pytest.mark.parametrize("loaded_at", [1, 2, 4])
+def test_what_any_world_saved_any_world_loads_to_the_bit(
+    tmp_path, evenly_sharded, some_tensors, saved_at, loaded_at
+):
+    path = tmp_path / "step-00000011"
+    _save(path, evenly_sharded, some_tensors, saved_at, step=11, extra={"note": "é", "list": [1, 2.5, None]})
+
+    def load(comm):
+        target = evenly_sharded(comm, some_tensors)
+        assert checkpoint.load(path, target) == {"note": "é", "list": [1, 2.5, None], "step": 11}
+        return target.loaded
+
+    pieces = run_threads(load, loaded_at)
+    for key, whole in some_tensors.items():
+        assert torch.equal(torch.cat([loaded[key] for loaded in pieces]), whole.reshape(-1)), key
+        assert pieces[0][key].dtype == whole.dtype
+    files = sorted(entry.name for entry in path.iterdir())
+    expected = [f"rank-{rank:05d}-of-{saved_at:05d}.safetensors" for rank in range(saved_at)]
+    assert files == ["manifest.json", *expected]
+
+
+def test_the_reader_tells_kinds_and_shapes_and_reads_slices_alone(tmp_path, evenly_sharded, some_tensors):
+    _save(tmp_path / "c", evenly_sharded, some_tensors, 3, step=0)
+    with checkpoint.CheckpointReader(*checkpoint.open_manifest(tmp_path / "c")) as reader:
+        assert reader.kinds("block.weight") == {"param": (7, 3), "exp_avg": (7, 3), "step": ()}
+        assert reader.kinds("unknown") == {}
+        assert set(reader.names()) == {"block.weight", "half", "count", "mask", "empty"}
+        weight = some_tensors["block.weight", "param"].reshape(-1)
+        for start in range(22):
+            for stop in range(start, 22):
+                assert torch.equal(reader.read("block.weight", "param", (start, stop)), weight[start:stop])
+        with pytest.raises(ValueError, match=r"elements \[21, 22\) were not saved"):
+            reader.read("block.weight", "param", (20, 22))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_damaged_file_is_an_error_on_every_rank_that_names_it(
+    tmp_path, evenly_sharded, some_tensors, world_size
+):
+    path = tmp_path / "c"
+    _save(path, evenly_sharded, some_tensors, 2, step=0)
+    file = path / "rank-00001-of-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 16
+    file.write_bytes(content)
+
+    def load(comm):
+        target = evenly_sharded(comm, some_tensors)
+        with pytest.raises(UserError, match=r"rank-00001-of-00002\.safetensors: is damaged"):
+            checkpoint.load(path, target)
+        return target.loaded
+
+    assert run_threads(load, world_size) == [{}] * world_size
+
+
+def test_latest_is_the_newest_complete_one(tmp_path, evenly_sharded, some_tensors):
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+    for step in (9, 100, 20):
+        _save(tmp_path / f"step-{step:08d}", evenly_sharded, some_tensors, 1, step=step)
+    half_written = tmp_path / "step-00000300"
+    half_written.mkdir()
+    (half_written / "rank-00000-of-00001.safetensors").write_bytes(b"half")
+    (tmp_path / "step-soon").mkdir()
+    (tmp_path / "notes.txt").write_text("")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000100"
+    (tmp_path / "step-00000100").rename(tmp_path / ".step-00000100.old")  # killed between two renames
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000100"
+    assert checkpoint.open_manifest(tmp_path / "step-00000100")[1].step == 100
+
+
+def test_loading_what_is_not_there_says_so(tmp_path, evenly_sharded, some_tensors):
+    with pytest.raises(UserError, match="is not a complete checkpoint"):
+        checkpoint.load(tmp_path / "step-1", evenly_sharded(LocalCommunicator(), some_tensors))
+
+
+def test_saving_again_under_the_same_name_replaces_it(tmp_path, evenly_sharded, some_tensors):
+    _save(tmp_path / "c", evenly_sharded, some_tensors, 3, step=1)
+    _save(tmp_path / "c", evenly_sharded, some_tensors, 1, step=2)
+    assert checkpoint.open_manifest(tmp_path / "c")[1].step == 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all_and_the_old_one_stays(
+    tmp_path, evenly_sharded, some_tensors, monkeypatch
+):
+    path = tmp_path / "c"
+    _save(path, evenly_sharded, some_tensors, 2, step=1)
+    write = checkpoint.store.write_tensors
+
+    def full_disk(file, tensors):
+        if file.name.startswith("rank-00001"):
+            raise OSError(28, "No space left on device")
+        return write(file, tensors)
+
+    monkeypatch.setattr(checkpoint.store, "write_tensors", full_disk)
+
+    def save(comm):
+        with pytest.raises(OSError, match=r"No space left|rank 1 could not write its part"):
+            checkpoint.save(path, evenly_sharded(comm, some_tensors), step=2)
+
+    run_threads(save, 2)
+    assert checkpoint.open_manifest(path)[1].step == 1
+
+
+def test_pieces_that_leave_a_gap_are_never_called_a_checkpoint(tmp_path, evenly_sharded, some_tensors):
+    class Forgetful(evenly_sharded):
+        def named_shards(self):
+            return list(super().named_shards())[: 2 if self.comm.rank else None]
+
+    def save(comm):
+        with pytest.raises((ValueError, OSError), match=r"is not tiled|rank 0 could not complete"):
+            checkpoint.save(tmp_path / "c", Forgetful(comm, some_tensors), step=1)
+
+    run_threads(save, 2)
+    assert checkpoint.latest(tmp_path) is None
+    assert not (tmp_path / "c").exists()
+
+
+def test_extra_that_json_cannot_hold_is_refused_before_anything_is_written(
+    tmp_path, evenly_sharded, some_tensors
+):
+    source = evenly_sharded(LocalCommunicator(), some_tensors)
+    with pytest.raises(ValueError, match="JSON"):
+        checkpoint.save(tmp_path / "c", source, step=1, extra={"loss": float("nan")})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_manifest_is_json_that_a_stranger_can_read(tmp_path, evenly_sharded, some_tensors):
+    _save(tmp_path / "c", evenly_sharded, some_tensors, 2, step=5)
+    body = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    assert (body["format"], body["version"], body["step"], body["world_size"]) == (
+        "zeroshard-checkpoint",
+        1,
+        5,
+        2,
+    )
+    entry = next(e for e in body["tensors"] if (e["name"], e["kind"]) == ("block.weight", "exp_avg"))
+    assert (entry["dtype"], entry["shape"]) == ("F64", [7, 3])

@@ -1,0 +1,193 @@
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from zeroshard.errors import UserError
+from zeroshard.models import flops_per_token, materialize, next_token_loss
+from zeroshard.models.base import fill_normal_
+
+
+def test_loss_is_the_mean_over_positions_that_have_a_target():
+    logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([[1, -100, 3], [-100, 0, 6]])
+    log_probs = logits.log_softmax(-1)
+    wanted = -(log_probs[0, 0, 1] + log_probs[0, 2, 3] + log_probs[1, 1, 0] + log_probs[1, 2, 6]) / 4
+    torch.testing.assert_close(next_token_loss(logits, targets), wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "loss_dtype"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+)
+def test_loss_is_taken_in_at_least_fp32(dtype, loss_dtype):
+    loss = next_token_loss(torch.zeros(1, 2, 5, dtype=dtype), torch.tensor([[1, 2]]))
+    assert (loss.dtype, loss.shape) == (loss_dtype, ())
+    assert loss.item() == pytest.approx(math.log(5), abs=1e-6)
+
+
+def test_loss_at_the_start_is_near_that_of_a_uniform_guess(config, build, batch):
+    assert build(config)(*batch).item() == pytest.approx(math.log(config.vocab_size), abs=0.1)
+
+
+def test_logits_and_loss_agree(config, build, batch):
+    model = build(config)
+    tokens, targets = batch
+    logits = model(tokens)
+    assert logits.shape == (3, 10, config.vocab_size)
+    assert torch.equal(next_token_loss(logits, targets), model(tokens, targets))
+
+
+def test_a_later_token_changes_no_earlier_logits(config, build, batch):
+    model, tokens = build(config), batch[0]
+    changed = tokens.clone()
+    changed[:, 6] = (changed[:, 6] + 1) % config.vocab_size
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(after[:, :6], before[:, :6], rtol=0, atol=1e-6)
+    assert ((after - before)[:, 6:].abs().amax(dim=-1) > 1e-4).all()  # and it reaches every later one
+
+
+def test_every_parameter_gets_a_gradient(config, build, batch):
+    model = build(config)
+    model(*batch).backward()
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
+
+
+def test_checkpointing_changes_no_bit_of_loss_or_gradients(config, build, batch):
+    plain, recomputing = build(config), build(replace(config, activation_checkpointing=True))
+    losses = [model(*batch) for model in (plain, recomputing)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    for (name, a), b in zip(plain.named_parameters(), recomputing.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+
+
+@pytest.mark.parametrize(("training", "num_runs"), [(True, 2), (False, 1)])
+def test_a_checkpointed_block_runs_again_in_backward_only_when_training(config, build, batch, training, num_runs):
+    model = build(replace(config, activation_checkpointing=True)).train(training)
+    runs = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: runs.append(1))
+    model(*batch).backward()
+    assert len(runs) == num_runs
+
+
+def test_initial_values_are_the_same_made_whole_or_one_by_one_from_meta(config, build):
+    whole = build(config, seed=3)
+    with torch.device("meta"):
+        shapes = build(config, seed=3)
+    assert all(param.is_meta for param in shapes.parameters())
+    for name, param in reversed(list(shapes.named_parameters())):
+        made = torch.empty_like(param, device="cpu")
+        shapes.init_parameter(name, made)
+        assert torch.equal(made, whole.get_parameter(name)), name
+
+
+def test_materialize_gives_the_whole_model_and_keeps_ties(config, build, batch):
+    with torch.device("meta"):
+        model = build(config, seed=3)
+    materialize(model, "cpu")
+    assert torch.equal(model(*batch), build(config, seed=3)(*batch))
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    num_tied = len(names) - len(list(model.parameters()))
+    assert num_tied == (1 if getattr(config, "tie_embeddings", True) else 0)  # GPT-2 is always tied
+
+
+def test_initial_values_follow_seed_and_name(config, build):
+    model = build(config)
+    name = next(n for n, _ in model.named_parameters() if n.startswith("blocks.0") and "proj.weight" in n)
+    drawn = {}
+    for key in ((0, name), (1, name), (0, name.replace("blocks.0", "blocks.1"))):
+        drawn[key] = torch.empty_like(model.get_parameter(name))
+        model.init_parameter(key[1], drawn[key], seed=key[0])
+    values = list(drawn.values())
+    assert torch.equal(values[0], model.get_parameter(name))
+    assert not torch.equal(values[0], values[1])
+    assert not torch.equal(values[0], values[2])
+
+
+def test_building_a_model_leaves_torch_s_random_state_alone(config, build):
+    before = torch.get_rng_state()
+    build(config)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_drawn_values_are_rounded_not_redrawn_for_another_dtype():
+    exact, rounded = torch.empty(40, 30), torch.empty(40, 30, dtype=torch.bfloat16)
+    for param in (exact, rounded):
+        fill_normal_(param, 0.02, seed=1, name="a.weight")
+    assert torch.equal(exact.bfloat16(), rounded)
+    assert exact.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_view_of_a_flat_buffer_is_filled_in_place():
+    flat, whole = torch.zeros(20), torch.empty(3, 4)
+    fill_normal_(flat[5:17].view(3, 4), 1.0, seed=0, name="w")
+    fill_normal_(whole, 1.0, seed=0, name="w")
+    assert torch.equal(flat[5:17], whole.flatten())
+    assert not flat[:5].any()
+    assert not flat[17:].any()
+
+
+def test_a_copy_computes_the_same_and_shares_nothing(config, build, batch):
+    model = build(config)
+    wanted = model(*batch)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert torch.equal(copied(*batch), wanted)
+
+
+def test_a_float64_model_stays_float64(config, build, batch):
+    model = build(config)
+    in_double = copy.deepcopy(model).double()(*batch)
+    assert in_double.dtype == torch.float64
+    torch.testing.assert_close(in_double.float(), model(*batch))
+
+
+def test_models_hold_no_buffers(config, build):
+    assert list(build(config).named_buffers()) == []
+
+
+def test_the_compiled_model_is_one_graph_with_the_same_result(config, build, batch):
+    model = build(config)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*batch), model(*batch))
+
+
+def test_flops_are_six_a_parameter_plus_attention():
+    assert flops_per_token(1000, n_layer=3, n_embd=16, seq_len=8) == 6 * 1000 + 12 * 3 * 16 * 8
+
+
+def test_matrix_flops_equal_those_that_torch_counts(config, build, batch):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, (tokens, targets) = build(config), batch
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, targets).backward()
+    per_op = counter.get_flop_counts()["Global"]
+    matrices = sum(flops for op, flops in per_op.items() if "mm" in str(op))
+    looked_up = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
+    head = config.vocab_size * config.n_embd
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    multiplied = sum(p.numel() for p in model.parameters() if p.ndim == 2) - looked_up
+    multiplied += head if model.lm_head.weight is next(model.parameters()) else 0
+    # norms and biases are in N by convention, though no matrix product does their work
+    assert model.num_multiplied_params == multiplied + vectors
+    assert matrices == 6 * multiplied * tokens.numel()
+
+
+@pytest.mark.parametrize("seq_len", [0, 13])
+def test_check_seq_len_refuses_what_the_model_has_no_room_for(config, build, seq_len):
+    with pytest.raises(UserError, match=rf"^seq_len: {seq_len} is .*; "):
+        build(config).check_seq_len(seq_len)
+
+
+def test_check_seq_len_takes_every_length_up_to_the_model_s(config, build):
+    for seq_len in (1, 12):
+        build(config).check_seq_len(seq_len)

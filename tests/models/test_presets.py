@@ -1,0 +1,87 @@
+import pytest
+import torch
+
+from zeroshard.errors import UserError
+from zeroshard.models import GPT2, PRESETS, GPT2Config, LanguageModel, Llama, build_model, model_config
+
+PUBLISHED_NUM_PARAMS = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-350m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama-1b": 1_235_814_400,
+    "llama-7b": 6_738_415_616,
+    "llama-8b": 8_030_261_248,
+}
+
+
+@pytest.mark.parametrize(("name", "num_params"), PUBLISHED_NUM_PARAMS.items())
+def test_published_models_have_their_published_number_of_parameters(name, num_params):
+    with torch.device("meta"):
+        model = build_model(name)
+    assert sum(param.numel() for param in model.parameters()) == num_params
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "llama-small", "llama-medium"])
+def test_our_llamas_have_the_parameters_of_their_formula(name):
+    config = model_config(name)
+    d, kv, ffn = config.n_embd, config.n_kv_head * config.n_embd // config.n_head, config.ffn_width
+    block = 2 * d * d + 2 * d * kv + 3 * d * ffn + 2 * d
+    with torch.device("meta"):
+        model = build_model(name)
+    num_params = sum(param.numel() for param in model.parameters())
+    assert num_params == 2 * config.vocab_size * d + config.n_layer * block + d
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_builds_on_the_meta_device_without_a_value(name):
+    with torch.device("meta"):
+        model = build_model(name)
+    assert isinstance(model, LanguageModel)
+    assert type(model) is (GPT2 if name.startswith("gpt2") else Llama)
+    assert len(model.blocks) == model.config.n_layer
+    assert all(param.is_meta for param in model.parameters())
+    assert list(model.buffers()) == []
+
+
+def test_flops_of_gpt2_124m_are_the_known_figure():
+    with torch.device("meta"):
+        model = build_model("gpt2-124m")
+    num_multiplied = 124_439_808 - 1024 * 768  # all but the position table
+    assert model.num_flops_per_token(1024) == 6 * num_multiplied + 12 * 12 * 768 * 1024 == 855_166_464
+
+
+def test_overrides_change_their_fields_and_no_others():
+    config = model_config("gpt2-demo", vocab_size=300, seq_len=32, overrides={"n_layer": 1, "dropout": 0.1})
+    assert config == GPT2Config(vocab_size=300, seq_len=32, n_layer=1, n_head=4, n_embd=128, dropout=0.1)
+    assert PRESETS["gpt2-demo"].n_layer == 4
+
+
+def test_a_changed_width_takes_its_own_feed_forward_width():
+    assert model_config("llama-tiny", overrides={"n_embd": 640}).ffn_width == 1792
+
+
+def test_the_same_seed_builds_the_same_model_and_another_does_not():
+    models = [build_model("gpt2-demo", seed=seed) for seed in (1, 1, 2)]
+    weights = [model.get_parameter("blocks.0.attn.c_attn.weight") for model in models]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "line"),
+    [
+        ("gpt2-124", {}, "model: there is no preset 'gpt2-124'; did you mean gpt2-124m? known: gpt2-demo, "),
+        ("llama-samll", {}, "model: there is no preset 'llama-samll'; did you mean llama-small? "),
+        ("zzz", {}, "model: there is no preset 'zzz'; known: gpt2-demo, "),
+        ("gpt2-demo", {"n_haed": 4}, "model.n_haed: gpt2-demo has no such field; did you mean n_head? "),
+        ("gpt2-demo", {"n_kv_head": 4}, "model.n_kv_head: gpt2-demo has no such field; "),
+        ("gpt2-demo", {"n_head": 5}, "model.n_head: 5 does not divide n_embd 128; "),
+        ("gpt2-demo", {"n_head": "4"}, "model.n_head: '4' is of the wrong type; "),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_one_line_that_names_the_nearest(name, overrides, line):
+    with pytest.raises(UserError) as error:
+        build_model(name, overrides=overrides)
+    assert str(error.value).startswith(line)
+    assert "\n" not in str(error.value)

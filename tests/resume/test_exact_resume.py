@@ -1,0 +1,124 @@
+"""A run that was interrupted ends in the same bits as one that was not."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.train.build import build_run
+from zeroshard.train.loop import train
+
+CPU = torch.device("cpu")
+
+
+def _train(config, world_size=1, until=None):
+    """Train to the end, or as far as a run gets that is killed after `until` steps; weights and metrics by step."""
+
+    def rank_main(comm):
+        run = build_run(config, comm, CPU)
+        if until is not None:  # the learning rate stays that of the whole run
+            run = replace(run, schedule=replace(run.schedule, max_steps=until))
+        train(run)
+        for observer in run.observers:
+            observer.close()
+        return run.strategy.state_dict()
+
+    if world_size == 1:
+        weights = rank_main(LocalCommunicator())
+    else:
+        weights = run_threads(rank_main, world_size)[0]
+    steps = {}
+    for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "step":
+            steps[event["step"]] = (event["loss"], event["grad_norm"], event["lr"])
+    return weights, steps
+
+
+def _assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [("ddp", 1), *((f"zero{stage}", world_size) for stage in range(4) for world_size in (1, 2))],
+)
+def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(tiny_config, tmp_path, strategy, world_size):
+    options = {"strategy": strategy, "grad_accum_steps": 2, "eval_interval": 0}
+    if world_size == 1:
+        options["model"] = {"name": "gpt2-demo", "n_layer": 2, "n_embd": 16, "n_head": 2, "dropout": 0.2}
+    whole_weights, whole = _train(tiny_config(**options, out=str(tmp_path / "whole")), world_size)
+    parts = str(tmp_path / "parts")
+    _train(tiny_config(**options, out=parts), world_size, until=3)
+    resumed_weights, resumed = _train(tiny_config(**options, out=parts, resume="auto"), world_size)
+    assert resumed == whole
+    assert list(resumed) == [1, 2, 3, 4, 5, 6]
+    _assert_same(resumed_weights, whole_weights)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_losses_norms_and_weights_are_the_same_bits_at_every_stage(tiny_config, tmp_path, world_size):
+    runs = [
+        _train(tiny_config(strategy=f"zero{stage}", out=str(tmp_path / f"{stage}")), world_size)
+        for stage in range(4)
+    ]
+    for weights, steps in runs[1:]:
+        assert steps == runs[0][1]
+        _assert_same(weights, runs[0][0])
+
+
+def test_ddp_and_stage_zero_agree_in_one_process(tiny_config, tmp_path):
+    ours, our_steps = _train(tiny_config(strategy="zero0", out=str(tmp_path / "ours")))
+    theirs, their_steps = _train(tiny_config(strategy="ddp", out=str(tmp_path / "theirs")))
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
+    for step, (loss, norm, lr) in their_steps.items():
+        assert our_steps[step] == pytest.approx((loss, norm, lr), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [(("zero3", 2), ("zero1", 3)), (("zero1", 3), ("zero0", 1)), (("zero2", 2), ("ddp", 1)), (("ddp", 1), ("zero3", 4))],
+)
+def test_state_saved_by_one_strategy_and_world_is_loaded_by_another_to_the_bit(
+    tiny_config, tmp_path, saved, loaded
+):
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    weights, _ = _train(tiny_config(strategy=saved[0], out=first, max_steps=3), saved[1])
+    path = Path(first) / "checkpoints" / "step-00000003"
+
+    def rank_main(comm):
+        config = tiny_config(strategy=loaded[0], out=second, max_steps=3, resume=str(path))
+        run = build_run(config, comm, CPU)
+        assert run.first_step == 3
+        again = Path(second) / "again"
+        from zeroshard import checkpoint
+
+        checkpoint.save(again, run.strategy, step=3)
+        for observer in run.observers:
+            observer.close()
+        return run.strategy.state_dict()
+
+    for state in run_threads(rank_main, loaded[1]):
+        _assert_same(state, weights)
+    before, after = _all_tensors(path), _all_tensors(Path(second) / "again")
+    assert {kind for _, kind in before} == {"param", "exp_avg", "exp_avg_sq", "step"}
+    _assert_same(before, after)
+
+
+def _all_tensors(path):
+    from math import prod
+
+    from zeroshard import checkpoint
+
+    with checkpoint.CheckpointReader(*checkpoint.open_manifest(path)) as reader:
+        return {
+            (name, kind): reader.read(name, kind, (0, prod(shape))).view(shape)
+            for name in reader.names()
+            for kind, shape in reader.kinds(name).items()
+        }

@@ -1,0 +1,32 @@
+import pytest
+
+from zeroshard.train.config import TrainConfig
+
+
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory):
+    """Where tokens are prepared once for the tests of this folder."""
+    return tmp_path_factory.mktemp("data") / "tokens"
+
+
+@pytest.fixture
+def tiny_config(tmp_path, data_folder):
+    """`tiny_config(**changes)`: a run of milliseconds a step, on synthetic tokens."""
+
+    def make(**changes) -> TrainConfig:
+        values = {
+            "model": {"name": "gpt2-demo", "n_layer": 2, "n_embd": 16, "n_head": 2},
+            "data": {"source": "synthetic", "dir": str(data_folder), "max_tokens": 6000},
+            "strategy": "zero2",
+            "device": "cpu",
+            "seq_len": 16,
+            "micro_batch_size": 2,
+            "max_steps": 6,
+            "warmup_steps": 2,
+            "eval_interval": 3,
+            "eval_batches": 3,
+            "out": str(tmp_path / "run"),
+        }
+        return TrainConfig.model_validate({**values, **changes})
+
+    return make
