@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from zeroshard.checkpoint import load, save
     from zeroshard.comm import Communicator
     from zeroshard.zero import STAGES, FlatLayout, MixedPrecision, ShardingStrategy, Zero
 
@@ -21,6 +22,8 @@ _HOME = {
     "STAGES": "zeroshard.zero",
     "ShardingStrategy": "zeroshard.zero",
     "Zero": "zeroshard.zero",
+    "load": "zeroshard.checkpoint",
+    "save": "zeroshard.checkpoint",
 }
 
 __all__ = [
@@ -31,6 +34,8 @@ __all__ = [
     "ShardingStrategy",
     "Zero",
     "__version__",
+    "load",
+    "save",
 ]
 
 

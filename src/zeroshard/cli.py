@@ -36,6 +36,10 @@ class Verb:
     reads_file: bool = False  # takes --config
 
 
+class _TerminatedError(BaseException):
+    """SIGTERM came; like KeyboardInterrupt no Exception, so that nothing on the way takes it for an error."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status; see `zeroshard.errors.ExitStatus`.
 
@@ -51,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.USAGE
     except KeyboardInterrupt:
         return ExitStatus.INTERRUPTED
+    except _TerminatedError:
+        return ExitStatus.TERMINATED
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -209,7 +215,7 @@ def _sigterm_exits() -> Generator[None]:
         return
 
     def leave(signum: int, frame: object) -> NoReturn:
-        raise SystemExit(ExitStatus.TERMINATED)
+        raise _TerminatedError
 
     before = signal.signal(signal.SIGTERM, leave)
     try:

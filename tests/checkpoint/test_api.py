@@ -14,9 +14,7 @@ def _save(path, evenly_sharded, tensors, world_size, **kwargs):
 
 @pytest.mark.parametrize("saved_at", [1, 2, 3])
 @pytest.mark.parametrize("loaded_at", [1, 2, 4])
-def test_what_any_world_saved_any_world_loads_to_the_bit(
-    tmp_path, evenly_sharded, some_tensors, saved_at, loaded_at
-):
+def test_what_any_world_saved_any_world_loads_to_the_bit(tmp_path, evenly_sharded, some_tensors, saved_at, loaded_at):
     path = tmp_path / "step-00000011"
     _save(path, evenly_sharded, some_tensors, saved_at, step=11, extra={"note": "é", "list": [1, 2.5, None]})
 
@@ -49,9 +47,7 @@ def test_the_reader_tells_kinds_and_shapes_and_reads_slices_alone(tmp_path, even
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_damaged_file_is_an_error_on_every_rank_that_names_it(
-    tmp_path, evenly_sharded, some_tensors, world_size
-):
+def test_a_damaged_file_is_an_error_on_every_rank_that_names_it(tmp_path, evenly_sharded, some_tensors, world_size):
     path = tmp_path / "c"
     _save(path, evenly_sharded, some_tensors, 2, step=0)
     file = path / "rank-00001-of-00002.safetensors"
@@ -131,9 +127,7 @@ def test_pieces_that_leave_a_gap_are_never_called_a_checkpoint(tmp_path, evenly_
     assert not (tmp_path / "c").exists()
 
 
-def test_extra_that_json_cannot_hold_is_refused_before_anything_is_written(
-    tmp_path, evenly_sharded, some_tensors
-):
+def test_extra_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path, evenly_sharded, some_tensors):
     source = evenly_sharded(LocalCommunicator(), some_tensors)
     with pytest.raises(ValueError, match="JSON"):
         checkpoint.save(tmp_path / "c", source, step=1, extra={"loss": float("nan")})

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ def tilings(draw):
     """A number of elements and a way to cut them into pieces, in any order, some of them empty."""
     numel = draw(st.integers(0, 60))
     cuts = [0, *sorted(draw(st.lists(st.integers(0, numel), max_size=8))), numel]
-    pieces = list(zip(cuts, cuts[1:], strict=False))
+    pieces = list(itertools.pairwise(cuts))
     return numel, draw(st.permutations(pieces))
 
 

@@ -5,7 +5,6 @@ import torch
 from safetensors.torch import load_file
 
 from zeroshard.checkpoint import store
-from zeroshard.errors import UserError
 
 
 def _fill(path, text):
@@ -34,29 +33,26 @@ def test_a_written_file_is_plain_safetensors_and_its_hash_is_true(tmp_path):
         assert torch.equal(loaded[key], tensor)
     assert entry.num_bytes == path.stat().st_size
     assert entry.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    store.verify_file(path, entry)
+    assert store.matches(path, entry)
 
 
 @pytest.mark.parametrize("position", [0, 8, 60, -1])
-def test_one_flipped_bit_anywhere_is_found_and_the_file_named(tmp_path, position):
+def test_one_flipped_bit_anywhere_is_found(tmp_path, position):
     path = tmp_path / "x.safetensors"
     entry = store.write_tensors(path, {"a": torch.randn(50)})
     content = bytearray(path.read_bytes())
     content[position] ^= 1
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"x\.safetensors: is damaged"):
-        store.verify_file(path, entry)
+    assert not store.matches(path, entry)
 
 
-def test_a_truncated_and_a_missing_file_are_named(tmp_path):
+def test_a_truncated_and_a_missing_file_do_not_match(tmp_path):
     path = tmp_path / "x.safetensors"
     entry = store.write_tensors(path, {"a": torch.randn(50)})
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(UserError, match=r"x\.safetensors: has \d+ bytes, not"):
-        store.verify_file(path, entry)
+    assert not store.matches(path, entry)
     path.unlink()
-    with pytest.raises(UserError, match=r"x\.safetensors: cannot be read"):
-        store.verify_file(path, entry)
+    assert not store.matches(path, entry)
 
 
 def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path):
@@ -77,7 +73,7 @@ def test_what_an_interrupted_save_left_is_cleared_by_the_next(tmp_path):
 def test_a_save_killed_at_any_rename_leaves_one_whole_checkpoint(tmp_path, monkeypatch):
     """Kill `commit` before each of its steps, over an old checkpoint of the same name."""
     path = tmp_path / "step-1"
-    for killed_at in range(4):
+    for killed_at in range(5):
         _fill(path, "old")
         store.commit(path)
         _fill(path, "new")
@@ -102,11 +98,8 @@ def test_a_save_killed_at_any_rename_leaves_one_whole_checkpoint(tmp_path, monke
         found = store.resolve(path)
         assert found is not None, f"killed at {killed_at}"
         assert (found / "manifest.json").read_text() in ("old", "new")
+        survivor = (found / "manifest.json").read_text()
         store.begin(path)  # the next save heals the name
-        assert (
-            (path / "manifest.json").read_text() == (found / "manifest.json").read_text()
-            if found == path
-            else True
-        )
+        assert (path / "manifest.json").read_text() == survivor
         assert store.resolve(path) == path
         assert not (tmp_path / ".step-1.old").exists()

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 
+from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.train.build import build_run
 from zeroshard.train.loop import train
@@ -22,8 +24,7 @@ def _train(config, world_size=1, until=None):
         if until is not None:  # the learning rate stays that of the whole run
             run = replace(run, schedule=replace(run.schedule, max_steps=until))
         train(run)
-        for observer in run.observers:
-            observer.close()
+        run.close()
         return run.strategy.state_dict()
 
     if world_size == 1:
@@ -64,8 +65,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(tiny_config, tmp_p
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_losses_norms_and_weights_are_the_same_bits_at_every_stage(tiny_config, tmp_path, world_size):
     runs = [
-        _train(tiny_config(strategy=f"zero{stage}", out=str(tmp_path / f"{stage}")), world_size)
-        for stage in range(4)
+        _train(tiny_config(strategy=f"zero{stage}", out=str(tmp_path / f"{stage}")), world_size) for stage in range(4)
     ]
     for weights, steps in runs[1:]:
         assert steps == runs[0][1]
@@ -83,11 +83,14 @@ def test_ddp_and_stage_zero_agree_in_one_process(tiny_config, tmp_path):
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [(("zero3", 2), ("zero1", 3)), (("zero1", 3), ("zero0", 1)), (("zero2", 2), ("ddp", 1)), (("ddp", 1), ("zero3", 4))],
+    [
+        (("zero3", 2), ("zero1", 3)),
+        (("zero1", 3), ("zero0", 1)),
+        (("zero2", 2), ("ddp", 1)),
+        (("ddp", 1), ("zero3", 4)),
+    ],
 )
-def test_state_saved_by_one_strategy_and_world_is_loaded_by_another_to_the_bit(
-    tiny_config, tmp_path, saved, loaded
-):
+def test_state_saved_by_one_strategy_and_world_is_loaded_by_another_to_the_bit(tiny_config, tmp_path, saved, loaded):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     weights, _ = _train(tiny_config(strategy=saved[0], out=first, max_steps=3), saved[1])
     path = Path(first) / "checkpoints" / "step-00000003"
@@ -97,11 +100,8 @@ def test_state_saved_by_one_strategy_and_world_is_loaded_by_another_to_the_bit(
         run = build_run(config, comm, CPU)
         assert run.first_step == 3
         again = Path(second) / "again"
-        from zeroshard import checkpoint
-
         checkpoint.save(again, run.strategy, step=3)
-        for observer in run.observers:
-            observer.close()
+        run.close()
         return run.strategy.state_dict()
 
     for state in run_threads(rank_main, loaded[1]):
@@ -112,10 +112,6 @@ def test_state_saved_by_one_strategy_and_world_is_loaded_by_another_to_the_bit(
 
 
 def _all_tensors(path):
-    from math import prod
-
-    from zeroshard import checkpoint
-
     with checkpoint.CheckpointReader(*checkpoint.open_manifest(path)) as reader:
         return {
             (name, kind): reader.read(name, kind, (0, prod(shape))).view(shape)

@@ -1,6 +1,16 @@
 import pytest
+import torch
 
 from zeroshard.train.config import TrainConfig
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small are slower on several threads, which spin while they wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -28,5 +38,18 @@ def tiny_config(tmp_path, data_folder):
             "out": str(tmp_path / "run"),
         }
         return TrainConfig.model_validate({**values, **changes})
+
+    return make
+
+
+@pytest.fixture
+def text_config(tiny_config, tmp_path):
+    """`text_config(**changes)`: the same on a text that repeats itself, in bytes."""
+    path = tmp_path / "text.txt"
+    path.write_text("abcd\n" * 2000)
+
+    def make(**changes) -> TrainConfig:
+        data = {"source": "text", "path": (str(path),), "dir": str(tmp_path / "tokens")}
+        return tiny_config(**{"data": data, **changes})
 
     return make

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint import manifest as manifests
 from zeroshard.checkpoint import store
-from zeroshard.checkpoint.manifest import MANIFEST, FileEntry, Manifest, Piece, TensorEntry
+from zeroshard.checkpoint.manifest import DAMAGED_TODO, MANIFEST, FileEntry, Manifest, Piece, TensorEntry
 from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.errors import UserError
 from zeroshard.zero.state import NamedShard, ShardReader
@@ -46,9 +46,7 @@ class Shardable(Protocol):
         ...
 
 
-def save(
-    path: str | PathLike[str], source: Shardable, *, step: int, extra: Mapping[str, Any] | None = None
-) -> None:
+def save(path: str | PathLike[str], source: Shardable, *, step: int, extra: Mapping[str, Any] | None = None) -> None:
     """Save the state of ``source`` as the folder ``path``; collective, on a file system that all ranks share.
 
     The folder appears whole or not at all; what was there under this name stays until the new one is complete.
@@ -68,9 +66,7 @@ def save(
     as_json = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
     _together(comm, "make the folder", path, lambda: store.begin(path) if first else None)
     _together(comm, "write", path, lambda: _write_rank(store.temporary(path), source))
-    _together(
-        comm, "complete", path, lambda: _finish(path, comm.world_size, step, as_json) if first else None
-    )
+    _together(comm, "complete", path, lambda: _finish(path, comm.world_size, step, as_json) if first else None)
 
 
 def load(path: str | PathLike[str], target: Shardable) -> dict[str, Any]:
@@ -127,16 +123,12 @@ def _write_rank(folder: Path, source: Shardable) -> None:
         start, stop = shard.interval
         if start == stop and prod(shard.shape):
             continue  # this rank owns nothing of it
-        assert shard.tensor.shape == (stop - start,), (
-            f"{shard.name}: {shard.tensor.shape} for {shard.interval}"
-        )
+        assert shard.tensor.shape == (stop - start,), f"{shard.name}: {shard.tensor.shape} for {shard.interval}"
         key = f"{shard.kind}:{shard.name}:{start}"
         assert key not in tensors, f"{key} is there twice"
         tensors[key] = shard.tensor
         dtype = store.DTYPES[shard.tensor.dtype]
-        entries.append(
-            TensorEntry(shard.name, shard.kind, dtype, shard.shape, (Piece((start, stop), file, key),))
-        )
+        entries.append(TensorEntry(shard.name, shard.kind, dtype, shard.shape, (Piece((start, stop), file, key),)))
     written = store.write_tensors(folder / file, tensors)
     note = {"file": file, "entry": asdict(written), "tensors": [asdict(entry) for entry in entries]}
     store.write_text(_note(folder, rank), json.dumps(note))
@@ -151,9 +143,7 @@ def _finish(path: Path, world_size: int, step: int, extra: dict[str, Any]) -> No
         try:
             note = json.loads(_note(folder, rank).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise OSError(
-                f"{folder}: rank {rank}'s files are not here; all ranks must share the folder"
-            ) from None
+            raise OSError(f"{folder}: rank {rank}'s files are not here; all ranks must share the folder") from None
         files[note["file"]] = FileEntry(**note["entry"])
         entries += [manifests.tensor_entry(entry) for entry in note["tensors"]]
         _note(folder, rank).unlink()
@@ -165,18 +155,12 @@ def _finish(path: Path, world_size: int, step: int, extra: dict[str, Any]) -> No
 def _verify(comm: Communicator, folder: Path, manifest: Manifest) -> None:
     """Hash every file, each on one rank; every rank raises when one of them found damage."""
     names = sorted(manifest.files)
-    failure: UserError | None = None
     damaged = 0  # one more than the file's index
     for index in range(comm.rank, len(names), comm.world_size):
-        try:
-            store.verify_file(folder / names[index], manifest.files[names[index]])
-        except UserError as error:
-            failure, damaged = error, index + 1
-    damaged = _largest(comm, damaged)
-    if failure is not None:
-        raise failure
-    if damaged:
-        raise UserError(str(folder / names[damaged - 1]), "is damaged", store.DAMAGED_TODO)
+        if not store.matches(folder / names[index], manifest.files[names[index]]):
+            damaged = index + 1
+    if damaged := _largest(comm, damaged):
+        raise UserError(str(folder / names[damaged - 1]), "is damaged: it does not match the manifest", DAMAGED_TODO)
 
 
 def _note(folder: Path, rank: int) -> Path:

@@ -20,6 +20,7 @@ from zeroshard.errors import UserError
 FORMAT = "zeroshard-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+DAMAGED_TODO = "take an older checkpoint, or restore this one from a copy"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def parse(path: Path) -> Manifest:
     Raises:
         UserError: the file is not JSON, does not match its own sha256, or is of a version unknown here.
     """
-    damaged = UserError(str(path), "is damaged", "take an older checkpoint, or restore this one from a copy")
+    damaged = UserError(str(path), "is damaged", DAMAGED_TODO)
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
@@ -122,8 +123,7 @@ def parse(path: Path) -> Manifest:
 def tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
     """A `TensorEntry` from its JSON form."""
     pieces = tuple(
-        Piece((piece["interval"][0], piece["interval"][1]), piece["file"], piece["key"])
-        for piece in entry["pieces"]
+        Piece((piece["interval"][0], piece["interval"][1]), piece["file"], piece["key"]) for piece in entry["pieces"]
     )
     return TensorEntry(entry["name"], entry["kind"], entry["dtype"], tuple(entry["shape"]), pieces)
 

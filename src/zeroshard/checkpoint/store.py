@@ -27,11 +27,8 @@ from torch import Tensor
 
 from zeroshard.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
 from zeroshard.checkpoint.reshard import Interval, plan_copies
-from zeroshard.errors import UserError
 
 _CHUNK_BYTES = 1 << 22
-
-DAMAGED_TODO = "take an older checkpoint, or restore this one from a copy"
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -83,25 +80,15 @@ def write_text(path: Path, text: str) -> None:
         _flush(file.fileno(), file)
 
 
-def verify_file(path: Path, expected: FileEntry) -> None:
-    """Check a file's size and sha256.
-
-    Raises:
-        UserError: it is missing, of another size, or other bytes; the file is named.
-    """
-    todo = DAMAGED_TODO
+def matches(path: Path, expected: FileEntry) -> bool:
+    """Whether a file is there, of the expected size, and hashes to the expected sha256."""
     try:
-        num_bytes = path.stat().st_size
-        if num_bytes != expected.num_bytes:
-            raise UserError(str(path), f"has {num_bytes} bytes, not {expected.num_bytes}", todo)
-        digest = hashlib.sha256()
+        if path.stat().st_size != expected.num_bytes:
+            return False
         with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-    except OSError as error:
-        raise UserError(str(path), f"cannot be read ({error.strerror})", todo) from None
-    if digest.hexdigest() != expected.sha256:
-        raise UserError(str(path), "is damaged: its sha256 is not the manifest's", todo)
+            return hashlib.file_digest(file, "sha256").hexdigest() == expected.sha256
+    except OSError:
+        return False
 
 
 def begin(path: Path) -> Path:
@@ -144,7 +131,7 @@ def resolve(path: Path) -> Path | None:
 class CheckpointReader:
     """A `ShardReader` over a checkpoint's files: opens a file when a slice of it is wanted, reads that slice.
 
-    Use it as a context manager; it does not verify files (see `verify_file`).
+    Use it as a context manager; it does not verify files (see `matches`).
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:

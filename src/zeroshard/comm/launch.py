@@ -36,7 +36,7 @@ from zeroshard.errors import ExitStatus, UserError
 if TYPE_CHECKING:
     import torch
 
-INTERRUPT_GRACE_S = 3.0  # from Ctrl-C to the end of a rank, wherever it is
+INTERRUPT_GRACE_S = 2.0  # from Ctrl-C to the end of a rank, wherever it is
 SHUTDOWN_GRACE_S = 30  # from SIGTERM to SIGKILL: long enough to save a checkpoint
 COLLECTIVE_TIMEOUT_S = 600.0
 _LOOPBACK = "127.0.0.1"
@@ -156,11 +156,13 @@ def launch_workers(argv: Sequence[str], nproc: int, port: int = 0) -> Ending:
         UserError: the port is in use.
     """
     require_free_port(port)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its banner says less than our line
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # their banner says less than our one line
     os.environ[_LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus() // nproc)))
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as log_dir:
@@ -247,11 +249,7 @@ def _root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
     for rank, (code, _) in sorted(failures.items()):
         if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT):
             name = signal.Signals(-code).name
-            todo = (
-                "look for a lack of memory on this machine"
-                if name == "SIGKILL"
-                else "report it with `zeroshard doctor`"
-            )
+            todo = "look for a lack of memory here" if name == "SIGKILL" else "report it with `zeroshard doctor`"
             return Ending(ExitStatus.PEER_LOST, f"rank {rank}: was ended by {name}; {todo}")
     for _, (code, message) in sorted(failures.items()):
         if code == ExitStatus.USAGE:
@@ -265,6 +263,8 @@ def _end_after_interrupt(heard: socket.socket) -> None:
     with heard:
         while signum := heard.recv(1):
             if signum[0] == signal.SIGINT:
+                # the kernel's timer also reaches a process whose interpreter is stuck in its own shutdown
+                signal.setitimer(signal.ITIMER_REAL, INTERRUPT_GRACE_S + 0.5)
                 time.sleep(INTERRUPT_GRACE_S)
                 os._exit(ExitStatus.INTERRUPTED)
 

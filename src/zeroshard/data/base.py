@@ -95,9 +95,9 @@ class TokenBatches:
 class EvalBatches:
     """Evaluation batches of one rank: in corpus order, never shuffled, the same global set at any world size.
 
-    The global set is the first ``num_batches`` batches of ``micro_batch_size`` consecutive rows, or as many whole
-    ones as the corpus holds (one smaller batch if it holds less than one). Rank ``r`` reads batches ``r``,
-    ``r + world_size``, and so on.
+    The global set is ``num_batches`` batches of ``micro_batch_size`` rows, or as many whole ones as the corpus holds
+    (one smaller batch if it holds less than one), spread evenly over the corpus: neighbouring rows are often alike,
+    so that a stretch of them would stand for little. Rank ``r`` reads batches ``r``, ``r + world_size``, and so on.
 
     Every rank yields the same number of batches, because at stage 3 each forward is a collective: where the world
     does not divide the set, the ranks that ran out repeat the last batch with weight 0. The mean loss of the set is
@@ -127,6 +127,8 @@ class EvalBatches:
         self.micro_batch_size = min(micro_batch_size, available)
         self.num_batches = min(num_batches, available // self.micro_batch_size)
         self.rank, self.world_size = rank, world_size
+        chosen = self.num_batches * self.micro_batch_size
+        self._rows = np.arange(chosen, dtype=np.int64) * available // chosen
 
     def __len__(self) -> int:
         """Batches that each rank yields, those of weight 0 included."""
@@ -137,7 +139,7 @@ class EvalBatches:
             batch = turn * self.world_size + self.rank
             weight = int(batch < self.num_batches)
             first = min(batch, self.num_batches - 1) * self.micro_batch_size
-            rows = np.arange(first, first + self.micro_batch_size)
+            rows = self._rows[first : first + self.micro_batch_size]
             yield *_read_rows(self.tokens, rows, self.seq_len), weight
 
 

@@ -16,12 +16,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from zeroshard.errors import UserError
 
 FORMAT_VERSION = 1
 META_NAME = "meta.json"
 SPLITS = ("train", "val")
-DTYPES = {"uint16": "<u2", "uint32": "<u4"}  # name in meta.json -> numpy spelling that fixes the byte order
+# newbyteorder is typed without its scalar type, hence the annotations.
+_UINT16: np.dtype[np.unsignedinteger] = np.dtype(np.uint16).newbyteorder("<")
+_UINT32: np.dtype[np.unsignedinteger] = np.dtype(np.uint32).newbyteorder("<")
+DTYPES = {"uint16": _UINT16, "uint32": _UINT32}
 
 
 @dataclass(frozen=True)

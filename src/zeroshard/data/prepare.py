@@ -85,8 +85,8 @@ class DataSpec:
 def data_dir(spec: DataSpec, root: Path | str = "data") -> Path:
     """The folder that a spec is prepared in by default, such as ``data/python-stdlib-bytes``.
 
-    A spec of the user's files or with anything else than the defaults gets 8 digits of a hash besides, so that different
-    specs have different folders.
+    A spec of the user's files or with anything else than the defaults gets 8 digits of a hash besides, so that
+    different specs have different folders.
     """
     parts = [spec.source]
     # Where tiny-shakespeare was read does not matter: its content is pinned.
@@ -213,7 +213,9 @@ def _write_text(
             if all(each.is_full for each in writers.values()):
                 break
             continue
-        ends_line = False
+        ends_line: bool | None = (
+            None  # None: not a character, as the head of a tiny document; so there is nothing to end
+        )
         for chunk in document.chunks():
             writer.write(tokenizer.encode(chunk))
             ends_line = chunk.endswith("\n")
@@ -221,6 +223,8 @@ def _write_text(
             progress(min(done_bytes, fingerprint.num_bytes), fingerprint.num_bytes)
             if writer.is_full:
                 break
+        if ends_line is None:
+            continue
         if tokenizer.eos_id is not None:
             writer.write(np.array([tokenizer.eos_id]))
         elif not ends_line:

@@ -1,6 +1,6 @@
 """Where text comes from. Each source gives documents, or tokens where there is no text, and a fingerprint of both.
 
-python-stdlib    the running interpreter's own standard library, read in place: about 9 MB of real text, no download
+python-stdlib    the running interpreter's own standard library, read in place: some 10 MB of real text
 text             the user's files: a file, a folder, a glob, or several
 tinyshakespeare  1.1 MB of plays, downloaded or from a local file, checked by sha256
 synthetic        seeded token ids with a known entropy: no text, no tokenizer
@@ -15,6 +15,7 @@ import os
 import platform
 import sysconfig
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -274,6 +275,8 @@ def _download(url: str, timeout_s: float, max_bytes: int) -> bytes:
                 if time.monotonic() > deadline_s:
                     raise TimeoutError("too slow")
     except OSError as error:  # URLError, HTTPError and time-outs are all of this kind
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it is the response as well, and holds its socket
         reason = getattr(error, "reason", None) or error
         raise UserError("data.source", f"cannot download {url} ({reason})", "pass --data.path FILE") from None
     return bytes(content)

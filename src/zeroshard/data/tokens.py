@@ -47,7 +47,7 @@ class TokenDataset:
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         meta = read_meta(Path(folder))
-        dtype: np.dtype[np.unsignedinteger] = np.dtype(DTYPES[meta.dtype])
+        dtype = DTYPES[meta.dtype]
         shards: list[NDArray[np.unsignedinteger]] = []
         for shard in meta.splits[split].shards:
             path = Path(folder) / shard.file
@@ -120,7 +120,7 @@ class TokenWriter:
         max_tokens: int | None = None,
     ) -> None:
         assert shard_tokens >= 1
-        self._folder, self._split, self._dtype = folder, split, np.dtype(DTYPES[dtype])
+        self._folder, self._split, self._dtype = folder, split, DTYPES[dtype]
         self._shard_tokens, self._max_tokens = shard_tokens, max_tokens
         self._shards: list[ShardMeta] = []
         self._file = None
@@ -181,7 +181,7 @@ def verify(folder: Path | str) -> None:
         UserError: a file is missing, or of the wrong size or content; the line names it.
     """
     meta = read_meta(Path(folder))
-    itemsize = np.dtype(DTYPES[meta.dtype]).itemsize
+    itemsize = DTYPES[meta.dtype].itemsize
     for split in meta.splits.values():
         for shard in split.shards:
             _check_size(Path(folder) / shard.file, shard.num_tokens * itemsize)

@@ -36,9 +36,7 @@ class Ddp:
         grouped = dist.is_available() and dist.is_initialized()
         self.comm: Communicator = setup.comm or (TorchCommunicator() if grouped else LocalCommunicator())
         if self.comm.world_size > 1 and not (grouped and dist.get_world_size() == self.comm.world_size):
-            raise ValueError(
-                "ddp trains over torch.distributed's default group: call init_process_group first"
-            )
+            raise ValueError("ddp trains over torch.distributed's default group: call init_process_group first")
         self._module = setup.model.to(setup.device) if setup.device else setup.model
         self._ddp = DistributedDataParallel(self._module, gradient_as_bucket_view=True) if grouped else None
         self.model: nn.Module = self._ddp or self._module
@@ -64,9 +62,7 @@ class Ddp:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's weights, copied to the CPU, with ordinary names."""
-        return {
-            name: value.detach().to("cpu", copy=True) for name, value in self._module.state_dict().items()
-        }
+        return {name: value.detach().to("cpu", copy=True) for name, value in self._module.state_dict().items()}
 
     def named_shards(self) -> Iterator[NamedShard]:
         """An even share of every flattened tensor."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,14 +30,14 @@ from zeroshard.parallel import Setup, Strategy, build_strategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.agree import first_rank_does
 from zeroshard.train.config import DataConfig, ModelConfig, TrainConfig, dump_toml
-from zeroshard.train.loop import Run, Schedule, checkpoint_folder
 from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
+from zeroshard.train.run import Run, Schedule, checkpoint_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @contextmanager
-def built(config: TrainConfig) -> Iterator[Run]:
+def built(config: TrainConfig) -> Generator[Run]:
     """Join the ranks, build this rank's run, and clean up in any case.
 
     Raises:
@@ -54,8 +54,7 @@ def built(config: TrainConfig) -> Iterator[Run]:
         else:
             comm = LocalCommunicator()
         run = build_run(config, comm, device)
-        for observer in run.observers:
-            stack.callback(observer.close)
+        stack.callback(run.close)
         yield run
 
 
@@ -66,6 +65,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
         UserError: as `built`.
     """
     check_model(config)
+    grad_accum_steps = accumulation_steps(config, comm.world_size)
     folder, spec = Path(config.out), data_spec(config.data)
     tokens_folder = Path(config.data.dir) if config.data.dir else data_dir(spec)
     resume_from = find_resume(config)
@@ -73,7 +73,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
     first_rank_does(comm, lambda: prepare(spec, tokens_folder))
 
     train_tokens, val_tokens = (TokenDataset.open(tokens_folder, split) for split in ("train", "val"))
-    rows_per_step = config.micro_batch_size * config.grad_accum_steps * comm.world_size
+    rows_per_step = config.micro_batch_size * grad_accum_steps * comm.world_size
     require_enough(train_tokens, config.seq_len, rows_per_step)
     require_enough(val_tokens, config.seq_len, 1, split="val")
 
@@ -93,7 +93,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
 
     ranks = {"rank": comm.rank, "world_size": comm.world_size}
     shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
-    accumulation = {"grad_accum_steps": config.grad_accum_steps, "seed": config.seed}
+    accumulation = {"grad_accum_steps": grad_accum_steps, "seed": config.seed}
     return Run(
         strategy=strategy,
         batches=TokenBatches(train_tokens, **shapes, **accumulation, **ranks),
@@ -147,6 +147,24 @@ def check_model(config: TrainConfig) -> None:
     if config.seq_len > longest:
         what = f"{config.seq_len} is above the {longest} of {config.model.name}"
         raise UserError("seq_len", what, f"use {longest} or less, or a model with longer sequences")
+
+
+def accumulation_steps(config: TrainConfig, world_size: int) -> int:
+    """Micro-batches of each rank in a step.
+
+    Raises:
+        UserError: ``global_batch_size`` is set and cannot be shared out.
+    """
+    if not config.global_batch_size:
+        return config.grad_accum_steps
+    rows, at_once = config.global_batch_size, config.micro_batch_size * world_size
+    if rows < world_size:
+        what = f"{rows} sequences cannot feed {world_size} ranks"
+        raise UserError("global_batch_size", what, f"use at least {world_size}, or fewer ranks")
+    if rows % at_once:
+        what = f"{rows} is no multiple of {config.micro_batch_size} (micro_batch_size) x {world_size} ranks"
+        raise UserError("global_batch_size", what, "change one of the three")
+    return rows // at_once
 
 
 def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str) -> LanguageModel:
@@ -247,9 +265,7 @@ def _model_and_strategy(
 def _overrides(model: ModelConfig) -> dict[str, object]:
     """What replaces the preset's values: the fields that differ from "as the preset says"."""
     unset = ModelConfig().model_dump()
-    return {
-        name: value for name, value in model.model_dump().items() if name != "name" and value != unset[name]
-    }
+    return {name: value for name, value in model.model_dump().items() if name != "name" and value != unset[name]}
 
 
 def _observers(config: TrainConfig, folder: Path) -> list[Observer]:

@@ -95,6 +95,9 @@ class TrainConfig(_Config):
     seq_len: int = Field(128, ge=1, description="Tokens in a sequence.")
     micro_batch_size: int = Field(8, ge=1, description="Sequences per rank in one forward pass.")
     grad_accum_steps: int = Field(1, ge=1, description="Forward passes per optimizer step.")
+    global_batch_size: int = Field(
+        0, ge=0, description="Sequences per optimizer step over all ranks; sets grad_accum_steps. 0: follows from them."
+    )
     max_steps: int = Field(500, ge=1, description="Optimizer steps in the whole run.")
 
     optimizer: Literal["adamw"] = Field("adamw", description="Update rule.")
@@ -122,6 +125,9 @@ class TrainConfig(_Config):
     def _agree(self) -> Self:
         if self.warmup_steps > self.max_steps:
             raise UserError("warmup_steps", f"{self.warmup_steps} is above max_steps = {self.max_steps}", "lower it")
+        if self.global_batch_size and self.grad_accum_steps > 1:
+            what = f"{self.global_batch_size} already sets how many micro-batches a step has"
+            raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
         if self.min_lr > self.lr:
             raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
         if not self.out:

@@ -30,13 +30,14 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=comm.control_device)  # weighted losses, weights
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # weighted losses, weights
     for tokens_BT, targets_BT, weight in batches:
         loss = model(tokens_BT.to(device), targets_BT.to(device))
         if weight:
             total[0] += weight * loss.to(total)
             total[1] += weight
     model.train(was_training)
+    total = total.to(comm.control_device)
     with scope(CONTROL):
         comm.all_reduce(total).wait()
     return float(total[0] / total[1])

@@ -18,7 +18,7 @@ from zeroshard.errors import ExitStatus, UserError
 from zeroshard.models import LanguageModel
 from zeroshard.train.build import choose_device, make_model, tokenizer_folder
 from zeroshard.train.config import GenerateConfig, load_config
-from zeroshard.train.loop import checkpoint_folder
+from zeroshard.train.run import checkpoint_folder
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -30,9 +30,7 @@ def run_generate(config: GenerateConfig) -> int:
     """
     folder = Path(config.run)
     if not (folder / "config.toml").is_file():
-        raise UserError(
-            "run", f"{folder} holds no run (no config.toml)", "give a run folder, as in runs/NAME"
-        )
+        raise UserError("run", f"{folder} holds no run (no config.toml)", "give a run folder, as in runs/NAME")
     path = checkpoint.latest(checkpoint_folder(folder))
     if path is None:
         raise UserError("run", f"{folder} has no complete checkpoint yet", "let it train up to one first")

@@ -13,78 +13,26 @@ import hashlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, isfinite
-from pathlib import Path
 from time import perf_counter
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroshard import checkpoint
-from zeroshard.comm import CONTROL, ObservedCommunicator, scope
-from zeroshard.data import Batches
+from zeroshard.comm import CONTROL, scope
 from zeroshard.errors import ExitStatus
-from zeroshard.parallel import Strategy
 from zeroshard.profiling.flops import model_flops_utilisation
+from zeroshard.train.build import built
+from zeroshard.train.config import TrainConfig
 from zeroshard.train.evaluate import evaluate
 from zeroshard.train.record import Observer, StepRecord
-
-if TYPE_CHECKING:
-    from zeroshard.train.config import TrainConfig
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How often and how long; counts of steps, 0 for "only at the end"."""
-
-    max_steps: int
-    grad_accum_steps: int
-    grad_clip: float
-    eval_interval: int
-    checkpoint_interval: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything that a run is made of, built by `zeroshard.train.build`.
-
-    Attributes:
-        strategy: the model, its optimizer and its ranks.
-        batches: this rank's training batches.
-        eval_batches: this rank's validation batches, the same ones each time.
-        learning_rate: of a step, counted from 0.
-        schedule: how often and how long.
-        observers: told of everything; on rank 0 alone there are any.
-        folder: the run folder; checkpoints go below it.
-        device: where batches go.
-        tokens_per_step: of all ranks together.
-        num_flops_per_token: forward and backward, for MFU.
-        peak_flops_per_s: of one device; None where it is not known.
-        first_step: steps already done, above 0 when the run is resumed.
-        config: what goes into each checkpoint, as JSON can hold it.
-        comm: the strategy's communicator, observed; None where nobody counts.
-    """
-
-    strategy: Strategy
-    batches: Batches
-    eval_batches: Iterable[tuple[Tensor, Tensor, int]]
-    learning_rate: Callable[[int], float]
-    schedule: Schedule
-    observers: Sequence[Observer]
-    folder: Path
-    device: torch.device
-    tokens_per_step: int
-    num_flops_per_token: int = 0
-    peak_flops_per_s: float | None = None
-    first_step: int = 0
-    config: dict[str, Any] | None = None
-    comm: ObservedCommunicator | None = None
+from zeroshard.train.run import Run, checkpoint_folder
 
 
 @dataclass(frozen=True)
@@ -102,8 +50,6 @@ def run_training(config: TrainConfig) -> int:
         UserError: something in the configuration cannot be had; on every rank.
         KeyboardInterrupt: passed on, with the log intact.
     """
-    from zeroshard.train.build import built  # builds a Run, so it imports this module
-
     with _sigterm_noted() as stop_wanted, built(config) as run:
         try:
             return int(train(run, stop_wanted))
@@ -198,7 +144,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], bool]) -> tuple[Ste
 def _backward(run: Run, step: int) -> Tensor:
     """Forward and backward over this rank's micro-batches; returns the mean of their losses, 0-dim."""
     num_micro = run.schedule.grad_accum_steps
-    total = torch.zeros((), dtype=torch.float64, device=run.strategy.comm.control_device)
+    total = torch.zeros((), dtype=torch.float64, device=run.device)  # stays there: reading it would stop the host
     for micro_step in range(num_micro):
         tokens_BT, targets_BT = (x.to(run.device, non_blocking=True) for x in run.batches(step, micro_step))
         with run.strategy.micro_batch(last=micro_step == num_micro - 1):
@@ -210,7 +156,7 @@ def _backward(run: Run, step: int) -> Tensor:
 
 def _agree(run: Run, loss: Tensor, stop: bool) -> _Health:
     """The mean loss over ranks, and whether any of them wants to stop: one message of 16 bytes."""
-    message = torch.stack([loss, torch.full_like(loss, stop)])
+    message = torch.stack([loss, torch.full_like(loss, stop)]).to(run.strategy.comm.control_device)
     with scope(CONTROL):
         run.strategy.comm.all_reduce(message).wait()
     mean_loss, num_stopping = (message / run.strategy.comm.world_size).tolist()
@@ -230,11 +176,6 @@ def _checkpoint(run: Run, step: int) -> None:
     extra = {"config": run.config or {}, "torch": torch.__version__}
     checkpoint.save(path, run.strategy, step=step, extra=extra)
     _tell(run, lambda observer: observer.on_checkpoint(step, path))
-
-
-def checkpoint_folder(run_folder: Path) -> Path:
-    """Where a run keeps its checkpoints."""
-    return run_folder / "checkpoints"
 
 
 def _is_due(step: int, interval: int) -> bool:
@@ -274,7 +215,7 @@ def _complain(run: Run, record: StepRecord) -> None:
 
 
 @contextmanager
-def _sigterm_noted() -> Iterator[Callable[[], bool]]:
+def _sigterm_noted() -> Generator[Callable[[], bool]]:
     """Inside, SIGTERM does not end the process; the function that is handed out tells whether it came."""
     noted = threading.Event()
 

@@ -193,9 +193,9 @@ class Zero:
             if any(used[slot] and param in members for slot, param in enumerate(group.params.params)):
                 group.params.mark_stale()
 
-    def clear_grads(self, params: set[nn.Parameter] | None) -> None:
-        """Forget the gradients of ``params``; None: of all."""
-        self._runtime.clear_grads(params)
+    def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool = True) -> None:
+        """Forget the gradients of ``params``, None: of all; or have them be zero."""
+        self._runtime.clear_grads(params, set_to_none=set_to_none)
 
     # -- whole state ------------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class Zero:
             raise RuntimeError("model.load_state_dict(): the weights are sharded; use zero.load_state_dict()")
 
         def zero_grad(set_to_none: bool = True) -> None:
-            clear(None)
+            clear(None, set_to_none=set_to_none)
 
         self._handles.append(self.model.register_state_dict_pre_hook(refuse_state))
         self._handles.append(self.model.register_load_state_dict_pre_hook(refuse_load))
@@ -310,11 +310,14 @@ class Zero:
         self.model.__dict__["_zeroshard"] = True
 
     def remove(self) -> None:
-        """Give the module back as an ordinary one: whole, current weights of its own, no hooks. Collective."""
-        with self.full_params():
-            weights: dict[nn.Parameter, Tensor] = {
-                param: param.detach().clone() for group in self._runtime.groups() for param in group.params.params
-            }
+        """Give the module back as an ordinary one: whole, current weights of its own, no hooks. Collective.
+
+        Weights have the masters' dtype, the one that they had before the engine came.
+        """
+        weights: dict[nn.Parameter, Tensor] = {}
+        for group in self._runtime.groups():
+            views = group.params.layout.views(group.params.gather_master())
+            weights.update({p: view.clone() for p, view in zip(group.params.params, views, strict=True)})
         for handle in self._handles:
             handle.remove()
         self._runtime.detach()

@@ -56,6 +56,7 @@ class FlatParams:
         self.shard_params = strategy.params is SHARD and comm.world_size > 1
         self.stale = False
         self.whole = True
+        self._shown = False  # whether the parameters are the views of `full`
         self._work: Work | None = None
 
         dtype = self.params[0].dtype
@@ -98,6 +99,7 @@ class FlatParams:
     def _attach(self) -> None:
         for param, view in zip(self.params, self._views, strict=True):
             param.data = view
+        self._shown = True
 
     def piece_of_master(self, piece: Piece) -> Tensor:
         """``[piece.numel]`` view of the master."""
@@ -128,7 +130,7 @@ class FlatParams:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self.shard_params and self.params[0].data_ptr() != self._views[0].data_ptr():
+        if self.whole and not self._shown:
             self._attach()
 
     def release(self) -> None:
@@ -141,7 +143,7 @@ class FlatParams:
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             param.data = self._freed.expand(slot.shape)
         self.full.untyped_storage().resize_(0)
-        self.whole = False
+        self.whole = self._shown = False
 
     def mark_stale(self) -> None:
         """The master has changed: the next `gather` refreshes ``full``."""

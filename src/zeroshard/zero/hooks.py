@@ -7,7 +7,9 @@ receive theirs after everything inside has. A hook on each parameter takes its g
 [Note: Recomputation]
     Activation checkpointing runs a unit's forward again inside backward, and may leave it by an exception when it
     has seen enough. Such a forward must gather the weights but never free them: the backward that asked for it comes
-    next. `in_backward` tells the two apart.
+    next. `in_backward` tells the two apart. The reentrant kind then runs a backward of its own, nested in the
+    first, through what it recomputed; its inputs are leaves, which do not wait for what is inside, so a call ends
+    when the nested backward does.
 
 [Note: Which call]
     A module may be called several times before one backward, and the same graph may be run backward twice. Each
@@ -66,8 +68,14 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
             return None
         return tree_map(_caster(cast), args), tree_map(_caster(cast), kwargs)
 
+    def begins_nested(unit: Unit) -> None:
+        listener.backward_begins(unit)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: listener.backward_ends(unit))
+
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if in_backward():
+            outputs = [t for t in tensors_in(output) if t.grad_fn is not None]
+            _hook(outputs, _once_per_pass(listener, unit, begins_nested))
             return
         if not torch.is_grad_enabled():
             listener.forward_ends(unit, grads_flow=False, keep=False)

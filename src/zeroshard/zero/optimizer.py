@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -38,8 +39,8 @@ class StepListener(Protocol):
         """The masters of this optimizer's parameters have changed."""
         ...
 
-    def clear_grads(self, params: set[nn.Parameter] | None) -> None:
-        """Gradients are to be forgotten."""
+    def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool) -> None:
+        """Gradients are to be forgotten, or to be zero."""
         ...
 
 
@@ -85,6 +86,16 @@ class ShardedParams:
         shards = [shard for param in chosen for _, shard in self.home(param)[0].shards_of(self.home(param)[1])]
         return {**given, "params": shards}, chosen
 
+    @contextmanager
+    def all_or_none(self) -> Generator[None]:
+        """What `group` took in this block is free again if the block fails."""
+        before = set(self._taken)
+        try:
+            yield
+        except BaseException:
+            self._taken = before
+            raise
+
     def home(self, param: nn.Parameter) -> tuple[FlatGroup, int]:
         """The flat group that holds a parameter, and its slot."""
         return self._homes[param]
@@ -117,27 +128,27 @@ def build_optimizer(
     groups: list[dict[str, Any]] = given if isinstance(given[0], dict) else [{"params": given}]
     members: set[nn.Parameter] = set()
     mapped = []
-    for group in groups:
-        shards, chosen = sharded.group(group)
-        mapped.append(shards)
-        members.update(chosen)
-    optimizer = optimizer_cls(mapped, **kwargs)
+    with sharded.all_or_none():
+        for group in groups:
+            shards, chosen = sharded.group(group)
+            mapped.append(shards)
+            members.update(chosen)
+        optimizer = optimizer_cls(mapped, **kwargs)
     _listen(optimizer, sharded, listener, members)
     return optimizer, members
 
 
 def _listen(optimizer: Optimizer, sharded: ShardedParams, listener: StepListener, members: set[nn.Parameter]) -> None:
-    add_group, zero_grad = optimizer.add_param_group, optimizer.zero_grad
+    add_group = optimizer.add_param_group
 
     def add_param_group(param_group: dict[str, Any]) -> None:
-        shards, chosen = sharded.group(param_group)
-        add_group(shards)
+        with sharded.all_or_none():
+            shards, chosen = sharded.group(param_group)
+            add_group(shards)
         members.update(chosen)
 
     def zero(set_to_none: bool = True) -> None:
-        if set_to_none:
-            listener.clear_grads(members)
-        zero_grad(set_to_none)
+        listener.clear_grads(members, set_to_none=set_to_none)
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         itself, *given = args  # torch passes the optimizer along

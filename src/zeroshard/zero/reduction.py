@@ -74,6 +74,7 @@ class FlatGrads:
 
     def accumulate(self, slot: int, grad: Tensor) -> None:
         """Add ``grad`` (the parameter's shape, the compute dtype) to slot ``slot`` of this rank's sum."""
+        grad = grad.detach()  # it has a graph of its own under create_graph
         if grad.is_sparse:
             grad = grad.to_dense()
         self._own_reduced()
@@ -165,6 +166,17 @@ class FlatGrads:
         assert self.reduced is not None
         return list(self.reduced.split(self.layout.shard_numel)) if self.layout.shard_numel else []
 
+    def zero(self, slots: set[int]) -> None:
+        """Make the gradients of ``slots`` zero, reduced or not; those that there are stay there."""
+        self.settle()
+        for slot in slots:
+            if self._written[slot]:
+                self._local_views()[slot].zero_()
+        if self.reduced is not None:
+            for piece in self._pieces():
+                if piece.slot in slots:
+                    self.piece(piece).zero_()
+
     def clear(self, slots: set[int]) -> None:
         """Forget the gradients of ``slots``; with the last of them, all buffers are free to be written anew."""
         self.settle()
@@ -173,10 +185,7 @@ class FlatGrads:
         if not any(self.used):
             self.reduced = None
             return
-        if self.reduced is not None:
-            for piece in self._pieces():
-                if piece.slot in slots:
-                    self.piece(piece).zero_()
+        self.zero(slots)
 
     def _pieces(self) -> list[Piece]:
         ranks = [self.comm.rank] if self.shard_optim else range(self.comm.world_size)

@@ -13,6 +13,7 @@ reduced along the schedule (`zeroshard.zero.schedule`).
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ class BackwardPass:
     def __init__(self, units: list[Unit], cursor: Cursor) -> None:
         self.place = {unit: place for place, unit in enumerate(units)}
         self.cursor = cursor
+        # Then a backward through this backward may follow, which begins with reading weights and tells nobody.
+        self.creates_graph = torch.is_grad_enabled()
 
 
 class Runtime:
@@ -117,11 +120,12 @@ class Runtime:
 
     def forward_ends(self, unit: Unit, *, grads_flow: bool, keep: bool) -> None:
         """Free the unit's weights, unless backward needs them at once."""
-        unit.takes_part = grads_flow or keep
+        unit.kept |= keep
         if unit is self.root:
             self._forward.finish()
             for other in self._order:
                 if other not in self._ran:
+                    other.wait()  # nobody else does, and only then may its weights be gathered anew
                     self._reshard(other)
             if not grads_flow and not keep:
                 self._reshard(unit)
@@ -131,7 +135,8 @@ class Runtime:
             self._reshard(unit)
 
     def _reshard(self, unit: Unit) -> None:
-        if self.shard_params and not self._pinned:
+        again = self.backward_pass is not None and self.backward_pass.creates_graph
+        if self.shard_params and not self._pinned and not again:
             unit.reshard()
 
     # -- backward ---------------------------------------------------------------------------------------------
@@ -140,6 +145,7 @@ class Runtime:
         """Walk the schedule to where this unit's weights are whole; see [Note: Which call] in `hooks`."""
         backward = self._backward()
         if unit is self.root:
+            unit.unshard()  # a forward without gradients may have come in between and freed them
             return
         unit.calls = max(unit.calls - 1, 0)
         unit.active += 1
@@ -162,7 +168,8 @@ class Runtime:
         """The pass that is running, begun if need be."""
         if self.backward_pass is None:
             self._agree_on_order()
-            units = [unit for unit in self._order if unit.takes_part or unit.trained_groups()]
+            # Frozen units too: gradients may flow through them on one rank alone.
+            units = list(self._order)
 
             def run(op: Op) -> None:
                 unit = self.root if op.place == ROOT else units[op.place]
@@ -180,7 +187,7 @@ class Runtime:
                 self._in_flight.append(unit)
                 while len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
                     self._in_flight.popleft().settle()
-        if unit is not self.root and not unit.active:
+        if unit is not self.root and not unit.active and not unit.kept:
             self._reshard(unit)
 
     def _end_backward(self) -> None:
@@ -190,12 +197,12 @@ class Runtime:
         if self.sync:
             self._settle()
         self.unreduced = not self.sync
-        self._forget_backward()
         for unit in self.all_units():
             self._reshard(unit)
             for group in unit.groups:
                 if group.grads.reduced is not None:
                     group.expose_grads()
+        self._forget_backward()
 
     def _settle(self) -> None:
         """Agree on which parameters had gradients anywhere, reduce what came late, wait for the reductions."""
@@ -224,6 +231,7 @@ class Runtime:
         self.backward_pass = None
         for unit in self.all_units():
             unit.calls = unit.active = 0
+            unit.kept = False
 
     def _agree_on_order(self) -> None:
         if self._order_agreed or not self.units:
@@ -251,10 +259,16 @@ class Runtime:
         self._unhooked = waiting
 
     def _taker(self, group: FlatGroup, slot: int) -> Any:
+        # Weakly: the garbage collector cannot see through a parameter's hook. The module's own hooks keep us alive.
+        runtime_ref, group_ref = weakref.ref(self), weakref.ref(group)
+
         def take(param: Tensor) -> None:
+            runtime, group = runtime_ref(), group_ref()
             grad, param.grad = param.grad, None
             assert grad is not None
-            self._backward()
+            assert runtime is not None
+            assert group is not None
+            runtime._backward()
             group.grads.accumulate(slot, grad)
 
         return take
@@ -267,11 +281,13 @@ class Runtime:
                 "run the last backward of a step outside no_sync()"
             )
 
-    def clear_grads(self, params: set[nn.Parameter] | None = None) -> None:
-        """Forget the gradients of ``params``; None: all."""
+    def clear_grads(self, params: set[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
+        """Forget the gradients of ``params``, None: all; or have them be zero."""
         for group in self.groups():
             chosen = {i for i, p in enumerate(group.params.params) if params is None or p in params}
-            if chosen:
+            if chosen and not set_to_none:
+                group.grads.zero(chosen)
+            elif chosen:
                 group.grads.clear(chosen)
                 for piece, shard in zip(group.params.pieces, group.shards, strict=True):
                     if piece.slot in chosen:

@@ -76,7 +76,7 @@ class Unit:
         module: whose forward uses the weights.
         calls: forward calls whose backward has not begun.
         active: calls in backward now.
-        takes_part: whether gradients flowed through the last forward.
+        kept: whether its weights stay until backward is over, because nobody will tell when they are needed.
     """
 
     def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup]) -> None:
@@ -85,7 +85,7 @@ class Unit:
         self.groups = groups
         self.calls = 0
         self.active = 0
-        self.takes_part = True
+        self.kept = False
 
     def gather(self) -> None:
         """Start to make the weights whole and current."""

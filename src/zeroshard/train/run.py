@@ -1,0 +1,78 @@
+"""What the loop is given: everything that a run is made of, as plain values.
+
+`zeroshard.train.build` makes it from a configuration; `zeroshard.train.loop` has never seen one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import ObservedCommunicator
+from zeroshard.data import Batches
+from zeroshard.parallel import Strategy
+from zeroshard.train.record import Observer
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How often and how long; counts of steps, 0 for "only at the end"."""
+
+    max_steps: int
+    grad_accum_steps: int
+    grad_clip: float
+    eval_interval: int
+    checkpoint_interval: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, ready to be trained; one per rank.
+
+    Attributes:
+        strategy: the model, its optimizer and its ranks.
+        batches: this rank's training batches.
+        eval_batches: this rank's validation batches, the same ones each time.
+        learning_rate: of a step, counted from 0.
+        schedule: how often and how long.
+        observers: told of everything; on rank 0 alone there are any.
+        folder: the run folder; checkpoints go below it.
+        device: where batches go.
+        tokens_per_step: of all ranks together.
+        num_flops_per_token: forward and backward, for MFU.
+        peak_flops_per_s: of one device; None where it is not known.
+        first_step: steps already done, above 0 when the run is resumed.
+        config: what goes into each checkpoint, as JSON can hold it.
+        comm: the strategy's communicator, observed; None where nobody counts.
+    """
+
+    strategy: Strategy
+    batches: Batches
+    eval_batches: Iterable[tuple[Tensor, Tensor, int]]
+    learning_rate: Callable[[int], float]
+    schedule: Schedule
+    observers: Sequence[Observer]
+    folder: Path
+    device: torch.device
+    tokens_per_step: int
+    num_flops_per_token: int = 0
+    peak_flops_per_s: float | None = None
+    first_step: int = 0
+    config: dict[str, Any] | None = None
+    comm: ObservedCommunicator | None = None
+
+    def close(self) -> None:
+        """Close the observers: the log is whole, whatever ended the run."""
+        for observer in self.observers:
+            observer.close()
+
+
+def checkpoint_folder(run_folder: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run_folder / "checkpoints"

@@ -1,0 +1,155 @@
+"""Who this process is among the ranks, how ranks are started, and that they end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from zeroshard.comm.launch import (
+    Ending,
+    World,
+    _root_cause,
+    init_process_group,
+    require_free_port,
+    shutdown,
+    world_from_env,
+)
+from zeroshard.errors import UserError
+
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "40123"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def launch(*argv: str) -> Ending:
+    """`launch_workers` in a process of its own, for it takes the process's signal handlers."""
+    code = (
+        "import json; from zeroshard.comm.launch import launch_workers\n"
+        f"ending = launch_workers({list(argv)}, 2); print(json.dumps([ending.status, ending.line]))"
+    )
+    done = run_python(code)
+    assert done.stderr == ""
+    return Ending(*json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_nobody_has_put_this_process_in_a_world():
+    assert world_from_env({}) is None
+    assert world_from_env() is None
+
+
+def test_torchruns_world():
+    assert world_from_env(TORCHRUN) == World(3, 1, 4, "n0", 29500)
+
+
+def test_slurms_world_has_the_first_host_and_a_port_that_every_rank_finds():
+    many = world_from_env(SLURM | {"SLURM_JOB_NODELIST": "gpu[07-09,12],x3"})
+    assert many == World(5, 1, 8, "gpu07", 20_123)
+    assert world_from_env(SLURM | {"SLURM_JOB_NODELIST": "a-1,b-2"}).master_addr == "a-1"
+    assert world_from_env(SLURM | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}) == World(5, 1, 8, "h", 9)
+
+
+def test_one_slurm_task_is_no_world():
+    assert world_from_env({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+def test_torchrun_inside_a_slurm_job_wins():
+    assert world_from_env(SLURM | TORCHRUN).rank == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"RANK": "x"}, "RANK"),
+        ({"RANK": "4"}, "RANK"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT"),
+    ],
+)
+def test_half_a_world_is_refused_by_the_variables_name(change, field):
+    env = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
+    with pytest.raises(UserError) as caught:
+        world_from_env(env)
+    assert caught.value.field == field
+
+
+def test_a_port_in_use_is_refused_and_a_free_one_is_not():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port: {port} cannot be used"):
+            require_free_port(port)
+    require_free_port(port)
+    require_free_port(0)
+
+
+def test_a_world_of_one_joins_and_leaves_and_may_join_again():
+    import torch
+
+    for _ in range(2):
+        init_process_group(World(), torch.device("cpu"))
+        assert dist.get_world_size() == 1
+        shutdown()
+        assert not dist.is_initialized()
+    shutdown()
+
+
+def test_two_processes_meet_by_the_environment_and_part_cleanly():
+    code = (
+        "import torch, torch.distributed as dist\n"
+        "from zeroshard.comm.launch import init_process_group, shutdown, world_from_env\n"
+        "world = world_from_env()\n"
+        "init_process_group(world, torch.device('cpu'), timeout_s=30)\n"
+        "total = torch.tensor([world.rank + 1.0]); dist.all_reduce(total); print(total.item())\n"
+        "shutdown()\n"
+    )
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=60) for rank in ranks]
+    assert outputs == [("3.0\n", "")] * 2
+    assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+def test_workers_that_end_well_end_in_zero():
+    assert launch("--version") == Ending(0)
+
+
+@pytest.mark.parametrize(
+    ("failures", "status", "line"),
+    [
+        ({0: (6, "")}, 6, ""),
+        ({0: (1, ""), 1: (5, "")}, 5, ""),
+        ({0: (1, ""), 1: (2, "lr: wrong; mend")}, 2, "lr: wrong; mend"),
+        ({0: (1, ""), 1: (-signal.SIGKILL, "")}, 4, "rank 1: was ended by SIGKILL; look for a lack of memory here"),
+        ({0: (-signal.SIGTERM, "")}, 143, ""),
+        ({0: (-signal.SIGTERM, ""), 1: (3, "")}, 3, ""),
+    ],
+)
+def test_the_root_cause_decides_the_status(failures, status, line):
+    assert _root_cause(failures) == Ending(status, line)

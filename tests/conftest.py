@@ -1,0 +1,14 @@
+"""What every test starts from: a process that no launcher has put in a world."""
+
+from __future__ import annotations
+
+import pytest
+
+_WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
+
+
+@pytest.fixture(autouse=True)
+def _in_no_world(monkeypatch):
+    for name in (*_WORLD, *_SLURM, "ZEROSHARD_LAUNCHER_PID"):
+        monkeypatch.delenv(name, raising=False)

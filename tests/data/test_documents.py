@@ -1,0 +1,101 @@
+import hashlib
+import json
+
+import pytest
+
+from zeroshard.data import documents
+from zeroshard.data.documents import documents_of, fingerprint_of, read_chunks
+from zeroshard.errors import UserError
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 16)
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def lines(*objects):
+    return "".join(json.dumps(each) + "\n" for each in objects)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("text", ["", "a", "a\n", "line\n" * 20, "x" * 100, "é🙂" * 30, "a\nb" * 30, "\r\n" * 20])
+def test_chunks_add_up_to_the_file(tmp_path, text):
+    chunks = list(read_chunks(write(tmp_path / "a.txt", text)))
+    assert "".join(chunks) == text
+    assert all(chunks)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_chunks_end_at_line_ends(tmp_path):
+    chunks = list(read_chunks(write(tmp_path / "a.txt", "12345\n" * 20)))
+    assert len(chunks) > 5
+    assert all(chunk.endswith("\n") for chunk in chunks)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"a" * 20 + b"\xff", "invalid start byte at offset 20"),
+        (b"a" * 15 + b"\xc3(", "invalid continuation byte at offset 15"),
+        (b"a" * 40 + b"\xf0\x9f", "unexpected end of data at offset 40"),
+        (b"a" * 33 + b"\0b", "a NUL byte at offset 33"),
+    ],
+)
+def test_binary_content_is_named_with_file_and_offset(tmp_path, content, what):
+    path = write(tmp_path / "a.txt", content)
+    with pytest.raises(UserError) as caught:
+        list(read_chunks(path))
+    assert str(caught.value) == (f"data.path: {path} is not UTF-8 text: {what}; convert it to UTF-8 or leave it out")
+
+
+def test_each_json_line_is_a_document(tmp_path):
+    path = write(tmp_path / "a.jsonl", lines({"text": "é"}, {"text": "two\n", "id": 7}) + "\n")
+    assert [(each.num_bytes, "".join(each.chunks())) for each in documents_of([path])] == [(2, "é"), (4, "two\n")]
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{", "cannot be read"),
+        (lines({"body": "x"}), "has no key 'text'"),
+        (lines({"text": 3}), "text is int, not a string"),
+        ("[1]\n", "cannot be read"),
+        ('{"text": "\\ud800"}\n', "cannot be read"),
+    ],
+)
+def test_a_bad_json_line_is_named(tmp_path, line, what):
+    path = write(tmp_path / "a.jsonl", lines({"text": "fine"}) + line)
+    with pytest.raises(UserError, match=what) as caught:
+        list(documents_of([path]))
+    assert f"line {path}:2" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_fingerprint_of_one_file_is_its_sha256(tmp_path):
+    path = write(tmp_path / "a.txt", "some text")
+    found = fingerprint_of([path])
+    assert (found.num_bytes, found.num_documents) == (9, 1)
+    assert found.sha256 == hashlib.sha256(b"some text").hexdigest()
+
+
+def test_the_fingerprint_knows_where_one_file_ends(tmp_path):
+    one = [write(tmp_path / "1.txt", "ab"), write(tmp_path / "2.txt", "c")]
+    other = [write(tmp_path / "3.txt", "a"), write(tmp_path / "4.txt", "bc")]
+    assert fingerprint_of(one).num_bytes == fingerprint_of(other).num_bytes == 3
+    assert fingerprint_of(one) != fingerprint_of(other)
+
+
+def test_the_fingerprint_counts_json_lines(tmp_path):
+    path = write(tmp_path / "a.jsonl", lines({"text": "1"}, {"text": "2"}) + "\n" + lines({"text": "3"}))
+    assert fingerprint_of([path]).num_documents == 3
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read .*gone\.txt: No such file"):
+        fingerprint_of([tmp_path / "gone.txt"])

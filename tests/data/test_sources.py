@@ -1,0 +1,214 @@
+import hashlib
+import os
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+
+from zeroshard.data.documents import Fingerprint
+from zeroshard.data.sources import (
+    PythonStdlib,
+    SyntheticSize,
+    SyntheticTokens,
+    TextFiles,
+    TinyShakespeare,
+    check_source,
+    open_source,
+)
+from zeroshard.errors import UserError
+
+PLAYS = b"First Citizen:\nSpeak, speak.\n"
+
+
+def text_of(source):
+    return ["".join(document.chunks()) for document in source.documents()]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name, content in {
+        "b.txt": "b",
+        "a.md": "a",
+        "sub/c.py": "c",
+        "sub/d.jsonl": '{"text": "d"}\n',
+        "sub/empty.py": "",
+        "sub/e.rst": "e",
+        ".hidden/f.txt": "f",
+        "image.png": "\0",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    return tmp_path
+
+
+def test_a_folder_gives_its_text_files_in_sorted_order(tree):
+    assert text_of(TextFiles([str(tree)])) == ["a", "b", "c", "d"]
+
+
+def test_a_glob_gives_what_it_matches(tree):
+    assert text_of(TextFiles([f"{tree}/**/*.rst"])) == ["e"]
+    assert text_of(TextFiles([f"{tree}/*.??t", f"{tree}/sub/c.py"])) == ["b", "c"]
+
+
+def test_a_file_that_is_named_twice_is_read_once_where_it_came_first(tree):
+    assert text_of(TextFiles([f"{tree}/b.txt", str(tree), f"{tree}/b.txt"])) == ["b", "a", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("gone.txt", "gone.txt does not exist; check the path"),
+        ("*.gone", "does not exist"),
+        ("sub/empty.py", "empty.py is empty; leave it out"),
+        ("bare", "bare holds no file with text"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tree, path, what):
+    (tree / "bare").mkdir()
+    with pytest.raises(UserError, match=what) as caught:
+        TextFiles([f"{tree}/{path}"])
+    assert caught.value.field == "data.path"
+
+
+def test_changed_content_changes_the_fingerprint_whatever_size_and_date_say(tree):
+    path = tree / "b.txt"
+    before, date = TextFiles([str(tree)]).fingerprint(), path.stat().st_mtime_ns
+    path.write_text("B")
+    os.utime(path, ns=(date, date))
+    assert TextFiles([str(tree)]).fingerprint() != before
+
+
+def test_the_standard_library_is_a_corpus_of_megabytes():
+    source = PythonStdlib()
+    found = source.fingerprint()
+    assert 5e6 < found.num_bytes < 50e6
+    assert found.num_documents == len(source.files) > 300
+    parts = {part for file in source.files for part in file.relative_to(source.folder).parts[:-1]}
+    assert not parts & {"test", "tests", "idle_test", "site-packages", "__pycache__"}
+    assert source.files[:20] == sorted(source.files[:20])
+
+
+def test_files_of_the_library_that_are_not_text_are_skipped(tmp_path):
+    (tmp_path / "fine.py").write_text("x = 1\n")
+    (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
+    (tmp_path / "empty.py").write_text("")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "held_out.py").write_text("x = 2\n")
+    assert text_of(PythonStdlib(tmp_path)) == ["x = 1\n"]
+
+
+def test_an_interpreter_without_sources_is_told_apart(tmp_path):
+    with pytest.raises(UserError, match=r"holds no \.py files; use --data text"):
+        PythonStdlib(tmp_path).fingerprint()
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """A server of PLAYS under any path, 404 under /gone, silence under /slow; and the pin of PLAYS."""
+    release = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.path == "/slow":
+                release.wait(10)
+                return
+            self.send_response(404 if self.path == "/gone" else 200)
+            self.end_headers()
+            self.wfile.write(PLAYS)
+
+        def log_message(self, format, *args):
+            pass
+
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    pin = Fingerprint(len(PLAYS), 1, hashlib.sha256(PLAYS).hexdigest())
+    monkeypatch.setattr(TinyShakespeare, "FINGERPRINT", pin)
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    release.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_tiny_shakespeare_is_downloaded(served):
+    assert text_of(TinyShakespeare(url=f"{served}/input.txt")) == [PLAYS.decode()]
+
+
+@pytest.mark.parametrize(("page", "why"), [("gone", "Not Found"), ("slow", "timed out")])
+def test_a_failed_download_is_one_line_that_offers_a_way_out(served, page, why):
+    source = TinyShakespeare(url=f"{served}/{page}", timeout_s=0.2)
+    with pytest.raises(UserError) as caught:
+        text_of(source)
+    assert str(caught.value) == f"data.source: cannot download {served}/{page} ({why}); pass --data.path FILE"
+
+
+def test_no_network_at_all_is_the_same_line(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(UserError, match=r"cannot download .* \(.*refused\); pass --data.path FILE"):
+        text_of(TinyShakespeare(url="http://127.0.0.1:9/input.txt"))
+
+
+def test_other_content_is_not_tiny_shakespeare(served, tmp_path, monkeypatch):
+    (tmp_path / "plays.txt").write_bytes(PLAYS)
+    assert text_of(TinyShakespeare(str(tmp_path / "plays.txt"))) == [PLAYS.decode()]
+    monkeypatch.setattr(TinyShakespeare, "FINGERPRINT", Fingerprint(len(PLAYS), 1, "0" * 64))
+    for source in (TinyShakespeare(url=f"{served}/input.txt"), TinyShakespeare(str(tmp_path / "plays.txt"))):
+        with pytest.raises(UserError, match=r"is not tiny-shakespeare: 29 bytes with sha256"):
+            text_of(source)
+
+
+def test_tiny_shakespeare_is_known_without_being_read():
+    assert TinyShakespeare("/nowhere").fingerprint().num_bytes == 1_115_394
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 3, 4, 256, 70_000])
+def test_synthetic_tokens_are_seeded_and_in_range(vocab_size):
+    one, same, other = (np.concatenate(list(SyntheticTokens(vocab_size, 5000, seed).blocks())) for seed in (3, 3, 4))
+    assert one.tolist() == same.tolist()
+    assert one.shape == (5000,)
+    assert one.min() >= 0
+    assert one.max() < vocab_size
+    assert vocab_size < 4 or one.tolist() != other.tolist()
+
+
+def test_synthetic_tokens_go_on_across_blocks(monkeypatch):
+    whole = np.concatenate(list(SyntheticTokens(256, 3000, 0).blocks()))
+    monkeypatch.setattr(SyntheticTokens, "_BLOCK_TOKENS", 700)
+    assert np.concatenate(list(SyntheticTokens(256, 3000, 0).blocks())).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [2, 5, 256])
+def test_the_entropy_of_synthetic_tokens_is_what_counting_finds(vocab_size):
+    source = SyntheticTokens(vocab_size, 100_000, 1)
+    tokens = np.concatenate(list(source.blocks()))
+    counts = np.array(list(Counter(((tokens[1:] - tokens[:-1]) % vocab_size).tolist()).values()))
+    chances = counts / counts.sum()
+    assert -(chances * np.log(chances)).sum() == pytest.approx(source.entropy, abs=0.02)
+    assert vocab_size < 4 or source.entropy == pytest.approx(1.75 * np.log(2))
+
+
+def test_an_unknown_source_is_answered_with_the_nearest():
+    with pytest.raises(UserError) as caught:
+        check_source("tinyshakespear", ())
+    assert str(caught.value) == (
+        "data.source: 'tinyshakespear' is unknown; did you mean 'tinyshakespeare'? "
+        "choose one of python-stdlib, text, tinyshakespeare, synthetic"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "paths", "what"),
+    [
+        ("text", (), "needs at least one path; pass --data.path FILE"),
+        ("python-stdlib", ("a.txt",), "reads no files, got a.txt; use --data text"),
+        ("synthetic", ("a.txt",), "reads no files"),
+        ("tinyshakespeare", ("a", "b"), "is one file, got several"),
+    ],
+)
+def test_paths_must_suit_the_source(name, paths, what):
+    with pytest.raises(UserError, match=what):
+        open_source(name, paths, SyntheticSize(256, 100, 0))

@@ -1,0 +1,140 @@
+import time
+from types import SimpleNamespace
+
+import pytest
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroshard.data.prepare import DataSpec, prepare
+from zeroshard.data.tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    Gpt2Tokenizer,
+    check_tokenizer,
+    load_tokenizer,
+    make_tokenizer,
+    train_bpe,
+)
+from zeroshard.errors import UserError
+
+TEXTS = ["the cat sat on the mat, the rat sat on the cat\n" * 5, "def the(cat): return cat + the\n" * 5]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe(280, TEXTS)
+
+
+@pytest.fixture
+def small_gpt2(monkeypatch):
+    """tiktoken without its download: the bytes alone, and the end of text."""
+    encoding = tiktoken.Encoding(
+        "small",
+        pat_str=r"\S+|\s+",
+        mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={END_OF_TEXT: 256},
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: {"gpt2": encoding}[name])
+
+
+@given(st.text())
+def test_bytes_are_their_own_ids_and_back(text):
+    ids = ByteTokenizer().encode(text)
+    assert ids.tolist() == list(text.encode())
+    assert ByteTokenizer().decode(ids) == text
+
+
+def test_a_torn_character_shows_as_a_replacement():
+    assert ByteTokenizer().decode([104, 0xC3]) == "h\ufffd"
+
+
+@given(text=st.text())
+def test_bpe_gives_back_any_text(bpe, text):
+    ids = bpe.encode(text)
+    assert bpe.decode(ids) == text
+    assert all(0 <= id_ < 280 for id_ in ids.tolist())
+
+
+def test_bpe_learns_what_is_frequent(bpe):
+    assert (bpe.name, bpe.vocab_size) == ("bpe:280", 280)
+    assert len(bpe.encode(TEXTS[0])) < 0.6 * len(TEXTS[0])
+
+
+def test_bpe_training_is_deterministic(bpe):
+    assert train_bpe(280, TEXTS).to_json() == bpe.to_json()
+
+
+def test_text_that_spells_the_end_of_text_does_not_end_it(bpe, small_gpt2):
+    for tokenizer in (bpe, Gpt2Tokenizer()):
+        assert tokenizer.eos_id not in tokenizer.encode(f"a{END_OF_TEXT}b").tolist()
+        assert tokenizer.decode(tokenizer.encode(f"a{END_OF_TEXT}b")) == f"a{END_OF_TEXT}b"
+        assert tokenizer.decode([tokenizer.eos_id]) == END_OF_TEXT
+
+
+def test_a_text_with_too_few_pairs_for_the_vocabulary_is_an_error():
+    with pytest.raises(UserError, match=r"bpe:5000 finds only \d+ entries in this text; use bpe:\d+ or less"):
+        train_bpe(5000, TEXTS)
+
+
+@pytest.mark.usefixtures("small_gpt2")
+def test_gpt2_comes_from_tiktoken():
+    tokenizer = make_tokenizer("gpt2", ())
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id) == ("gpt2", 257, 256)
+    assert tokenizer.decode(tokenizer.encode("héllo")) == "héllo"
+
+
+@pytest.mark.parametrize(
+    ("error", "why"), [(ConnectionError("no route\nto host"), "ConnectionError"), (ValueError("hash"), "ValueError")]
+)
+def test_gpt2_without_its_tables_is_one_line(monkeypatch, error, why):
+    def fail(name):
+        raise error
+
+    monkeypatch.setattr(tiktoken, "get_encoding", fail)
+    with pytest.raises(UserError) as caught:
+        Gpt2Tokenizer()
+    assert str(caught.value) == (
+        f"data.tokenizer: the tables of gpt2 cannot be fetched ({why}); go online once, or use bytes or bpe:N"
+    )
+
+
+def test_gpt2_does_not_wait_for_a_host_that_never_answers(monkeypatch):
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: time.sleep(1) or SimpleNamespace())
+    start_s = time.monotonic()
+    with pytest.raises(UserError, match=r"no answer in 0\.05 s"):
+        Gpt2Tokenizer(timeout_s=0.05)
+    assert time.monotonic() - start_s < 0.9
+
+
+@pytest.mark.parametrize("name", ["bpe:", "bpe:256", "bpe:-300", "bpe:3e3", "bpe:٣٠٠", "bpe:99999999"])
+def test_bpe_needs_a_size(name):
+    with pytest.raises(UserError, match="does not name a vocabulary size; use bpe:N with N from 257"):
+        check_tokenizer(name)
+
+
+def test_an_unknown_tokenizer_is_answered_with_the_nearest():
+    with pytest.raises(UserError) as caught:
+        check_tokenizer("byte")
+    assert str(caught.value) == (
+        "data.tokenizer: 'byte' is unknown; did you mean 'bytes'? choose one of bytes, gpt2, bpe:N"
+    )
+
+
+def test_a_prepared_folder_gives_its_tokenizer_back(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(TEXTS))
+    for name in ("bytes", "bpe:270"):
+        folder = prepare(DataSpec("text", (str(tmp_path / "a.txt"),), name), tmp_path / name.replace(":", "-"))
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer.name == name
+        assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace("Ġ", "x", 1))
+    with pytest.raises(UserError, match=r"tokenizer\.json has sha256"):
+        load_tokenizer(folder)
+
+
+def test_synthetic_tokens_have_no_tokenizer(tmp_path):
+    folder = prepare(DataSpec("synthetic", num_tokens=100), tmp_path / "data")
+    with pytest.raises(UserError, match="holds synthetic tokens, which are no text"):
+        load_tokenizer(folder)

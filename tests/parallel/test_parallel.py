@@ -1,0 +1,10 @@
+import pytest
+
+from zeroshard.errors import UserError
+from zeroshard.parallel import STRATEGIES, build_strategy
+
+
+def test_a_strategy_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(UserError, match=r"strategy: there is no 'zero9'; choose one of zero0, .*, ddp"):
+        build_strategy("zero9", None)
+    assert list(STRATEGIES) == ["zero0", "zero1", "zero2", "zero3", "ddp"]

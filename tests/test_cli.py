@@ -1,0 +1,267 @@
+"""The command line: help without torch, one line for every mistake, and the end of all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+import zeroshard
+from zeroshard.cli import VERBS, main
+from zeroshard.flags import flags_of
+from zeroshard.train import loop
+from zeroshard.train.config import SHORTHANDS, TrainConfig
+
+ZEROSHARD = [sys.executable, "-m", "zeroshard"]
+ENDLESS = ["train", "--nproc", "2", "--max-steps", "100000", "--eval-interval", "0", "--model.n-layer", "1"]
+DATA = ["--data", "synthetic"]
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """What `main` hands to the training loop, which is left out."""
+    configs: list[TrainConfig] = []
+
+    def run_training(config: TrainConfig) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(loop, "run_training", run_training)
+    return configs
+
+
+def refusal(capsys, *argv: str) -> str:
+    """The one line that a refused command leaves on stderr."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: [^\n]+: [^\n]+; [^\n]+\n", err), err
+    return err.strip()
+
+
+@contextmanager
+def running(tmp_path: Path, *argv: str):
+    """A real run of two ranks that has taken its first steps; yields it and its workers."""
+    command = [*ZEROSHARD, *argv, *DATA, "--data.dir", str(tmp_path / "data"), "--out", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    try:
+        deadline = time.monotonic() + 60
+        while not metrics.exists() or metrics.read_text().count('"step"') < 3:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "no step within a minute"
+            time.sleep(0.05)
+        workers = psutil.Process(process.pid).children()
+        assert len(workers) == 2
+        yield process, workers
+    finally:
+        for worker in psutil.Process(process.pid).children() if process.poll() is None else []:
+            worker.kill()
+        process.kill()
+        process.communicate()
+
+
+def events(tmp_path: Path) -> list[dict]:
+    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_version_and_overview(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"zeroshard {zeroshard.__version__}\n"
+    assert main([]) == 0
+    overview = capsys.readouterr().out
+    assert all(f"  {verb} " in overview for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.config])
+def test_help_names_every_flag_that_is_taken_and_no_other(verb, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main([verb, "--help"]) == 0
+    kind = VERBS[verb].config
+    taken = set(flags_of(kind, {}, VERBS[verb].positionals))
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"[^\w-]+--[a-z]", line)]
+    assert set(re.findall(r"--[a-z][a-z0-9.-]*", "\n".join(lines))) == taken
+
+
+def test_help_shows_what_the_file_has_set(capsys, tmp_path):
+    (tmp_path / "a.toml").write_text("seq_len = 77\n")
+    assert main(["train", "--config", str(tmp_path / "a.toml"), "--help"]) == 0
+    assert "Tokens in a sequence. (default: 77)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]])
+def test_help_imports_no_torch_and_answers_in_half_a_second(argv):
+    code = f"import sys; from zeroshard.cli import main; main({argv}); sys.exit('torch' in sys.modules)"
+    times = []
+    for _ in range(3):  # the machine may be busy once
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+        times.append(time.perf_counter() - began)
+        assert done.returncode == 0
+    assert min(times) < 0.5
+
+
+def test_flags_reach_the_run(trained):
+    argv = "train --model llama-tiny --data text --data.path a b --seq_len=64 --no-fused --model.no-bias --lr 3e-4"
+    assert main(argv.split()) == 0
+    (config,) = trained
+    assert (config.model.name, config.model.bias) == ("llama-tiny", False)
+    assert (config.data.source, config.data.path) == ("text", ("a", "b"))
+    assert (config.seq_len, config.fused, config.lr) == (64, False, 3e-4)
+
+
+def test_flags_win_over_the_file(trained, tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text("seq_len = 77\nseed = 5\n[data]\nsource = 'text'\n")
+    assert main(["train", "--seed", "6", f"--config={file}"]) == 0
+    assert (trained[0].seq_len, trained[0].seed, trained[0].data.source) == (77, 6, "text")
+
+
+def test_unknown_words_are_refused_and_the_nearest_known_one_is_named(capsys):
+    assert refusal(capsys, "train", "--seq-lenn", "4").endswith("did you mean --seq-len?")
+    assert refusal(capsys, "train", "--max-tokens", "4").endswith("did you mean --data.max-tokens?")
+    assert refusal(capsys, "trian").endswith("did you mean train?")
+    assert refusal(capsys, "train", "fast").startswith("error: fast: belongs to no flag")
+    assert refusal(capsys, "doctor", "now").startswith("error: now: `zeroshard doctor` takes no words")
+
+
+def test_a_flag_without_its_value_is_refused(capsys):
+    assert refusal(capsys, "train", "--lr").startswith("error: --lr: has no value")
+    assert refusal(capsys, "train", "--lr", "--seed", "1").startswith("error: --lr: has no value")
+    assert refusal(capsys, "train", "--no-compile=yes").startswith("error: --no-compile: takes no value")
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ("--lr -1", "error: lr: -1 is not above 0; give a number above 0"),
+        ("--lr nan", "error: lr: nan is not a finite number; give a finite number"),
+        ("--seq-len 5.5", "error: seq_len: '5.5' is not a whole number; give a whole number"),
+        (
+            "--strategy zero9",
+            "error: strategy: 'zero9' is not a choice; choose one of zero0, zero1, zero2, zero3, ddp",
+        ),
+        (
+            "--config none.toml",
+            "error: --config: there is no file none.toml; give the path of a TOML file",
+        ),
+    ],
+)
+def test_values_that_cannot_be_used_are_refused_in_one_line(argv, line, capsys):
+    assert refusal(capsys, "train", *argv.split()) == line
+
+
+def test_a_file_that_does_not_parse_or_holds_an_unknown_key_is_refused(capsys, tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text("lr = 0.1\nseq_len 5\n")
+    assert "(at line 2, column 9)" in refusal(capsys, "train", "--config", str(file))
+    file.write_text("seq_length = 5\n")
+    assert refusal(capsys, "prepare", "--config", str(file)).endswith("did you mean seq_len?")
+
+
+def test_a_port_in_use_is_refused(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refusal(capsys, "train", "--nproc", "2", "--port", str(port))
+    assert line == f"error: port: {port} cannot be used (Address already in use); choose another, or 0 for any free one"
+
+
+def test_more_ranks_than_the_launchers_world_are_refused(capsys, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert refusal(capsys, "train", "--nproc", "3").startswith("error: nproc: 3 ranks in a world of 1")
+
+
+def test_ctrl_c_and_sigterm_have_their_own_status(monkeypatch):
+    def interrupted(config: TrainConfig) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "run_training", interrupted)
+    assert main(["train"]) == 130
+
+    def terminated(config: TrainConfig) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        raise AssertionError("nobody heard the signal")
+
+    monkeypatch.setattr(loop, "run_training", terminated)
+    assert main(["train"]) == 143
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_prepare_writes_tokens_and_says_where(capsys, tmp_path):
+    (tmp_path / "a.txt").write_text("to be or not to be\n" * 200)
+    argv = ["prepare", "--data", "text", "--data.path", str(tmp_path / "a.txt"), "--data.dir", str(tmp_path / "d")]
+    assert main(argv) == 0
+    assert capsys.readouterr().out == f"tokens in {tmp_path / 'd'}\n"
+    assert (tmp_path / "d" / "meta.json").exists()
+
+
+def test_generate_takes_its_run_by_position(capsys, tmp_path):
+    assert refusal(capsys, "generate", str(tmp_path / "none")).startswith("error: run: ")
+    assert refusal(capsys, "generate").startswith("error: run: is missing")
+    assert refusal(capsys, "generate", "--run", "x").startswith("error: --run: there is no such flag")
+
+
+def test_doctor_reports_versions_and_what_would_be_used(capsys):
+    assert main(["doctor"]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["zeroshard"] == zeroshard.__version__
+    assert {"python", "torch", "numpy", "os", "cpus", "memory", "gloo", "nccl"} <= set(rows)
+
+
+def test_a_mistake_that_only_a_worker_sees_is_one_line_too(tmp_path):
+    command = [*ZEROSHARD, "train", "--nproc", "2", "--model", "gpt9", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: model: there is no preset 'gpt9'; [^\n]+\n", done.stderr)
+
+
+def test_ctrl_c_ends_all_ranks_within_five_seconds_with_the_log_intact(tmp_path):
+    with running(tmp_path, *ENDLESS) as (process, workers):
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+        assert time.monotonic() - began < 5
+        assert process.returncode == 130
+        assert err == ""
+        assert psutil.wait_procs(workers, timeout=1)[1] == []
+    assert events(tmp_path)[-1]["event"] == "step"
+
+
+def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
+    with running(tmp_path, *ENDLESS) as (process, workers):
+        workers[1].kill()
+        _, err = process.communicate(timeout=40)
+        assert process.returncode == 4
+        assert re.search(r"^error: rank [01]: was ended by SIGKILL; [^\n]+\n\Z", err, re.MULTILINE), err
+        assert psutil.wait_procs(workers, timeout=1)[1] == []
+
+
+def test_a_killed_launcher_leaves_no_rank_behind(tmp_path):
+    with running(tmp_path, *ENDLESS) as (process, workers):
+        process.kill()
+        assert psutil.wait_procs(workers, timeout=3)[1] == []
+
+
+def test_sigterm_to_the_launcher_saves_a_checkpoint_and_ends_in_143(tmp_path):
+    with running(tmp_path, *ENDLESS) as (process, workers):
+        process.terminate()
+        process.communicate(timeout=40)
+        assert process.returncode == 143
+        assert psutil.wait_procs(workers, timeout=1)[1] == []
+    assert [event["event"] for event in events(tmp_path)[-2:]] == ["checkpoint", "end"]
+
+
+def test_shorthands_are_flags_of_their_own():
+    assert {"--model", "--data"} <= set(flags_of(TrainConfig, SHORTHANDS))

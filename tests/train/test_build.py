@@ -1,0 +1,197 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.errors import UserError
+from zeroshard.train import build
+from zeroshard.train.build import build_run, choose_device, make_model
+from zeroshard.train.config import load_config
+from zeroshard.train.loop import run_training
+
+CPU = torch.device("cpu")
+
+
+def _refusal(config, world_size=1):
+    """The one line that every rank refuses a configuration with."""
+
+    def rank_main(comm):
+        with pytest.raises(UserError) as caught:
+            build_run(config, comm, CPU)
+        return str(caught.value)
+
+    (line,) = set(run_threads(rank_main, world_size))
+    assert "\n" not in line
+    return line
+
+
+def test_the_run_folder_says_how_to_start_the_run_again(tiny_config):
+    config = tiny_config()
+    run = build_run(config, LocalCommunicator(), CPU)
+    run.close()
+    assert load_config(run.folder / "config.toml") == config
+    assert (run.folder / "tokenizer" / "meta.json").is_file()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_folder_that_holds_a_run_is_left_alone_unless_it_is_resumed(tiny_config, world_size):
+    config = tiny_config(max_steps=2)
+    run_training(config)
+    log = (Path(config.out) / "metrics.jsonl").read_bytes()
+    assert _refusal(config, world_size).startswith(f"out: {config.out} already holds a run; ")
+    assert (Path(config.out) / "metrics.jsonl").read_bytes() == log
+    run = build_run(config.model_copy(update={"resume": "auto"}), LocalCommunicator(), CPU)
+    run.close()
+    assert run.first_step == 2
+
+
+def test_resuming_a_folder_without_a_checkpoint_starts_afresh(tiny_config):
+    run = build_run(tiny_config(resume="auto"), LocalCommunicator(), CPU)
+    run.close()
+    assert run.first_step == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_folder_that_cannot_be_made_is_refused(tiny_config, tmp_path, world_size):
+    (tmp_path / "file").write_text("")
+    line = _refusal(tiny_config(out=str(tmp_path / "file" / "run")), world_size)
+    assert line.startswith(f"out: {tmp_path / 'file' / 'run'} cannot be written (Not a directory); ")
+
+
+def test_a_run_folder_without_write_permission_is_refused(tiny_config, tmp_path, monkeypatch):
+    def denied(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied")  # the tests may run as root, whom nothing is denied
+
+    monkeypatch.setattr(Path, "touch", denied)
+    assert "cannot be written (Permission denied)" in _refusal(tiny_config())
+
+
+def test_sequences_longer_than_the_models_are_refused_before_anything_is_made(tiny_config, tmp_path):
+    config = tiny_config(seq_len=129)
+    assert _refusal(config).startswith("seq_len: 129 is above the 128 of gpt2-demo; ")
+    assert not Path(config.out).exists()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_corpus_shorter_than_one_batch_is_refused_and_leaves_no_run(tiny_config, world_size):
+    config = tiny_config(micro_batch_size=500)
+    line = _refusal(config, world_size)
+    assert line.startswith("data: the train split has ")
+    assert f"needs {500 * world_size:,} rows" in line
+    assert not (Path(config.out) / "config.toml").exists()
+    build_run(config.model_copy(update={"micro_batch_size": 2}), LocalCommunicator(), CPU).close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_data_that_cannot_be_prepared_is_the_same_refusal_on_every_rank(tiny_config, tmp_path, world_size):
+    data = {"source": "text", "path": (str(tmp_path / "missing.txt"),), "dir": str(tmp_path / "tokens")}
+    assert "missing.txt" in _refusal(tiny_config(data=data), world_size)
+
+
+def test_an_unknown_preset_and_a_field_that_it_lacks_are_refused(tiny_config):
+    assert _refusal(tiny_config(model="gpt2-dmeo")).startswith("model: there is no preset 'gpt2-dmeo'; ")
+    line = _refusal(tiny_config(model={"name": "llama-tiny", "dropout": 0.1}))
+    assert line.startswith("model.dropout: llama-tiny has no such field")
+    line = _refusal(tiny_config(model={"name": "gpt2-demo", "n_head": 5}))
+    assert line.startswith("model.n_head: 5 does not divide n_embd 128")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_resuming_from_what_is_no_checkpoint_is_refused(tiny_config, tmp_path, world_size):
+    line = _refusal(tiny_config(resume=str(tmp_path / "nowhere")), world_size)
+    assert line.startswith(f"resume: {tmp_path / 'nowhere'} is not a complete checkpoint")
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_resuming_with_another_model_is_refused(tiny_config, strategy):
+    config = tiny_config(max_steps=2)
+    run_training(config)
+    wider = config.model.model_copy(update={"n_embd": 32})
+    line = _refusal(config.model_copy(update={"resume": "auto", "model": wider, "strategy": strategy}))
+    assert line.startswith("resume: ")
+    assert "shape" in line
+
+
+def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file(tiny_config):
+    config = tiny_config(max_steps=2)
+    run_training(config)
+    file = Path(config.out) / "checkpoints" / "step-00000002" / "rank-00000-of-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert "rank-00000-of-00001.safetensors: is damaged" in _refusal(
+        config.model_copy(update={"resume": "auto"}), world_size=2
+    )
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    assert choose_device("cpu", 5) == CPU
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert choose_device("auto", 5) == CPU
+    with pytest.raises(UserError, match="device: rank 0 of this machine finds 0 CUDA devices"):
+        choose_device("cuda", 0)
+
+
+def test_weights_start_the_same_whether_the_model_was_made_whole_or_piece_by_piece(tiny_config, tmp_path):
+    whole = make_model(tiny_config(seed=3), 256, "cpu").state_dict()
+    for strategy in ("zero0", "zero3", "ddp"):
+        config = tiny_config(
+            strategy=strategy,
+            seed=3,
+            out=str(tmp_path / strategy),
+            data={"source": "synthetic", "max_tokens": 6000, "dir": str(tmp_path / "tokens")},
+        )
+        run = build_run(config, LocalCommunicator(), CPU)
+        run.close()
+        state = run.strategy.state_dict()
+        assert state.keys() == whole.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in whole.items())
+
+
+def test_matrices_decay_and_the_rest_does_not(tiny_config):
+    run = build_run(tiny_config(weight_decay=0.5, strategy="zero3"), LocalCommunicator(), CPU)
+    run.close()
+    groups = run.strategy.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    assert all(group["betas"] == (0.9, 0.95) for group in groups)
+    sizes = [sum(param.numel() for param in group["params"]) for group in groups]
+    model = make_model(tiny_config(), 256, "cpu")
+    expected = [sum(p.numel() for p in model.parameters() if (p.ndim >= 2) == decays) for decays in (True, False)]
+    assert sizes == expected
+
+
+def test_compiled_blocks_run_inside_the_engines_hooks(tiny_config, monkeypatch):
+    compiled = []
+
+    def fake_compile(forward):
+        compiled.append(forward)
+        return lambda *args: forward(*args)
+
+    monkeypatch.setattr(build.torch, "compile", fake_compile)
+    config = tiny_config(compile=True, strategy="zero3", max_steps=2)
+    assert run_training(config) == 0
+    assert len(compiled) == 2
+    assert json.loads((Path(config.out) / "summary.json").read_text())["step"] == 2
+
+
+def test_more_ranks_than_the_global_batch_feeds_are_refused(tiny_config):
+    line = _refusal(tiny_config(global_batch_size=1, micro_batch_size=1), world_size=2)
+    assert line == "global_batch_size: 1 sequences cannot feed 2 ranks; use at least 2, or fewer ranks"
+    line = _refusal(tiny_config(global_batch_size=6, micro_batch_size=2), world_size=2)
+    assert line.startswith("global_batch_size: 6 is no multiple of 2 (micro_batch_size) x 2 ranks")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_global_batch_is_the_same_number_of_rows_at_any_world_size(tiny_config, world_size):
+    config = tiny_config(global_batch_size=8, micro_batch_size=2)
+
+    def rank_main(comm):
+        run = build_run(config.model_copy(update={"out": f"{config.out}-{comm.rank}"}), comm, CPU)
+        run.close()
+        return run.tokens_per_step, run.schedule.grad_accum_steps
+
+    for tokens_per_step, steps in run_threads(rank_main, world_size):
+        assert tokens_per_step == 8 * config.seq_len
+        assert steps == 4 // world_size

@@ -1,0 +1,143 @@
+"""The configuration: what is refused and in which words, what wins over what, and that it survives a file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroshard.errors import UserError
+from zeroshard.train.config import GenerateConfig, TrainConfig, dump_toml, load_config, merge, read_toml
+from zeroshard.train.validate import fields_by_name, validate
+
+
+def refusal(raw: dict) -> UserError:
+    with pytest.raises(UserError) as caught:
+        validate(TrainConfig, raw)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_defaults_are_a_valid_run_with_a_folder_of_its_own():
+    assert validate(TrainConfig, {}).out == "runs/gpt2-demo-python-stdlib-zero2"
+
+
+@pytest.mark.parametrize(
+    ("raw", "field", "what"),
+    [
+        ({"lr": -1.0}, "lr", "-1.0 is not above 0"),
+        ({"lr": float("nan")}, "lr", "nan is not a finite number"),
+        ({"lr": "nan"}, "lr", "nan is not a finite number"),
+        ({"lr": float("inf")}, "lr", "inf is not a finite number"),
+        ({"lr": "fast"}, "lr", "'fast' is not a number"),
+        ({"seq_len": "5.5"}, "seq_len", "'5.5' is not a whole number"),
+        ({"seq_len": 0}, "seq_len", "0 is below 1"),
+        ({"beta1": 1.0}, "beta1", "1.0 is not below 1"),
+        ({"port": 70_000}, "port", "70000 is above 65535"),
+        ({"compile": "perhaps"}, "compile", "'perhaps' is neither true nor false"),
+        ({"out": 3}, "out", "3 is not text"),
+        ({"data": {"path": "a.txt"}}, "data.path", "'a.txt' is not a list"),
+        ({"data": {"max_tokens": -1}}, "data.max_tokens", "-1 is below 0"),
+        ({"data": 3}, "data", "3 is not a table"),
+        ({"model": {"dropout": 1.5}}, "model.dropout", "1.5 is not below 1"),
+        ({"model": {"name": ""}}, "model.name", "is empty"),
+        ({"warmup_steps": 20, "max_steps": 10}, "warmup_steps", "20 is above max_steps = 10"),
+        ({"lr": 1e-4, "min_lr": 1e-3}, "min_lr", "0.001 is above lr = 0.0001"),
+        ({"model": {"n_embd": 100, "n_head": 3}}, "model.n_head", "3 heads do not divide a width of 100"),
+        ({"model": {"n_head": 6, "n_kv_head": 4}}, "model.n_kv_head", "4 key heads do not divide 6 heads"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_refused_by_its_dotted_name(raw, field, what):
+    error = refusal(raw)
+    assert (error.field, error.what) == (field, what)
+    assert error.todo
+
+
+@pytest.mark.parametrize(
+    ("raw", "near"),
+    [
+        ({"seq_length": 9}, "seq_len"),
+        ({"data": {"max_token": 9}}, "data.max_tokens"),
+        ({"max_tokens": 9}, "data.max_tokens"),
+    ],
+)
+def test_an_unknown_key_is_refused_and_the_nearest_known_one_is_named(raw, near):
+    assert f"did you mean {near}?" in refusal(raw).todo
+
+
+def test_a_strategy_that_does_not_exist_is_answered_with_all_that_do():
+    assert refusal({"strategy": "zero9"}).todo == "choose one of zero0, zero1, zero2, zero3, ddp"
+
+
+def test_a_missing_value_is_named():
+    with pytest.raises(UserError, match="run: is missing"):
+        validate(GenerateConfig, {})
+
+
+def test_a_name_stands_for_the_model_and_for_the_data():
+    config = validate(TrainConfig, {"model": "llama-tiny", "data": "text"})
+    assert (config.model.name, config.data.source) == ("llama-tiny", "text")
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('lr = 0.5\nmax_steps = 7\nmodel = "llama-tiny"\n[data]\nsource = "text"\nmax_tokens = 3\n')
+    flags = {"max_steps": "30", "model": {"n_layer": "2"}, "data": {"max_tokens": "4"}}
+    config = validate(TrainConfig, merge(read_toml(file), flags))
+    assert (config.lr, config.max_steps, config.seed) == (0.5, 30, TrainConfig().seed)
+    assert (config.model.name, config.model.n_layer) == ("llama-tiny", 2)
+    assert (config.data.source, config.data.max_tokens) == ("text", 4)
+
+
+def test_a_file_is_judged_together_with_the_flags_and_not_before(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("warmup_steps = 50\nmax_steps = 10\n")
+    assert validate(TrainConfig, merge(read_toml(file), {"max_steps": "60"})).max_steps == 60
+
+
+def test_toml_that_does_not_parse_names_line_and_column(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("lr = 0.1\nseq_len 5\n")
+    with pytest.raises(UserError, match="line 2, column 9"):
+        load_config(file)
+
+
+def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"there is no file .*none\.toml"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not UTF-8"):
+        load_config(tmp_path / "binary.toml")
+    with pytest.raises(UserError, match="cannot read"):
+        load_config(tmp_path)
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+
+
+@given(
+    name=text,
+    paths=st.lists(text, max_size=3),
+    lr=st.floats(1e-300, 1e300),
+    seed=st.integers(0, 2**63),
+    switch=st.booleans(),
+)
+def test_a_configuration_written_as_toml_reads_back_equal(tmp_path_factory, name, paths, lr, seed, switch):
+    raw = {"model": {"name": name}, "data": {"path": paths}, "lr": lr, "min_lr": 0.0, "seed": seed, "compile": switch}
+    config = validate(TrainConfig, raw)
+    file = tmp_path_factory.mktemp("toml") / "config.toml"
+    file.write_text(dump_toml(config), encoding="utf-8", newline="")
+    assert load_config(file) == config
+
+
+def test_every_field_says_what_it_is():
+    fields = fields_by_name(TrainConfig) | fields_by_name(GenerateConfig)
+    assert [name for name, field in fields.items() if not field.description] == []
+
+
+def test_reading_a_configuration_imports_no_torch():
+    code = "import sys, zeroshard, zeroshard.cli, zeroshard.train.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

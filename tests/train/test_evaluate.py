@@ -1,0 +1,50 @@
+import pytest
+import torch
+from torch import nn
+
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.train.evaluate import evaluate
+
+CPU = torch.device("cpu")
+
+
+class MeanToken(nn.Module):
+    """Its loss is the mean token; it remembers in which mode it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.modes = []
+
+    def forward(self, tokens_BT, targets_BT):
+        assert not torch.is_grad_enabled()
+        self.modes.append(self.training)
+        return tokens_BT.float().mean()
+
+
+def _batches(values):
+    return [(torch.full((2, 3), value), torch.zeros(2, 3), weight) for value, weight in values]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_mean_over_all_batches_is_the_same_at_any_world_size(world_size):
+    values = [5, 1, 9, 2]
+
+    def rank_main(comm):
+        mine = values[comm.rank :: world_size]
+        padding = [(99, 0)] * (-(-len(values) // world_size) - len(mine))  # run, never counted
+        return evaluate(MeanToken(), _batches([(value, 1) for value in mine] + padding), comm, CPU)
+
+    assert run_threads(rank_main, world_size) == [4.25] * world_size
+
+
+def test_a_batch_of_no_weight_may_even_be_infinite():
+    batches = [(torch.tensor([[1.0]]), torch.zeros(1, 1), 1), (torch.tensor([[torch.inf]]), torch.zeros(1, 1), 0)]
+    assert evaluate(MeanToken(), batches, LocalCommunicator(), CPU) == 1.0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_in_the_mode_that_it_was_in(training):
+    model = MeanToken().train(training)
+    evaluate(model, _batches([(1, 1)]), LocalCommunicator(), CPU)
+    assert model.modes == [False]
+    assert model.training is training

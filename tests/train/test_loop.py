@@ -1,0 +1,222 @@
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard import checkpoint
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.errors import ExitStatus
+from zeroshard.train import loop
+from zeroshard.train.build import build_run
+from zeroshard.train.loop import run_training, train
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def built_run(tiny_config):
+    """`built_run(**changes)`: a run in this process; its observers are closed at the end."""
+    runs = []
+
+    def make(**changes):
+        runs.append(build_run(tiny_config(**changes), LocalCommunicator(), CPU))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def _train_as_threads(config, world_size, stop_wanted=lambda rank: False):
+    """Each rank's exit status."""
+
+    def rank_main(comm):
+        run = build_run(config, comm, CPU)
+        assert bool(run.observers) == (comm.rank == 0)
+        status = train(run, lambda: stop_wanted(comm.rank))
+        run.close()
+        return status
+
+    return run_threads(rank_main, world_size)
+
+
+def _events(folder, name=None):
+    events = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [event for event in events if name in (None, event["event"])]
+
+
+def test_a_run_leaves_its_log_its_summary_and_a_checkpoint(tiny_config):
+    config = tiny_config(checkpoint_interval=4)
+    assert run_training(config) == ExitStatus.OK
+    folder = Path(config.out)
+    kinds = [event["event"] for event in _events(folder)]
+    expected = ["start", "eval", "step", "step", "step", "eval", "step", "checkpoint", "step", "step", "eval"]
+    assert kinds == [*expected, "checkpoint", "end"]
+    steps = _events(folder, "step")
+    assert [event["step"] for event in steps] == [1, 2, 3, 4, 5, 6]
+    assert [event["tokens"] for event in steps] == [32 * step for step in range(1, 7)]
+    assert steps[0]["lr"] == config.lr / 2
+    assert all(event["mfu"] is None for event in steps)  # no peak is known for this device
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "ok"
+    assert summary["step"] == 6
+    assert summary["loss"] == steps[-1]["loss"]
+    assert summary["val_loss"] == _events(folder, "eval")[-1]["loss"]
+    assert checkpoint.latest(folder / "checkpoints") == folder / "checkpoints" / "step-00000006"
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_text_that_repeats_itself_is_learned(text_config):
+    config = text_config(max_steps=60, lr=0.02, eval_interval=30)
+    run_training(config)
+    losses = [event["loss"] for event in _events(config.out, "eval")]
+    assert losses[0] == pytest.approx(math.log(256), rel=0.02)
+    assert losses[-1] < 0.5
+
+
+def test_accumulation_over_micro_batches_is_one_large_batch(tiny_config, tmp_path):
+    """The global batch has the same rows either way, so losses and weights agree within rounding."""
+    together = tiny_config(micro_batch_size=6, out=str(tmp_path / "a"))
+    apart = tiny_config(micro_batch_size=2, grad_accum_steps=3, out=str(tmp_path / "b"))
+    run_training(together)
+    run_training(apart)
+    for one, other in zip(_events(together.out, "step"), _events(apart.out, "step"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
+def test_ranks_train_on_the_global_batch_of_one_process(tiny_config, tmp_path, strategy):
+    alone = tiny_config(strategy=strategy, micro_batch_size=4, out=str(tmp_path / "alone"))
+    run_training(alone)
+    shared = tiny_config(strategy=strategy, micro_batch_size=2, eval_batches=6, out=str(tmp_path / "shared"))
+    assert _train_as_threads(shared, 2) == [ExitStatus.OK] * 2
+    for name in ("step", "eval"):
+        for one, other in zip(_events(alone.out, name), _events(shared.out, name), strict=True):
+            assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+            assert one.get("tokens") == other.get("tokens")
+
+
+def test_the_traffic_of_each_step_is_the_strategys_and_no_evaluations(tiny_config, tmp_path):
+    config = tiny_config(strategy="zero2", eval_interval=2)
+    _train_as_threads(config, 2)
+    traffic = [event["comm"] for event in _events(config.out, "step")]
+    assert set(traffic[-1]) == {"reduce_scatter", "all_gather"}
+    assert traffic[-1]["reduce_scatter"] == traffic[-1]["all_gather"]
+    assert traffic[3] == traffic[5]
+    assert set(traffic[4]) == {"reduce_scatter"}  # the evaluation before it had refreshed the weights
+
+
+def test_a_wish_to_stop_on_one_rank_stops_all_after_that_step_with_a_checkpoint(tiny_config):
+    config = tiny_config(eval_interval=0)
+
+    asked = []
+
+    def stop_wanted(rank):
+        asked.append(rank)
+        return rank == 1 and asked.count(1) == 3
+
+    assert _train_as_threads(config, 2, stop_wanted) == [ExitStatus.TERMINATED] * 2
+    assert [event["step"] for event in _events(config.out, "step")] == [1, 2, 3]
+    assert checkpoint.latest(Path(config.out) / "checkpoints").name == "step-00000003"
+    assert _events(config.out, "end")[0]["status"] == "terminated"
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_spoils_the_weights(built_run, capsys):
+    run = built_run(eval_interval=0)
+    before = {}
+    forward = run.strategy.model.forward
+    calls = 0
+
+    def explode(tokens_BT, targets_BT):
+        nonlocal calls
+        calls += 1
+        loss = forward(tokens_BT, targets_BT)
+        if calls == 3:
+            before.update(run.strategy.state_dict())
+            return loss * float("nan")
+        return loss
+
+    run.strategy.model.forward = explode
+    assert train(run) == ExitStatus.NOT_FINITE
+    after = run.strategy.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert [event["loss"] is None for event in _events(run.folder, "step")] == [False, False, True]
+    assert _events(run.folder, "end")[0]["step"] == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: step 3: loss nan")
+    assert checkpoint.latest(run.folder / "checkpoints") is None
+
+
+def test_without_clipping_the_norm_is_still_measured(tiny_config, tmp_path):
+    clipped = tiny_config(grad_clip=1e9, out=str(tmp_path / "a"))
+    off = tiny_config(grad_clip=0, out=str(tmp_path / "b"))
+    run_training(clipped)
+    run_training(off)
+    norms = [[event["grad_norm"] for event in _events(config.out, "step")] for config in (clipped, off)]
+    assert norms[0] == norms[1]
+    assert all(norm > 0 for norm in norms[0])
+
+
+def test_a_full_disk_is_said_in_one_line_with_its_own_status(tiny_config, monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop.checkpoint, "save", full)
+    assert run_training(tiny_config()) == ExitStatus.STORAGE
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_an_interrupt_leaves_a_log_of_whole_lines(tiny_config, monkeypatch):
+    config = tiny_config(eval_interval=0)
+    take_step, calls = loop.take_step, 0
+
+    def interrupted(*args):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return take_step(*args)
+
+    monkeypatch.setattr(loop, "take_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_training(config)
+    assert [event["step"] for event in _events(config.out, "step")] == [1, 2]
+
+
+def test_dropout_has_another_seed_for_each_step_and_rank(built_run):
+    seeds = {loop._step_seed(0, step, rank) for step in range(10) for rank in range(4)}
+    assert len(seeds) == 40
+    assert loop._step_seed(0, 3, 1) == loop._step_seed(0, 3, 1)
+
+
+def test_a_resumed_run_that_is_already_done_ends_at_once(tiny_config):
+    config = tiny_config()
+    run_training(config)
+    num_steps = len(_events(config.out, "step"))
+    assert run_training(config.model_copy(update={"resume": "auto"})) == ExitStatus.OK
+    assert len(_events(config.out, "step")) == num_steps
+
+
+def test_bfloat16_trains_close_to_float32_with_ddp_and_zero_alike(tiny_config, tmp_path):
+    losses = {}
+    for strategy in ("zero2", "ddp"):
+        for dtype in ("float32", "bfloat16"):
+            config = tiny_config(strategy=strategy, dtype=dtype, out=str(tmp_path / strategy / dtype))
+            run_training(config)
+            losses[strategy, dtype] = [event["loss"] for event in _events(config.out, "step")]
+    for strategy in ("zero2", "ddp"):
+        assert losses[strategy, "bfloat16"] != losses[strategy, "float32"]
+        assert losses[strategy, "bfloat16"] == pytest.approx(losses[strategy, "float32"], rel=0.02)
+    assert all(math.isfinite(loss) for loss in losses["ddp", "bfloat16"])
+
+
+def test_interval_zero_means_only_at_the_end(built_run):
+    run = built_run(eval_interval=0, checkpoint_interval=0)
+    train(replace(run, schedule=replace(run.schedule, max_steps=2)))
+    kinds = [event["event"] for event in _events(run.folder)]
+    assert kinds == ["start", "step", "step", "eval", "checkpoint", "end"]

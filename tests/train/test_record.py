@@ -1,0 +1,155 @@
+"""Records: always valid JSON, plain lines where nobody watches, and nothing invented."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from zeroshard.train.record import (
+    GIB,
+    ConsoleRecorder,
+    JsonlWriter,
+    StepRecord,
+    SummaryWriter,
+    bytes_in_words,
+    facts_of,
+    finite_or_null,
+)
+
+
+def a_record(**changes) -> StepRecord:
+    values = {
+        "step": 10,
+        "loss": 4.12341,
+        "grad_norm": 0.98,
+        "lr": 3e-4,
+        "step_s": 0.1,
+        "tokens": 20_480,
+        "tokens_per_s": 12_345.4,
+    }
+    return StepRecord(**values | changes)
+
+
+def read_lines(path: Path) -> list[dict]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_each_event_is_a_line_that_is_there_before_the_next_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    for call, event in [
+        (lambda: writer.on_start({"world_size": 2}), {"event": "start", "world_size": 2}),
+        (lambda: writer.on_eval(10, 2.5), {"event": "eval", "step": 10, "loss": 2.5}),
+        (lambda: writer.on_checkpoint(10, Path("c")), {"event": "checkpoint", "step": 10, "path": "c"}),
+        (lambda: writer.on_end({"loss": 1.0}), {"event": "end", "loss": 1.0}),
+    ]:
+        call()
+        assert read_lines(path)[-1] == event
+    writer.close()
+
+
+def test_a_step_line_holds_every_fact_of_the_record(tmp_path):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.on_step(a_record(memory_bytes={"params": 8}, comm={"all_gather": 4}))
+    writer.close()
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    assert line == {
+        "event": "step",
+        "step": 10,
+        "loss": 4.12341,
+        "grad_norm": 0.98,
+        "lr": 3e-4,
+        "step_s": 0.1,
+        "tokens": 20_480,
+        "tokens_per_s": 12_345.4,
+        "mfu": None,
+        "memory_bytes": {"params": 8},
+        "comm": {"all_gather": 4},
+    }
+
+
+def test_numbers_that_are_not_finite_are_written_as_null(tmp_path):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    writer.on_step(a_record(loss=float("nan"), grad_norm=float("inf"), comm={"send": {"s": float("-inf")}}))
+    writer.close()
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    assert (line["loss"], line["grad_norm"], line["comm"]) == (None, None, {"send": {"s": None}})
+    assert finite_or_null([1, 2.5, "x", True, (float("nan"),)]) == [1, 2.5, "x", True, [None]]
+
+
+def test_a_resumed_run_appends_and_cuts_off_a_line_that_a_kill_tore(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"event": "start"}\n{"event": "st')
+    writer = JsonlWriter(path)
+    writer.on_eval(1, 2.0)
+    writer.close()
+    assert [line["event"] for line in read_lines(path)] == ["start", "eval"]
+
+
+def test_the_summary_appears_whole_at_the_end(tmp_path):
+    writer = SummaryWriter(tmp_path / "summary.json")
+    writer.on_start({})
+    writer.on_step(a_record())
+    assert not (tmp_path / "summary.json").exists()
+    writer.on_end({"loss": float("nan"), "step": 3})
+    writer.close()
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": None, "step": 3}
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_step_in_words_names_mfu_and_memory_only_where_they_are_known():
+    plain = "loss 4.1234  grad_norm 0.98  lr 3.0e-04  12,345 tok/s"
+    assert facts_of(a_record()) == plain
+    known = a_record(mfu=0.412, memory_bytes={"params": 10 * GIB, "grads": GIB // 10})
+    assert facts_of(known) == f"{plain}  mfu 41.2%  mem 10.1GiB"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"), [(0, "0B"), (12, "12B"), (4096, "4.0KiB"), (5 << 20, "5.0MiB"), (GIB, "1.0GiB")]
+)
+def test_bytes_in_words(num_bytes, words):
+    assert bytes_in_words(num_bytes) == words
+
+
+def test_a_pipe_gets_plain_lines_at_the_first_the_last_and_each_interval():
+    stream = io.StringIO()
+    with ConsoleRecorder(max_steps=25, log_interval=10, stream=stream) as console:
+        console.on_start({"world_size": 2, "tokens": 1_000_000, "data": "[bold]"})
+        for step in range(1, 26):
+            console.on_step(a_record(step=step))
+        console.on_eval(25, 2.25)
+        console.on_checkpoint(25, Path("runs/x/checkpoints/" + "long-name-" * 20))
+        console.on_end({"loss": 2.0, "memory": {"params": 1}})
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "world_size 2  tokens 1,000,000  data [bold]"
+    assert [line.split("  ")[0] for line in lines[1:5]] == ["step 1", "step 10", "step 20", "step 25"]
+    assert lines[5] == "step 25  val_loss 2.2500"
+    assert lines[6].endswith("long-name-" * 20)
+    assert lines[7:] == ["loss 2"]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_terminal_gets_a_bar_and_its_cursor_back(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    stream = Terminal()
+    console = ConsoleRecorder(max_steps=20, log_interval=10, stream=stream)
+    console.on_start({"world_size": 1})
+    console.on_step(a_record())
+    console.close()
+    console.close()
+    shown = stream.getvalue()
+    assert "10/20" in shown
+    assert "12,345 tok/s" in shown
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
