@@ -24,6 +24,7 @@ class LocalCommunicator:
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
         """Copy ``input`` to ``output``, unless they are the same memory."""
         check_op(op)
+        check_shards(input, output, 1)
         return self.all_gather(output, input)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:

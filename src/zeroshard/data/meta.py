@@ -23,10 +23,7 @@ from zeroshard.errors import UserError
 FORMAT_VERSION = 1
 META_NAME = "meta.json"
 SPLITS = ("train", "val")
-# newbyteorder is typed without its scalar type, hence the annotations.
-_UINT16: np.dtype[np.unsignedinteger] = np.dtype(np.uint16).newbyteorder("<")
-_UINT32: np.dtype[np.unsignedinteger] = np.dtype(np.uint32).newbyteorder("<")
-DTYPES = {"uint16": _UINT16, "uint32": _UINT32}
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The trainer: configuration, the one training loop, evaluation, generation, records."""

@@ -34,8 +34,8 @@ class FlatParams:
         full: ``[padded_numel]`` in the compute dtype; empty storage while the weights are sharded and not in use.
         master: ``[padded_numel]`` where the optimizer is replicated, else ``[shard_numel]``; the parameters' own
             dtype. Where that is the compute dtype and weights are whole it is a view of ``full``.
-        pieces: what of each parameter the optimizer on this rank updates. Where it is replicated these are the
-            pieces of every rank, so that each element sees the same arithmetic at each stage.
+        pieces: what of each parameter the optimizer on this rank updates. Where it is replicated on the CPU these are
+            the pieces of every rank, so that vector bodies and scalar tails fall on the same elements at each stage.
         stale: whether the master is newer than ``full``.
     """
 
@@ -74,10 +74,10 @@ class FlatParams:
         self._views = self.layout.views(self.full)
         self._storage_bytes = self.full.untyped_storage().nbytes()
         fill = float("nan") if compute_dtype.is_floating_point else 0
-        self._freed = torch.full((), fill, dtype=compute_dtype, device=self.full.device)
+        freed = torch.full((), fill, dtype=compute_dtype, device=self.full.device)
+        self._freed = [freed.expand(slot.shape) for slot in self.layout.slots]
         self._attach()
-        ranks = [comm.rank] if self.shard_optim else range(comm.world_size)
-        self.pieces: tuple[Piece, ...] = tuple(p for rank in ranks for p in self.layout.owned(rank))
+        self.pieces = self._pieces()
         self.master_offset = own.start if self.shard_optim else 0
         self.release()
 
@@ -95,6 +95,15 @@ class FlatParams:
         with scope(f"{self.name}/start"):
             self.comm.broadcast(flat, src=0).wait()
         return flat
+
+    def _pieces(self) -> tuple[Piece, ...]:
+        if self.shard_optim:
+            return self.layout.owned(self.comm.rank)
+        if self.full.device.type == "cpu":
+            return tuple(piece for rank in range(self.comm.world_size) for piece in self.layout.owned(rank))
+        # A CUDA kernel computes each element alike wherever it lies, so no piece need end where a shard does.
+        slots = enumerate(self.layout.slots)
+        return tuple(Piece(index, (0, slot.numel), slot.offset) for index, slot in slots if slot.numel)
 
     def _attach(self) -> None:
         for param, view in zip(self.params, self._views, strict=True):
@@ -140,8 +149,8 @@ class FlatParams:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        for param, slot in zip(self.params, self.layout.slots, strict=True):
-            param.data = self._freed.expand(slot.shape)
+        for param, freed in zip(self.params, self._freed, strict=True):
+            param.data = freed
         self.full.untyped_storage().resize_(0)
         self.whole = self._shown = False
 

@@ -23,17 +23,18 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optimizer]
     """See `Zero.named_shards`."""
     rank = runtime.comm.rank
     for group in runtime.groups():
-        own = set(group.params.layout.owned(rank))
         for piece, shard in zip(group.params.pieces, group.shards, strict=True):
-            if piece not in own:
-                continue
             slot = group.params.layout.slots[piece.slot]
-            yield NamedShard(slot.name, "param", slot.shape, piece.interval, shard.detach())
-            for kind, value in _states(optimizers, shard):
-                if value.shape == shard.shape and kind not in SCALAR_STATES:
-                    yield NamedShard(slot.name, kind, slot.shape, piece.interval, value)
-                elif piece.interval[0] == 0:
-                    yield NamedShard(slot.name, kind, (), (0, 1), value.reshape(1))
+            for own in group.params.layout.owned(rank):
+                if own.slot != piece.slot or not piece.interval[0] <= own.interval[0] < piece.interval[1]:
+                    continue
+                cut = slice(own.interval[0] - piece.interval[0], own.interval[1] - piece.interval[0])
+                yield NamedShard(slot.name, "param", slot.shape, own.interval, shard.detach()[cut])
+                for kind, value in _states(optimizers, shard):
+                    if value.shape == shard.shape and kind not in SCALAR_STATES:
+                        yield NamedShard(slot.name, kind, slot.shape, own.interval, value[cut])
+                    elif own.interval[0] == 0:
+                        yield NamedShard(slot.name, kind, (), (0, 1), value.reshape(1))
     if rank == 0:
         for name, buffer in persistent_buffers(model).items():
             yield NamedShard(name, "buffer", tuple(buffer.shape), (0, buffer.numel()), buffer.detach().reshape(-1))

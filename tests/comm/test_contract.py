@@ -1,0 +1,247 @@
+"""What every communicator promises, checked against plain torch; see `zeroshard.comm.base` for the promises.
+
+Every case is run with every communicator. What rank r sends is a pure function of r, so that each rank can compute
+what it must receive; in a null world every rank holds what this one does.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm import (
+    Communicator,
+    LocalCommunicator,
+    NullCommunicator,
+    ObservedCommunicator,
+    TorchCommunicator,
+    run_threads,
+)
+
+OPS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
+SIZES = [1, 7, 64, 1000]
+
+
+def _inner(comm: Communicator) -> Communicator:
+    return comm.inner if isinstance(comm, ObservedCommunicator) else comm
+
+
+def _sent(comm: Communicator, rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """What ``rank`` holds: small whole numbers, whose reductions are exact in every dtype."""
+    if isinstance(_inner(comm), NullCommunicator):
+        rank = 0
+    generator = torch.Generator().manual_seed(100 * rank + seed)
+    return torch.randint(0, 3, (numel,), generator=generator).to(dtype)
+
+
+def _expected(comm: Communicator, op: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return reduce(OPS[op], [_sent(comm, rank, numel, dtype) for rank in range(comm.world_size)])
+
+
+def _own(comm: Communicator, whole: torch.Tensor) -> torch.Tensor:
+    return whole.view(comm.world_size, -1)[comm.rank]
+
+
+def all_reduce_is_the_reduction(comm):
+    for op in OPS:
+        for dtype in DTYPES:
+            for numel in SIZES:
+                tensor = _sent(comm, comm.rank, numel, dtype)
+                comm.all_reduce(tensor, op).wait()
+                torch.testing.assert_close(tensor, _expected(comm, op, numel, dtype), rtol=0, atol=0)
+
+
+def all_reduce_takes_any_shape(comm):
+    matrix = _sent(comm, comm.rank, 6, torch.float32).view(2, 3)
+    comm.all_reduce(matrix).wait()
+    assert torch.equal(matrix.view(-1), _expected(comm, "sum", 6, torch.float32))
+    scalar = _sent(comm, comm.rank, 1, torch.float32).view(())
+    comm.all_reduce(scalar).wait()
+    assert torch.equal(scalar.view(1), _expected(comm, "sum", 1, torch.float32))
+
+
+def reduce_scatter_is_a_slice_of_the_reduction(comm):
+    for op in OPS:
+        for dtype in DTYPES:
+            for numel in SIZES:
+                whole = _sent(comm, comm.rank, comm.world_size * numel, dtype)
+                shard = torch.empty(numel, dtype=dtype)
+                comm.reduce_scatter(shard, whole, op).wait()
+                expected = _own(comm, _expected(comm, op, comm.world_size * numel, dtype))
+                torch.testing.assert_close(shard, expected, rtol=0, atol=0)
+
+
+def reduce_scatter_works_in_place(comm):
+    whole = _sent(comm, comm.rank, comm.world_size * 5, torch.float32)
+    own = _own(comm, whole)
+    comm.reduce_scatter(own, whole).wait()
+    assert torch.equal(own, _own(comm, _expected(comm, "sum", comm.world_size * 5, torch.float32)))
+
+
+def reduce_scatter_has_the_bits_of_all_reduce(comm):
+    assert comm.uniform_order
+    generator = torch.Generator().manual_seed(0 if isinstance(_inner(comm), NullCommunicator) else comm.rank)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for numel in SIZES:
+            mine = torch.randn(comm.world_size * numel, generator=generator, dtype=torch.float64).to(dtype)
+            reduced, shard = mine.clone(), torch.empty(numel, dtype=dtype)
+            comm.all_reduce(reduced).wait()
+            comm.reduce_scatter(shard, mine).wait()
+            assert torch.equal(shard, _own(comm, reduced))
+
+
+def a_reduction_has_the_same_bits_on_every_rank_and_twice(comm):
+    generator = torch.Generator().manual_seed(0 if isinstance(_inner(comm), NullCommunicator) else comm.rank)
+    mine = torch.randn(1001, generator=generator)
+    first, second = mine.clone(), mine.clone()
+    comm.all_reduce(first).wait()
+    comm.all_reduce(second).wait()
+    assert torch.equal(first, second)
+    everyone = torch.empty(comm.world_size * first.numel())
+    comm.all_gather(everyone, first).wait()
+    assert all(torch.equal(row, first) for row in everyone.view(comm.world_size, -1))
+
+
+def all_gather_is_everybodys_shard_in_order(comm):
+    for dtype in [*DTYPES, torch.bool, torch.float16]:
+        for numel in SIZES:
+            whole = torch.zeros(comm.world_size * numel, dtype=dtype)
+            comm.all_gather(whole, _sent(comm, comm.rank, numel, dtype)).wait()
+            expected = torch.cat([_sent(comm, rank, numel, dtype) for rank in range(comm.world_size)])
+            assert torch.equal(whole, expected)
+
+
+def all_gather_works_in_place(comm):
+    whole = torch.full((comm.world_size * 5,), -1.0)
+    own = _own(comm, whole)
+    own.copy_(_sent(comm, comm.rank, 5, torch.float32))
+    comm.all_gather(whole, own).wait()
+    assert torch.equal(whole, torch.cat([_sent(comm, rank, 5, torch.float32) for rank in range(comm.world_size)]))
+
+
+def broadcast_sends_from_any_rank(comm):
+    for src in range(comm.world_size):
+        for dtype in [*DTYPES, torch.bool]:
+            tensor = _sent(comm, comm.rank, 12, dtype).view(3, 4)
+            comm.broadcast(tensor, src=src).wait()
+            assert torch.equal(tensor.view(-1), _sent(comm, src, 12, dtype))
+    scalar = _sent(comm, comm.rank, 1, torch.int64).view(())
+    comm.broadcast(scalar, src=0).wait()
+    assert torch.equal(scalar.view(1), _sent(comm, 0, 1, torch.int64))
+
+
+def several_operations_are_in_flight(comm):
+    numel = comm.world_size * 33
+    reduced = [_sent(comm, comm.rank, numel, torch.float32, seed) for seed in range(4)]
+    scattered = [torch.empty(33) for _ in range(4)]
+    gathered = [torch.empty(numel) for _ in range(4)]
+    sources = [t.clone() for t in reduced]
+    shards = [_sent(comm, comm.rank, 33, torch.float32, seed) for seed in range(4)]
+    works = []
+    for i in range(4):
+        works.append(comm.all_reduce(reduced[i]))
+        works.append(comm.reduce_scatter(scattered[i], sources[i]))
+        works.append(comm.all_gather(gathered[i], shards[i]))
+    for work in reversed(works):
+        work.wait()
+        work.wait()  # a second time is allowed and does nothing
+    for i in range(4):
+        total = sum(_sent(comm, rank, numel, torch.float32, i) for rank in range(comm.world_size))
+        assert torch.equal(reduced[i], total)
+        assert torch.equal(scattered[i], _own(comm, total))
+        everyone = torch.cat([_sent(comm, rank, 33, torch.float32, i) for rank in range(comm.world_size)])
+        assert torch.equal(gathered[i], everyone)
+
+
+def empty_tensors_are_nothing(comm):
+    comm.all_reduce(torch.empty(0)).wait()
+    comm.reduce_scatter(torch.empty(0), torch.empty(0)).wait()
+    comm.all_gather(torch.empty(0), torch.empty(0)).wait()
+    comm.broadcast(torch.empty(0, 3), src=0).wait()
+    comm.barrier()
+
+
+def arguments_that_do_not_fit_are_refused(comm):
+    size = comm.world_size
+    with pytest.raises(ValueError, match="op: 'mean' is not a reduction"):
+        comm.all_reduce(torch.zeros(2), "mean")
+    with pytest.raises(ValueError, match="op: 'mean' is not a reduction"):
+        comm.reduce_scatter(torch.zeros(2), torch.zeros(2 * size), "mean")
+    with pytest.raises(ValueError, match=f"numel: {2 * size + 1} elements are not {size} shards of 2"):
+        comm.reduce_scatter(torch.zeros(2), torch.zeros(2 * size + 1))
+    with pytest.raises(ValueError, match=f"are not {size} shards of 3"):
+        comm.all_gather(torch.zeros(2 * size), torch.zeros(3))
+    with pytest.raises(ValueError, match=r"dtype: torch.float32 and torch.float64 differ"):
+        comm.all_gather(torch.zeros(2 * size), torch.zeros(2, dtype=torch.float64))
+    for src in (-1, size):
+        with pytest.raises(ValueError, match=f"src: rank {src} is outside a world of {size}"):
+            comm.broadcast(torch.zeros(2), src=src)
+
+
+def it_is_a_communicator(comm):
+    assert isinstance(comm, Communicator)
+    assert 0 <= comm.rank < comm.world_size
+    assert comm.control_device == torch.device("cpu")
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        it_is_a_communicator,
+        all_reduce_is_the_reduction,
+        all_reduce_takes_any_shape,
+        reduce_scatter_is_a_slice_of_the_reduction,
+        reduce_scatter_works_in_place,
+        reduce_scatter_has_the_bits_of_all_reduce,
+        a_reduction_has_the_same_bits_on_every_rank_and_twice,
+        all_gather_is_everybodys_shard_in_order,
+        all_gather_works_in_place,
+        broadcast_sends_from_any_rank,
+        several_operations_are_in_flight,
+        empty_tensors_are_nothing,
+        arguments_that_do_not_fit_are_refused,
+    )
+}
+WRAPPERS = {"bare": lambda comm: comm, "observed": ObservedCommunicator}
+
+
+def _on_rank(comm, case, wrapper):
+    CASES[case](WRAPPERS[wrapper](comm))
+
+
+def _on_rank_of_group(comm, case, wrapper):
+    """Worlds of 4, cut into ranks 0 and 2, and ranks 1 and 3, in the other order."""
+    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+    try:
+        CASES[case](WRAPPERS[wrapper](TorchCommunicator(groups[comm.rank % 2])))
+    finally:
+        comm.barrier()
+        for group in groups:
+            if dist.get_rank(group) >= 0:
+                dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("case", CASES)
+class TestEachCommunicator:
+    def test_local(self, case, wrapper):
+        _on_rank(LocalCommunicator(), case, wrapper)
+
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+    def test_threads(self, case, wrapper, world_size):
+        run_threads(lambda comm: _on_rank(comm, case, wrapper), world_size)
+
+    @pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (3, 1), (8, 7)])
+    def test_null(self, case, wrapper, world_size, rank):
+        _on_rank(NullCommunicator(world_size, rank), case, wrapper)
+
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+    def test_gloo(self, case, wrapper, world_size, gloo_ranks):
+        gloo_ranks(world_size).run(_on_rank, case, wrapper)
+
+    def test_gloo_groups(self, case, wrapper, gloo_ranks):
+        gloo_ranks(4).run(_on_rank_of_group, case, wrapper)

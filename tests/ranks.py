@@ -1,0 +1,153 @@
+"""Real ranks for tests: gloo processes that are started once for each world size and then run one function after another.
+
+A rank costs over a second to start and a few milliseconds to give work to. Processes are forked from a server that
+has imported torch and nothing has run in, meet through a file, use one thread each, and leave gloo cleanly at the end.
+A function is named by its file and name, not pickled, so that it may live in any test module.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TIMEOUT_S = 60.0
+PRELOAD = ["torch", "torch.distributed", "zeroshard.zero", "zeroshard.models", "pytest", "hypothesis"]
+
+
+class RankError(AssertionError):
+    """A rank failed; the message is its traceback."""
+
+
+class GlooRanks:
+    """`world_size` processes, each with a `TorchCommunicator` over gloo."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-ranks-")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            args = (rank, world_size, str(Path(self._folder.name) / "store"), theirs)
+            process = context.Process(target=_rank_main, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """``fn(comm, *args)`` on every rank; its results by rank. ``fn`` is a module's function.
+
+        Raises:
+            RankError: a rank raised, died, or did not answer in time. The ranks are gone then.
+        """
+        task = pickle.dumps((fn.__code__.co_filename, fn.__qualname__, args))
+        for pipe in self._pipes:
+            pipe.send_bytes(task)
+        answers: dict[int, Any] = {}
+        waiting = dict(zip(self._pipes, range(self.world_size), strict=True))
+        while waiting:
+            ready = wait(list(waiting), TIMEOUT_S)
+            try:
+                for pipe in ready:
+                    rank = waiting.pop(pipe)
+                    done, answers[rank] = pickle.loads(pipe.recv_bytes())
+                    if not done:
+                        raise RankError(f"rank {rank}:\n{answers[rank]}")
+                if not ready:
+                    raise RankError(f"ranks {sorted(waiting.values())} did not answer in {TIMEOUT_S} s")
+            except (EOFError, RankError) as error:
+                self.kill()
+                raise error if isinstance(error, RankError) else RankError("a rank died") from None
+        return [answers[rank] for rank in range(self.world_size)]
+
+    def close(self) -> list[int | None]:
+        """End the ranks; their exit codes."""
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps(None))
+        for process in self._processes:
+            process.join(TIMEOUT_S)
+        codes = [process.exitcode for process in self._processes]
+        self.kill()
+        return codes
+
+    def kill(self) -> None:
+        """End the ranks now."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+        self._pipes, self._processes = [], []
+
+    @property
+    def alive(self) -> bool:
+        """Whether all ranks can be given work."""
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+
+def _rank_main(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from zeroshard.comm import TorchCommunicator
+    from zeroshard.comm.launch import shutdown
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S / 2)
+    )
+    comm = TorchCommunicator()
+    while (task := pickle.loads(pipe.recv_bytes())) is not None:
+        path, name, args = task
+        try:
+            answer = (True, getattr(_module(path), name)(comm, *args))
+        except BaseException:  # noqa: BLE001 -- it is told to the test
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))
+        del task, args, answer
+    del comm
+    shutdown()
+
+
+def _module(path: str) -> Any:
+    """A test module by its file, imported once."""
+    name = f"ranks_of_{Path(path).stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def gloo_ranks():
+    """`gloo_ranks(world_size)`: ranks that live as long as the tests."""
+    pools: dict[int, GlooRanks] = {}
+
+    def ranks(world_size: int) -> GlooRanks:
+        if world_size not in pools or not pools[world_size].alive:
+            pools[world_size] = GlooRanks(world_size)
+        return pools[world_size]
+
+    yield ranks
+    codes = {world_size: pool.close() for world_size, pool in pools.items() if pool.alive}
+    assert all(code == 0 for by_rank in codes.values() for code in by_rank), codes
