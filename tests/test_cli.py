@@ -229,13 +229,11 @@ def test_a_mistake_that_only_a_worker_sees_is_one_line_too(tmp_path):
 
 def test_ctrl_c_ends_all_ranks_within_five_seconds_with_the_log_intact(tmp_path):
     with running(tmp_path, *ENDLESS) as (process, workers):
-        began = time.monotonic()
         process.send_signal(signal.SIGINT)
+        assert psutil.wait_procs(workers, timeout=5)[1] == []
         _, err = process.communicate(timeout=20)
-        assert time.monotonic() - began < 5
         assert process.returncode == 130
         assert err == ""
-        assert psutil.wait_procs(workers, timeout=1)[1] == []
     assert events(tmp_path)[-1]["event"] == "step"
 
 

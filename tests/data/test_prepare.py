@@ -69,6 +69,15 @@ def test_documents_end_with_the_end_of_text_where_there_is_one(many_files, tmp_p
     assert text(folder, "val").count("ends here") == 20
 
 
+def test_a_tokenizer_never_learns_from_validation(tmp_path):
+    (tmp_path / "book.txt").write_text(TEXT + "zqzq\n" * (len(TEXT) // 100))
+    folder = prepare(DataSpec("text", (str(tmp_path / "book.txt"),), "bpe:300"), tmp_path / "data")
+    assert "zq" in text(folder, "val")
+    assert "zq" not in text(folder, "train")
+    tokenizer = load_tokenizer(folder)
+    assert not [id_ for id_ in range(300) if "zq" in tokenizer.decode([id_])]
+
+
 def test_meta_tells_what_was_read(one_file, tmp_path):
     folder = prepare(one_file, tmp_path / "data", shard_tokens=1000)
     meta = read_meta(folder)

@@ -1,0 +1,236 @@
+"""Point-to-point messages between ranks: all that the ring needs of a network.
+
+A transport moves bytes from one rank's tensor into another's and promises nothing but this: messages from one rank to
+another arrive whole and in the order in which they were sent, and neither side's tensor may be touched until its
+handle has been waited on. Two carry our rings: a gloo process group of our own (`TorchTransport`), and queues in the
+memory of one process (`ThreadTransport`), for tests and for rings in a debugger.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.base import Work
+from zeroshard.comm.threads import PeerError
+
+_num_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+class Transport(Protocol):
+    """Messages between ``world_size`` ranks; see the module's docstring for what is promised."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def send(self, message: Tensor, to: int) -> Work:
+        """Send ``message`` (contiguous, not empty) to rank ``to``; after `Work.wait` it may be changed."""
+        ...
+
+    def recv(self, buffer: Tensor, source: int) -> Work:
+        """Fill ``buffer`` (contiguous, as large as the message) from rank ``source``; there after `Work.wait`.
+
+        Receives from one rank are waited on in the order in which they were posted.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the connections back; messages under way are lost."""
+        ...
+
+
+class _Message:
+    """A gloo message under way to or from one peer; the tensor lives as long as it."""
+
+    __slots__ = ("_handle", "_peer", "_tensor", "_transport")
+
+    def __init__(self, handle: Any, tensor: Tensor, peer: int, transport: TorchTransport) -> None:
+        self._handle = handle
+        self._tensor = tensor
+        self._peer = peer
+        self._transport = transport
+
+    def wait(self) -> None:
+        try:
+            self._handle.wait()
+        except RuntimeError as error:
+            raise self._transport.lost(self._peer, error) from None
+
+
+class TorchTransport:
+    """Messages over a gloo process group of its own, so that they never mix with other traffic.
+
+    To build one is collective over ``group``. Nothing of it is registered with torch.distributed: it goes when it is
+    closed or forgotten.
+
+    Args:
+        group: a process group that this rank belongs to; None: the default group. Its backend does not matter.
+        timeout_s: after which a message that never came fails.
+
+    Raises:
+        RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
+        parent, self.rank, self.world_size = members(group)
+        self._group: dist.ProcessGroupGloo | None = None
+        if self.world_size > 1:
+            # the members of a group build its transports in one order, so this number is the same on all of them
+            number = _num_transports.get(parent, 0)
+            _num_transports[parent] = number + 1
+            self._store = dist.PrefixStore(f"zeroshard/p2p/{number}", parent.get_group_store())
+            timeout = timedelta(seconds=timeout_s)
+            self._group = dist.ProcessGroupGloo(self._store, self.rank, self.world_size, timeout)
+
+    def send(self, message: Tensor, to: int) -> Work:
+        """Send ``message`` to rank ``to``; gloo reads it where it lies."""
+        try:
+            return _Message(self._open().send([message], to, 0), message, to, self)
+        except RuntimeError as error:
+            raise self.lost(to, error) from None
+
+    def recv(self, buffer: Tensor, source: int) -> Work:
+        """Fill ``buffer`` from rank ``source``; gloo writes it where it lies."""
+        try:
+            return _Message(self._open().recv([buffer], source, 0), buffer, source, self)
+        except RuntimeError as error:
+            raise self.lost(source, error) from None
+
+    def lost(self, peer: int, error: RuntimeError) -> PeerError:
+        """What to raise after ``error`` in a message to or from ``peer``; tells the other ranks."""
+        if isinstance(error, PeerError):
+            return error
+        reason = str(error).splitlines()[0]
+        # Only a neighbour sees that a rank is gone; the next one sees that neighbour leave. The store knows the first.
+        try:
+            first = int(self._store.compare_set("lost", "", str(peer)).decode())
+        except (RuntimeError, ValueError):  # the store went with the rank that kept it
+            first = peer
+        self.close()  # our neighbours wait for us in vain, and learn it so
+        return PeerError(f"rank {self.rank}: rank {first} is gone or did not answer; see what it printed ({reason})")
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group = None
+
+    def _open(self) -> dist.ProcessGroupGloo:
+        if self._group is None:
+            raise PeerError(f"rank {self.rank}: the transport is closed")
+        return self._group
+
+
+class _Parcel:
+    """A message in a queue: the sender's own tensor, and whether its reader is done with it."""
+
+    __slots__ = ("taken", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.taken = threading.Event()
+
+
+class _ThreadSend:
+    def __init__(self, parcel: _Parcel, to: int, timeout_s: float) -> None:
+        self._parcel, self._to, self._timeout_s = parcel, to, timeout_s
+
+    def wait(self) -> None:
+        if not self._parcel.taken.wait(self._timeout_s):
+            raise PeerError(f"rank {self._to} did not take a message within {self._timeout_s:g} s")
+
+
+class _ThreadRecv:
+    def __init__(self, parcels: queue.SimpleQueue[_Parcel], buffer: Tensor, source: int, timeout_s: float) -> None:
+        self._parcels, self._buffer, self._source, self._timeout_s = parcels, buffer, source, timeout_s
+
+    def wait(self) -> None:
+        try:
+            parcel = self._parcels.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise PeerError(f"rank {self._source} sent no message within {self._timeout_s:g} s") from None
+        assert parcel.tensor.nbytes == self._buffer.nbytes, (parcel.tensor.shape, self._buffer.shape)
+        self._buffer.copy_(parcel.tensor)
+        parcel.taken.set()
+
+
+class ThreadTransport:
+    """One rank's end of the queues that `thread_transports` makes."""
+
+    def __init__(
+        self, rank: int, world_size: int, queues: dict[tuple[int, int], queue.SimpleQueue[_Parcel]], timeout_s: float
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._queues = queues
+        self._timeout_s = timeout_s
+
+    def send(self, message: Tensor, to: int) -> Work:
+        """Put ``message`` itself, not a copy, where rank ``to`` finds it."""
+        parcel = _Parcel(message)
+        self._queues[self.rank, to].put(parcel)
+        return _ThreadSend(parcel, to, self._timeout_s)
+
+    def recv(self, buffer: Tensor, source: int) -> Work:
+        """Copy the next message from rank ``source`` when waited on."""
+        return _ThreadRecv(self._queues[source, self.rank], buffer, source, self._timeout_s)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def thread_transports(world_size: int, *, timeout_s: float = 120.0) -> list[ThreadTransport]:
+    """The ends, by rank, of queues between ``world_size`` threads of this process.
+
+    Args:
+        world_size: at least 1.
+        timeout_s: how long a rank waits for a peer.
+
+    Raises:
+        ValueError: ``world_size`` below 1.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size: {world_size} ranks; give at least 1")
+    ranks = range(world_size)
+    queues = {(a, b): queue.SimpleQueue[_Parcel]() for a in ranks for b in ranks}
+    return [ThreadTransport(rank, world_size, queues, timeout_s) for rank in ranks]
+
+
+def members(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, int, int]:
+    """The group itself (the default one for None), this process's rank in it, and its size.
+
+    Raises:
+        RuntimeError: `torch.distributed` is not initialised, or this process is no member.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group() first, "
+            "or use LocalCommunicator() for one process"
+        )
+    parent = group if group is not None else dist.group.WORLD
+    assert parent is not None
+    rank = dist.get_rank(parent)
+    if rank < 0:
+        raise RuntimeError("this process is no member of the group; build the communicator on its members only")
+    return parent, rank, dist.get_world_size(parent)
+
+
+def require_cpu(tensor: Tensor, who: str) -> None:
+    """Raise ValueError for a tensor that does not live in the CPU's memory."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"device: {who} moves CPU tensors, not {tensor.device}'s; use TorchCommunicator for those")
+
+
+CPU = torch.device("cpu")

@@ -1,0 +1,224 @@
+"""Collectives from send and receive alone: each rank talks to its two neighbours, and all links are busy at once.
+
+A tensor of n elements is cut into W shards of ceil(n / W), the last ones shorter or empty. In a reduce-scatter each
+shard travels once around, and every rank that it visits adds its own; in an all-gather it travels around again:
+
+    rank 0 --shard 3--> rank 1 --shard 3--> rank 2 --shard 3--> rank 3 (its owner)
+              x0                x0 + x1           (x0 + x1) + x2        ((x0 + x1) + x2) + x3
+
+So shard s is reduced in the order s+1, s+2, ..., s (modulo W), wherever it ends up: the same bits on every rank, from
+run to run, and from `all_reduce`, which is the one and then the other. A rank sends (W-1)/W of the tensor for each of
+the two, the least that is possible (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", 2009). With two ranks a ring is a direct exchange of halves.
+
+Shards travel in chunks: while one is added, the next arrives and the one before leaves. A rank holds two chunks
+beside the caller's tensors and nothing else: partial sums are made in the input, and gathered shards land in place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.base import DONE, ReduceOp, Work, check_op, check_rank, check_shards
+from zeroshard.comm.p2p import CPU, TorchTransport, Transport, require_cpu
+from zeroshard.comm.worker import Steps, Worker
+
+MIN_CHUNK_BYTES = 256 << 10  # below it, a message costs more than its bytes
+MAX_CHUNK_BYTES = 2 << 20
+_CHUNKS_PER_SHARD = 4  # enough to overlap; more only adds messages
+
+_COMBINE: dict[str, Callable[..., Any]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+
+
+class RingCommunicator:
+    """The ranks of a process group as a ring of neighbours, on CPU tensors of any dtype.
+
+    Operations run in issue order on a thread of their own. To build one is collective over ``group``.
+
+    Args:
+        group: a process group that this rank belongs to; None: the default group.
+        transport: what carries the messages instead; None: gloo, in a group of its own.
+        timeout_s: after which a peer that sends nothing is given up; only for the transport made here.
+
+    Raises:
+        RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
+    """
+
+    uniform_order = True
+    control_device = CPU
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, transport: Transport | None = None, timeout_s: float = 600.0
+    ) -> None:
+        self.transport: Transport = transport or TorchTransport(group, timeout_s=timeout_s)
+        self.rank = self.transport.rank
+        self.world_size = self.transport.world_size
+        self._worker = Worker(f"ring-{self.rank}") if self.world_size > 1 else None
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce ``tensor`` in place; any strides, at a cost where they leave gaps or change the order."""
+        check_op(op)
+        return self._submit(tensor, lambda flat: self._all_reduce(flat, op))
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce and keep this rank's slice; ``input`` is overwritten with partial sums."""
+        check_op(op)
+        check_shards(input, output, self.world_size)
+        require_cpu(output, "RingCommunicator")
+        return self._submit(input, lambda flat: self._reduce_scatter(flat, op, output.view(-1)), contiguous=True)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        """Gather every rank's shard."""
+        check_shards(output, input, self.world_size)
+        require_cpu(input, "RingCommunicator")
+        return self._submit(output, lambda flat: self._all_gather(flat, input.view(-1)), contiguous=True)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Work:
+        """Take rank ``src``'s tensor; any strides."""
+        check_rank(src, self.world_size)
+        return self._submit(tensor, lambda flat: self._broadcast(flat, src))
+
+    def barrier(self) -> None:
+        """Return when every rank has called it and all that was issued before is done."""
+        if self._worker is not None:
+            self._worker.submit(self._barrier()).wait()
+
+    def close(self) -> None:
+        """Finish what was issued, end the thread and leave the group; harmless twice."""
+        if self._worker is not None:
+            self._worker.close()
+        self.transport.close()
+
+    def _submit(self, tensor: Tensor, steps: Callable[[Tensor], Steps], *, contiguous: bool = False) -> Work:
+        require_cpu(tensor, "RingCommunicator")
+        if tensor.numel() == 0:
+            return DONE
+        if tensor.is_contiguous() or contiguous:
+            flat_steps = steps(tensor.detach().view(-1))
+        else:
+            flat_steps = _by_pieces(tensor.detach(), steps)
+        if self._worker is None:
+            for work in flat_steps:
+                work.wait()
+            return DONE
+        return self._worker.submit(flat_steps)
+
+    # -- the rings: each is an iterator over the messages that it waits for -------------------------------------
+
+    def _shard(self, flat: Tensor, index: int) -> tuple[int, int]:
+        """The interval of ``flat`` that is shard ``index`` (modulo the world)."""
+        size = -(-flat.numel() // self.world_size)
+        start = (index % self.world_size) * size
+        return min(start, flat.numel()), min(start + size, flat.numel())
+
+    def _arrivals(self, flat: Tensor, chunk: int, first: int) -> list[list[Tensor]]:
+        """What the left neighbour sends, step by step, where shard ``first`` comes first: chunks of ``flat``."""
+        shards = (self._shard(flat, first - step) for step in range(self.world_size - 1))
+        return [_chunks(flat, start, stop, chunk) for start, stop in shards]
+
+    def _reduce(self, flat: Tensor, op: ReduceOp, output: Tensor | None, leave: Callable[[Tensor], None]) -> Steps:
+        """Reduce-scatter in ``flat``; this rank's shard goes to ``output``, where given, else stays in place.
+
+        ``leave`` is called with each chunk that is to go to the right neighbour, in order.
+        """
+        combine, chunk = _COMBINE[op], self._chunk(flat)
+        own_start = self._shard(flat, self.rank)[0]
+        first, last = self._shard(flat, self.rank - 1), self.world_size - 2
+        steps = self._arrivals(flat, chunk, self.rank - 2)
+        arrivals = [(step, part) for step, parts in enumerate(steps) for part in parts]
+        buffers = torch.empty(2, min(chunk, flat.numel()), dtype=flat.dtype)
+        left = self.rank - 1 if self.rank else last + 1
+
+        def post(index: int) -> Work:
+            return self.transport.recv(buffers[index % 2, : arrivals[index][1].numel()], left)
+
+        posted = [post(index) for index in range(min(2, len(arrivals)))]
+        for part in _chunks(flat, *first, chunk):
+            leave(part)
+        for index, (step, part) in enumerate(arrivals):
+            yield posted[index]
+            target = part
+            if step == last and output is not None:
+                start = part.storage_offset() - flat.storage_offset() - own_start
+                target = output[start : start + part.numel()]
+            combine(part, buffers[index % 2, : part.numel()], out=target)
+            if index + 2 < len(arrivals):
+                posted.append(post(index + 2))
+            if step < last or output is None:
+                leave(target)
+
+    def _gather(self, flat: Tensor, leave: Callable[[Tensor], None]) -> Steps:
+        """All-gather in ``flat``, this rank's shard having left; ``leave`` as in `_reduce`."""
+        left = (self.rank - 1) % self.world_size
+        steps = self._arrivals(flat, self._chunk(flat), self.rank - 1)
+        posted = [(step, part, self.transport.recv(part, left)) for step, parts in enumerate(steps) for part in parts]
+        for step, part, work in posted:
+            yield work
+            if step < self.world_size - 2:
+                leave(part)
+
+    def _reduce_scatter(self, flat: Tensor, op: ReduceOp, output: Tensor) -> Steps:
+        if self.world_size == 1:
+            _copy(output, flat)
+            return
+        sends = _Sends(self)
+        yield from self._reduce(flat, op, output, sends)
+        yield from sends
+
+    def _all_gather(self, flat: Tensor, shard: Tensor) -> Steps:
+        start, stop = self._shard(flat, self.rank)
+        _copy(flat[start:stop], shard)
+        if self.world_size > 1:
+            sends = _Sends(self)
+            for part in _chunks(flat, start, stop, self._chunk(flat)):
+                sends(part)
+            yield from self._gather(flat, sends)
+            yield from sends
+
+    def _all_reduce(self, flat: Tensor, op: ReduceOp) -> Steps:
+        if self.world_size > 1:
+            sends = _Sends(self)
+            yield from self._reduce(flat, op, None, sends)  # the chunks of this rank's shard leave as they are ready
+            yield from self._gather(flat, sends)
+            yield from sends
+
+    def _broadcast(self, flat: Tensor, src: int) -> Steps:
+        """Chunks go along the chain src, src + 1, ..., src - 1."""
+        place = (self.rank - src) % self.world_size
+        chunks = _chunks(flat, 0, flat.numel(), self._chunk(flat))
+        sends = _Sends(self)
+        posted = [self.transport.recv(part, (self.rank - 1) % self.world_size) for part in chunks] if place else []
+        for index, part in enumerate(chunks):
+            if place:
+                yield posted[index]
+            if place < self.world_size - 1:
+                sends(part)
+        yield from sends
+
+    def _barrier(self) -> Steps:
+        """Dissemination: in round k, tell the rank 2^k to the right (Hensgen, Finkel and Manber, 1988)."""
+        distance = 1
+        while distance < self.world_size:
+            token = torch.zeros(2, dtype=torch.uint8)
+            heard = self.transport.recv(token[:1], (self.rank - distance) % self.world_size)
+            told = self.transport.send(token[1:], (self.rank + distance) % self.world_size)
+            yield heard
+            yield told
+            distance *= 2
+
+    def _chunk(self, flat: Tensor) -> int:
+        """Elements of a chunk: the same on every rank, for it depends on the tensor's size alone."""
+        shard_bytes = -(-flat.nbytes // self.world_size)
+        chunk_bytes = min(max(shard_bytes // _CHUNKS_PER_SHARD, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+        return max(chunk_bytes // flat.element_size(), 1)

@@ -1,0 +1,143 @@
+"""Models that nobody thought of: random blocks, sizes, ranks and paths, at all stages, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zeroshard.comm import Communicator, run_threads
+from zeroshard.zero import Placement, ShardingStrategy, Zero
+
+KINDS = ["plain", "norm", "twice", "dict", "frozen", "checkpoint", "reentrant", "some-ranks", "unused", "tied"]
+NUM_STEPS, NUM_ROWS = 3, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    width: int
+    kinds: tuple[str, ...]
+    bias: bool
+    world_size: int
+    num_micro: int
+    accumulate: str
+    prefetch: int
+    optimizer: str
+
+
+cases = st.builds(
+    Case,
+    width=st.integers(1, 5),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=0, max_size=5).map(tuple),
+    bias=st.booleans(),
+    world_size=st.integers(1, 4),
+    num_micro=st.integers(1, 2),
+    accumulate=st.sampled_from(["local", "sharded"]),
+    prefetch=st.integers(0, 3),
+    optimizer=st.sampled_from(["AdamW", "SGD", "RMSprop"]),
+)
+
+
+class Block(nn.Module):
+    def __init__(self, case: Case, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(case.width, case.width, bias=case.bias)
+        self.norm = nn.LayerNorm(case.width) if kind == "norm" else nn.Identity()
+        self.requires_grad_(kind != "frozen")
+
+    def forward(self, x: Tensor):
+        y = torch.tanh(self.norm(self.linear(x)))
+        return {"y": [x + y]} if self.kind == "dict" else x + y
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.first = nn.Linear(case.width, case.width)
+        self.blocks = nn.ModuleList(Block(case, kind) for kind in case.kinds)
+        self.last = nn.Linear(case.width, case.width, bias=False)
+        for block in self.blocks:
+            if block.kind == "tied":
+                self.last.weight = block.linear.weight
+        with torch.no_grad():  # ranks are threads and share torch's generator
+            for index, param in enumerate(self.parameters()):
+                param.normal_(0, 0.5, generator=torch.Generator().manual_seed(index))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        x = self.first(x)
+        for place, block in enumerate(self.blocks):
+            x = self._call(block, x, skip=(place + rank) % 2 == 1)
+        return self.last(x).square().mean()
+
+    def _call(self, block: nn.Module, x: Tensor, *, skip: bool) -> Tensor:
+        if block.kind == "unused" or (block.kind == "some-ranks" and skip):
+            return x
+        if block.kind in ("checkpoint", "reentrant"):
+            return checkpoint(block, x, use_reentrant=block.kind == "reentrant")
+        y = block(x)
+        if block.kind == "twice":
+            y = block(y)
+        return y["y"][0] if block.kind == "dict" else y
+
+
+def _optimizer(case: Case) -> tuple[type[torch.optim.Optimizer], dict[str, float]]:
+    cls = getattr(torch.optim, case.optimizer)
+    return cls, {"lr": 1e-3, "weight_decay": 0.1} | ({"momentum": 0.9} if case.optimizer == "SGD" else {})
+
+
+def _rows(case: Case, step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed((step * 7 + micro) * 5 + rank)
+    return torch.randn(NUM_ROWS, case.width, generator=generator)
+
+
+def one_process(case: Case) -> dict[str, Tensor]:
+    model = Model(case)
+    cls, kwargs = _optimizer(case)
+    optim = cls(model.parameters(), **kwargs)
+    for step in range(NUM_STEPS):
+        for micro in range(case.num_micro):
+            for rank in range(case.world_size):
+                loss = model(_rows(case, step, micro, rank), rank)
+                (loss / (case.num_micro * case.world_size)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optim.step()
+        optim.zero_grad()
+    return dict(model.state_dict())
+
+
+def sharded(comm: Communicator, case: Case, stage: int | ShardingStrategy):
+    model = Model(case)
+    zero = Zero(model, stage=stage, comm=comm, accumulate=case.accumulate, prefetch=case.prefetch)
+    cls, kwargs = _optimizer(case)
+    optim = zero.optimizer(cls, **kwargs)
+    facts = []
+    for step in range(NUM_STEPS):
+        for micro in range(case.num_micro):
+            with zero.micro_batch(last=micro == case.num_micro - 1):
+                loss = model(_rows(case, step, micro, comm.rank), comm.rank) / case.num_micro
+                loss.backward()
+                facts.append(loss.item())
+        facts.append(zero.clip_grad_norm_(0.5).item())
+        optim.step()
+        optim.zero_grad()
+    return facts, dict(zero.state_dict())
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+def test_all_stages_give_the_same_bits_and_one_process_the_same_numbers(case):
+    expected = one_process(case)
+    stage_zero = run_threads(lambda comm: sharded(comm, case, 0), case.world_size)
+    keep = ShardingStrategy(Placement.SHARD, Placement.SHARD, Placement.SHARD, reshard_after_forward=False)
+    for stage in (1, 2, 3, keep):
+        by_rank = run_threads(lambda comm, stage=stage: sharded(comm, case, stage), case.world_size)
+        for (facts, weights), (same_facts, same_weights) in zip(by_rank, stage_zero, strict=True):
+            assert facts == same_facts
+            assert all(torch.equal(weights[name], same_weights[name]) for name in expected)
+    for name, whole in expected.items():
+        torch.testing.assert_close(stage_zero[0][1][name], whole, rtol=0, atol=2e-5)
