@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -55,6 +55,7 @@ def running(tmp_path: Path, *argv: str):
     command = [*ZEROSHARD, *argv, *DATA, "--data.dir", str(tmp_path / "data"), "--out", str(tmp_path / "run")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
+    workers: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + 60
         while not metrics.exists() or metrics.read_text().count('"step"') < 3:
@@ -65,8 +66,9 @@ def running(tmp_path: Path, *argv: str):
         assert len(workers) == 2
         yield process, workers
     finally:
-        for worker in psutil.Process(process.pid).children() if process.poll() is None else []:
-            worker.kill()
+        for worker in workers or psutil.Process(process.pid).children():  # also those that outlived their launcher
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
         process.kill()
         process.communicate()
 
@@ -88,6 +90,7 @@ def test_help_names_every_flag_that_is_taken_and_no_other(verb, capsys, monkeypa
     monkeypatch.setenv("COLUMNS", "120")
     assert main([verb, "--help"]) == 0
     kind = VERBS[verb].config
+    assert kind is not None
     taken = set(flags_of(kind, {}, VERBS[verb].positionals))
     lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"[^\w-]+--[a-z]", line)]
     assert set(re.findall(r"--[a-z][a-z0-9.-]*", "\n".join(lines))) == taken

@@ -13,7 +13,20 @@ from torch.utils.checkpoint import checkpoint
 from zeroshard.comm import Communicator, run_threads
 from zeroshard.zero import Placement, ShardingStrategy, Zero
 
-KINDS = ["plain", "norm", "twice", "dict", "frozen", "checkpoint", "reentrant", "some-ranks", "unused", "tied"]
+KINDS = [
+    "plain",
+    "norm",
+    "twice",
+    "dict",
+    "frozen",
+    "checkpoint",
+    "reentrant",
+    "some-ranks",
+    "unused",
+    "tied",
+    "slots",
+    "reentrant-some-ranks",
+]
 NUM_STEPS, NUM_ROWS = 3, 2
 
 
@@ -24,6 +37,8 @@ class Case:
     bias: bool
     world_size: int
     num_micro: int
+    two_forwards: bool
+    num_again: int
     accumulate: str
     prefetch: int
     optimizer: str
@@ -36,10 +51,21 @@ cases = st.builds(
     bias=st.booleans(),
     world_size=st.integers(1, 4),
     num_micro=st.integers(1, 2),
+    two_forwards=st.booleans(),
+    num_again=st.integers(0, 3),
     accumulate=st.sampled_from(["local", "sharded"]),
     prefetch=st.integers(0, 3),
     optimizer=st.sampled_from(["AdamW", "SGD", "RMSprop"]),
 )
+
+
+class Hidden:
+    """Nothing finds the tensor in it."""
+
+    __slots__ = ("y",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
 
 
 class Block(nn.Module):
@@ -52,6 +78,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor):
         y = torch.tanh(self.norm(self.linear(x)))
+        if self.kind == "slots":
+            return Hidden(x + y)
         return {"y": [x + y]} if self.kind == "dict" else x + y
 
 
@@ -61,6 +89,7 @@ class Model(nn.Module):
         self.first = nn.Linear(case.width, case.width)
         self.blocks = nn.ModuleList(Block(case, kind) for kind in case.kinds)
         self.last = nn.Linear(case.width, case.width, bias=False)
+        self.depth = len(case.kinds) + case.num_again
         for block in self.blocks:
             if block.kind == "tied":
                 self.last.weight = block.linear.weight
@@ -70,19 +99,19 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, rank: int) -> Tensor:
         x = self.first(x)
-        for place, block in enumerate(self.blocks):
+        for place, block in enumerate([*self.blocks, *self.blocks][: self.depth]):
             x = self._call(block, x, skip=(place + rank) % 2 == 1)
         return self.last(x).square().mean()
 
     def _call(self, block: nn.Module, x: Tensor, *, skip: bool) -> Tensor:
-        if block.kind == "unused" or (block.kind == "some-ranks" and skip):
+        if block.kind == "unused" or (block.kind.endswith("some-ranks") and skip):
             return x
-        if block.kind in ("checkpoint", "reentrant"):
-            return checkpoint(block, x, use_reentrant=block.kind == "reentrant")
+        if block.kind.startswith(("checkpoint", "reentrant")):
+            return checkpoint(block, x, use_reentrant=block.kind.startswith("reentrant"))
         y = block(x)
         if block.kind == "twice":
             y = block(y)
-        return y["y"][0] if block.kind == "dict" else y
+        return y["y"][0] if block.kind == "dict" else y.y if isinstance(y, Hidden) else y
 
 
 def _optimizer(case: Case) -> tuple[type[torch.optim.Optimizer], dict[str, float]]:
@@ -95,6 +124,11 @@ def _rows(case: Case, step: int, micro: int, rank: int) -> Tensor:
     return torch.randn(NUM_ROWS, case.width, generator=generator)
 
 
+def _loss(case: Case, model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    loss = model(_rows(case, step, micro, rank), rank)
+    return loss + model(_rows(case, step + 10, micro, rank), rank + 1) if case.two_forwards else loss
+
+
 def one_process(case: Case) -> dict[str, Tensor]:
     model = Model(case)
     cls, kwargs = _optimizer(case)
@@ -102,7 +136,7 @@ def one_process(case: Case) -> dict[str, Tensor]:
     for step in range(NUM_STEPS):
         for micro in range(case.num_micro):
             for rank in range(case.world_size):
-                loss = model(_rows(case, step, micro, rank), rank)
+                loss = _loss(case, model, step, micro, rank)
                 (loss / (case.num_micro * case.world_size)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optim.step()
@@ -119,7 +153,7 @@ def sharded(comm: Communicator, case: Case, stage: int | ShardingStrategy):
     for step in range(NUM_STEPS):
         for micro in range(case.num_micro):
             with zero.micro_batch(last=micro == case.num_micro - 1):
-                loss = model(_rows(case, step, micro, comm.rank), comm.rank) / case.num_micro
+                loss = _loss(case, model, step, micro, comm.rank) / case.num_micro
                 loss.backward()
                 facts.append(loss.item())
         facts.append(zero.clip_grad_norm_(0.5).item())

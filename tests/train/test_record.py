@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from zeroshard.train.record import (
 
 
 def a_record(**changes) -> StepRecord:
-    values = {
+    values: dict[str, Any] = {
         "step": 10,
         "loss": 4.12341,
         "grad_norm": 0.98,

@@ -65,6 +65,7 @@ class RingCommunicator:
         self.rank = self.transport.rank
         self.world_size = self.transport.world_size
         self._worker = Worker(f"ring-{self.rank}") if self.world_size > 1 else None
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce ``tensor`` in place; any strides, at a cost where they leave gaps or change the order."""
@@ -137,8 +138,8 @@ class RingCommunicator:
         first, last = self._shard(flat, self.rank - 1), self.world_size - 2
         steps = self._arrivals(flat, chunk, self.rank - 2)
         arrivals = [(step, part) for step, parts in enumerate(steps) for part in parts]
-        buffers = torch.empty(2, min(chunk, flat.numel()), dtype=flat.dtype)
-        left = self.rank - 1 if self.rank else last + 1
+        buffers = self._landing(flat.dtype, chunk)
+        left = (self.rank - 1) % self.world_size
 
         def post(index: int) -> Work:
             return self.transport.recv(buffers[index % 2, : arrivals[index][1].numel()], left)
@@ -217,8 +218,61 @@ class RingCommunicator:
             yield told
             distance *= 2
 
+    def _landing(self, dtype: torch.dtype, chunk: int) -> Tensor:
+        """Where two chunks land; operations run one at a time, so that they share it."""
+        num_bytes = 2 * chunk * dtype.itemsize
+        if self._memory.nbytes < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._memory[:num_bytes].view(dtype).view(2, chunk)
+
     def _chunk(self, flat: Tensor) -> int:
         """Elements of a chunk: the same on every rank, for it depends on the tensor's size alone."""
         shard_bytes = -(-flat.nbytes // self.world_size)
         chunk_bytes = min(max(shard_bytes // _CHUNKS_PER_SHARD, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
         return max(chunk_bytes // flat.element_size(), 1)
+
+
+class _Sends:
+    """The messages to the right neighbour: called with each, iterated over to wait for all."""
+
+    def __init__(self, comm: RingCommunicator) -> None:
+        self._transport = comm.transport
+        self._right = (comm.rank + 1) % comm.world_size
+        self._works: list[Work] = []
+
+    def __call__(self, part: Tensor) -> None:
+        self._works.append(self._transport.send(part, self._right))
+
+    def __iter__(self) -> Iterator[Work]:
+        return iter(self._works)
+
+
+def _chunks(flat: Tensor, start: int, stop: int, chunk: int) -> list[Tensor]:
+    return list(flat[start:stop].split(chunk)) if stop > start else []
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+
+
+def _by_pieces(tensor: Tensor, steps: Callable[[Tensor], Steps]) -> Steps:
+    """Run ``steps`` on contiguous copies of pieces of a strided ``tensor``, and write each back."""
+    limit = max(MAX_CHUNK_BYTES // tensor.element_size(), 1)
+    for piece in _pieces(tensor, limit):
+        packed = piece.reshape(-1).clone()
+        yield from steps(packed)
+        piece.copy_(packed.view(piece.shape))
+
+
+def _pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:
+    """Views that cover ``tensor``, of at most ``limit`` elements; cut by shape alone, so alike on every rank."""
+    if tensor.numel() <= limit:
+        yield tensor
+        return
+    rows = limit * len(tensor) // tensor.numel()  # that fit
+    if rows:
+        yield from tensor.split(rows)
+    else:
+        for row in tensor:
+            yield from _pieces(row, limit)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.base import DONE, ReduceOp, Work, check_op, check_rank, check_shards
+from zeroshard.comm.scope import current_scope
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ class ThreadCommunicator:
     def _exchange(self, tensor: Tensor, *call: object) -> list[Tensor]:
         """Every rank's tensor; raise on every rank if they did not all make the same call."""
         table = self._table
+        call = (*call, current_scope())  # tensors of one size would pass for each other
         table.tensors[self.rank], table.calls[self.rank] = tensor, call
         table.meet()
         for rank, other in enumerate(table.calls):

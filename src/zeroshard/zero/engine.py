@@ -187,6 +187,7 @@ class Zero:
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Mark the weights that ``optimizer`` may have changed, the same on every rank."""
+        self._runtime.forget_calls()
         members = next((members for known, members in self._optimizers if known is optimizer), set())
         for group in self._runtime.groups():
             used = group.grads.used

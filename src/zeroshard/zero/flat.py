@@ -115,9 +115,9 @@ class FlatParams:
         start = piece.offset - self.master_offset
         return self.master[start : start + piece.numel]
 
-    def gather(self) -> None:
-        """Start to make ``full`` whole and current; nothing to do where it is, or where that is under way."""
-        if self._work is not None or (self.whole and not self.stale):
+    def gather(self, *, again: bool = False) -> None:
+        """Start to make ``full`` whole and current; where it is, or where that is under way, nothing to do, but for the first with ``again``."""
+        if self._work is not None or (self.whole and not self.stale and not again):
             return
         if not self.whole:
             self.full.untyped_storage().resize_(self._storage_bytes)

@@ -69,6 +69,7 @@ class Runtime:
         self._order_agreed = False
         self._ran: dict[Unit, None] = {}  # in order of the first call in this forward
         self._passed = 0
+        self._frees_after_forward = True
         self._forward = Cursor([], lambda op: None)
         self._in_flight: deque[Unit] = deque()
         self._unhooked: list[tuple[FlatGroup, int, nn.Parameter]] = []
@@ -99,7 +100,7 @@ class Runtime:
             self._ran.setdefault(unit)
             self._forward.through(Op("gather", min(place + self.prefetch, len(self._order) - 1)))
             for skipped in self._order[self._passed : place]:
-                if skipped not in self._ran:
+                if skipped not in self._ran and self._frees_after_forward:
                     self._reshard(skipped)
             self._passed = max(self._passed, place)
         unit.unshard()
@@ -110,6 +111,8 @@ class Runtime:
         self._hook_gradients()
         self._ran = {}
         self._passed = 0
+        # One answer for all units, run or skipped: what is whole must be so on every rank.
+        self._frees_after_forward = self.reshard_after_forward or not torch.is_grad_enabled()
         self.root.gather()
         if self.shard_params:
             self._forward = Cursor(forward_ops(len(self._order)), lambda op: self._order[op.place].gather())
@@ -121,17 +124,18 @@ class Runtime:
     def forward_ends(self, unit: Unit, *, grads_flow: bool, keep: bool) -> None:
         """Free the unit's weights, unless backward needs them at once."""
         unit.kept |= keep
+        unit.calls += grads_flow
         if unit is self.root:
             self._forward.finish()
             for other in self._order:
                 if other not in self._ran:
                     other.wait()  # nobody else does, and only then may its weights be gathered anew
-                    self._reshard(other)
+                    if self._frees_after_forward:
+                        self._reshard(other)
             if not grads_flow and not keep:
                 self._reshard(unit)
             return
-        unit.calls += grads_flow
-        if not keep and (self.reshard_after_forward or not grads_flow):
+        if not keep and self._frees_after_forward:
             self._reshard(unit)
 
     def _reshard(self, unit: Unit) -> None:
@@ -161,7 +165,7 @@ class Runtime:
             return
         if unit.calls == 0 and unit in backward.place:
             backward.cursor.through(Op("reduce", backward.place[unit]))
-        else:
+        if unit.calls == 0 and not unit.kept:
             self._reshard(unit)
 
     def _backward(self) -> BackwardPass:
@@ -173,12 +177,29 @@ class Runtime:
 
             def run(op: Op) -> None:
                 unit = self.root if op.place == ROOT else units[op.place]
-                unit.gather() if op.action == "gather" else self._reduce(unit)
+                if op.action == "gather":
+                    unit.gather(again=unit.kept and self.reshard_after_forward)  # others may have skipped and freed it
+                else:
+                    self._reduce(unit)
 
             ops = backward_ops(len(units), prefetch=self.prefetch, gather=self.shard_params)
             self.backward_pass = BackwardPass(units, Cursor(ops, run))
+            self._hold_what_runs_again(units)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self.backward_pass
+
+    def _hold_what_runs_again(self, units: list[Unit]) -> None:
+        """Gather what has several calls to come now, and keep it: its turns have no place in the schedule."""
+        several_forwards = self.root.calls > 1
+        for unit in units:
+            if self.shard_params and (several_forwards or unit.calls > 1):
+                unit.gather()
+                unit.held = True
+
+    def forget_calls(self) -> None:
+        """Whatever forwards were run, no backward of theirs is expected any more."""
+        for unit in self.all_units():
+            unit.calls = 0
 
     def _reduce(self, unit: Unit) -> None:
         if self.sync:
@@ -187,7 +208,7 @@ class Runtime:
                 self._in_flight.append(unit)
                 while len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
                     self._in_flight.popleft().settle()
-        if unit is not self.root and not unit.active and not unit.kept:
+        if unit is not self.root and not unit.active and not unit.kept and not (unit.held and unit.calls):
             self._reshard(unit)
 
     def _end_backward(self) -> None:
@@ -231,7 +252,7 @@ class Runtime:
         self.backward_pass = None
         for unit in self.all_units():
             unit.calls = unit.active = 0
-            unit.kept = False
+            unit.kept = unit.held = False
 
     def _agree_on_order(self) -> None:
         if self._order_agreed or not self.units:

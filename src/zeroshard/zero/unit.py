@@ -76,6 +76,7 @@ class Unit:
         module: whose forward uses the weights.
         calls: forward calls whose backward has not begun.
         active: calls in backward now.
+        held: whether its weights stay until the last of several calls is over.
         kept: whether its weights stay until backward is over, because nobody will tell when they are needed.
     """
 
@@ -86,11 +87,12 @@ class Unit:
         self.calls = 0
         self.active = 0
         self.kept = False
+        self.held = False
 
-    def gather(self) -> None:
-        """Start to make the weights whole and current."""
+    def gather(self, *, again: bool = False) -> None:
+        """Start to make the weights whole and current; ``again``: also where they are."""
         for group in self.groups:
-            group.params.gather()
+            group.params.gather(again=again)
 
     def wait(self) -> None:
         """Finish what `gather` started."""
