@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from ranks import gloo_ranks  # noqa: F401 -- a fixture
 
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")

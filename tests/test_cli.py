@@ -102,8 +102,8 @@ def test_help_shows_what_the_file_has_set(capsys, tmp_path):
     assert "Tokens in a sequence. (default: 77)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]])
-def test_help_imports_no_torch_and_answers_in_half_a_second(argv):
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--sed", "1"]])
+def test_help_and_a_typing_mistake_import_no_torch_and_answer_in_half_a_second(argv):
     code = f"import sys; from zeroshard.cli import main; main({argv}); sys.exit('torch' in sys.modules)"
     times = []
     for _ in range(3):  # the machine may be busy once

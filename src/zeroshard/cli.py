@@ -113,9 +113,14 @@ def _train(config: TrainConfig, argv: Sequence[str]) -> int:
             "leave --nproc out under a launcher",
         )
     with launch.ended_with_launcher():
+        from zeroshard.comm import PeerError
         from zeroshard.train.loop import run_training
 
-        return run_training(config)
+        try:
+            return run_training(config)
+        except PeerError as error:
+            _say(f"rank {world.rank if world else 0}: {error}; start again with --resume auto")
+            return ExitStatus.PEER_LOST
 
 
 def _prepare(config: PrepareConfig, argv: Sequence[str]) -> int:

@@ -100,7 +100,9 @@ class Model(nn.Module):
     def forward(self, x: Tensor, rank: int) -> Tensor:
         x = self.first(x)
         for place, block in enumerate([*self.blocks, *self.blocks][: self.depth]):
-            x = self._call(block, x, skip=(place + rank) % 2 == 1)
+            # A rank may skip a unit, but not while another runs twice: where its turns come is then told to nobody.
+            skip = (place + rank) % 2 == 1 and self.depth <= len(self.blocks)
+            x = self._call(block, x, skip=skip)
         return self.last(x).square().mean()
 
     def _call(self, block: nn.Module, x: Tensor, *, skip: bool) -> Tensor:
@@ -110,7 +112,7 @@ class Model(nn.Module):
             return checkpoint(block, x, use_reentrant=block.kind.startswith("reentrant"))
         y = block(x)
         if block.kind == "twice":
-            y = block(y)
+            y = block(y)  # at once, so that nothing can come in between
         return y["y"][0] if block.kind == "dict" else y.y if isinstance(y, Hidden) else y
 
 

@@ -22,6 +22,10 @@ from torch import Tensor
 ReduceOp = Literal["sum", "max", "min", "product"]
 
 
+class PeerError(RuntimeError):
+    """Another rank failed, is gone, or made another call, so that this one cannot go on."""
+
+
 class Work(Protocol):
     """An operation that may still be running."""
 

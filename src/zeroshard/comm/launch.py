@@ -254,8 +254,11 @@ def _root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
     for _, (code, message) in sorted(failures.items()):
         if code == ExitStatus.USAGE:
             return Ending(code, message)
-    # ranks that only failed because others did end in 1, the smallest
-    code = max(code for code, _ in failures.values())
+    # Ranks that only lost a peer ended because of another, unless there is no other.
+    causes = [code for code, _ in failures.values() if code != ExitStatus.PEER_LOST]
+    if not causes:
+        return Ending(ExitStatus.PEER_LOST, next(message for _, (_, message) in sorted(failures.items())))
+    code = max(causes)
     return Ending(code if code > 0 else 128 - code)
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeroshard.comm.threads import PeerError
+from zeroshard.comm.base import PeerError
 from zeroshard.errors import UserError
 
 LOST = 0  # the counter in which a rank notes, plus one, which peer it has lost

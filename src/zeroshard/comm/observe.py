@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.base import Communicator, ReduceOp, Work
-from zeroshard.comm.scope import CONTROL, current_scope
+from zeroshard.comm.labels import CONTROL, current_scope
 
 
 @dataclass

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import Work
-from zeroshard.comm.threads import PeerError
+from zeroshard.comm.base import PeerError, Work
 
-_num_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+CPU = torch.device("cpu")
+_num_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class Transport(Protocol):
@@ -89,10 +89,7 @@ class TorchTransport:
         parent, self.rank, self.world_size = members(group)
         self._group: dist.ProcessGroupGloo | None = None
         if self.world_size > 1:
-            # the members of a group build its transports in one order, so this number is the same on all of them
-            number = _num_transports.get(parent, 0)
-            _num_transports[parent] = number + 1
-            self._store = dist.PrefixStore(f"zeroshard/p2p/{number}", parent.get_group_store())
+            self._store = own_store(parent)
             timeout = timedelta(seconds=timeout_s)
             self._group = dist.ProcessGroupGloo(self._store, self.rank, self.world_size, timeout)
 
@@ -227,10 +224,16 @@ def members(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, int, in
     return parent, rank, dist.get_world_size(parent)
 
 
-def require_cpu(tensor: Tensor, who: str) -> None:
+def own_store(parent: dist.ProcessGroup) -> dist.Store:
+    """A corner of the group's store that nobody else writes to. Collective, but waits for nobody."""
+    # the members of a group ask in one order, so the number is the same on all of them
+    number = _num_stores.get(parent, 0)
+    _num_stores[parent] = number + 1
+    return dist.PrefixStore(f"zeroshard/{number}", parent.get_group_store())
+
+
+def require_cpu(who: str, *tensors: Tensor) -> None:
     """Raise ValueError for a tensor that does not live in the CPU's memory."""
-    if tensor.device.type != "cpu":
-        raise ValueError(f"device: {who} moves CPU tensors, not {tensor.device}'s; use TorchCommunicator for those")
-
-
-CPU = torch.device("cpu")
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"device: {who} moves CPU tensors, not {tensor.device}'s; use TorchCommunicator for those")

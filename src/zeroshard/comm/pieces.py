@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import Work
+from zeroshard.comm.worker import Operation
 
-Steps = Iterator[Work]  # an operation, as an iterator over what it waits for
 PACKED_BYTES = 1 << 20  # of a strided tensor, copied at a time
 
 COMBINE: dict[str, Callable[..., Any]] = {
@@ -33,19 +32,20 @@ def copy(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
-def on_flat(tensor: Tensor, steps: Callable[[Tensor], Steps]) -> Steps:
-    """Run ``steps`` on ``tensor`` as a flat view; on copies of its pieces, one by one, where there is no such view."""
+def on_flat(tensor: Tensor, run: Callable[[Tensor], None]) -> Operation:
+    """``run`` on a flat view of ``tensor``; where there is none, on copies of its pieces, one by one."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
-        return steps(tensor.view(-1))
-    return _on_packed(tensor, steps)
+        flat = tensor.view(-1)
+        return lambda: run(flat)
 
+    def run_on_copies() -> None:
+        for piece in _pieces(tensor, max(PACKED_BYTES // tensor.element_size(), 1)):
+            packed = piece.clone(memory_format=torch.contiguous_format)
+            run(packed.view(-1))
+            piece.copy_(packed)
 
-def _on_packed(tensor: Tensor, steps: Callable[[Tensor], Steps]) -> Steps:
-    for piece in _pieces(tensor, max(PACKED_BYTES // tensor.element_size(), 1)):
-        packed = piece.clone(memory_format=torch.contiguous_format)
-        yield from steps(packed.view(-1))
-        piece.copy_(packed)
+    return run_on_copies
 
 
 def _pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:

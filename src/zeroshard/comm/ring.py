@@ -17,28 +17,22 @@ beside the caller's tensors and nothing else: partial sums are made in the input
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, ReduceOp, Work, check_op, check_rank, check_shards
+from zeroshard.comm.base import ReduceOp, Work, check_op, check_rank, check_shards
 from zeroshard.comm.p2p import CPU, TorchTransport, Transport, require_cpu
-from zeroshard.comm.worker import Steps, Worker
+from zeroshard.comm.pieces import COMBINE, copy, on_flat, shard_interval
+from zeroshard.comm.worker import Operation, Worker
 
 MIN_CHUNK_BYTES = 256 << 10  # below it, a message costs more than its bytes
 MAX_CHUNK_BYTES = 2 << 20
 _CHUNKS_PER_SHARD = 4  # enough to overlap; more only adds messages
 
-_COMBINE: dict[str, Callable[..., Any]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-}
+Steps = Iterator[Work]  # an operation as what it waits for, one after another
 
 
 class RingCommunicator:
@@ -64,64 +58,50 @@ class RingCommunicator:
         self.transport: Transport = transport or TorchTransport(group, timeout_s=timeout_s)
         self.rank = self.transport.rank
         self.world_size = self.transport.world_size
-        self._worker = Worker(f"ring-{self.rank}") if self.world_size > 1 else None
+        self._worker = Worker(f"ring-{self.rank}")
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce ``tensor`` in place; any strides, at a cost where they leave gaps or change the order."""
+        """Reduce ``tensor`` in place; any strides, at the cost of copies where its elements do not lie in order."""
         check_op(op)
-        return self._submit(tensor, lambda flat: self._all_reduce(flat, op))
+        return self._submit(on_flat(tensor, lambda flat: _drain(self._all_reduce(flat, op))), tensor)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce and keep this rank's slice; ``input`` is overwritten with partial sums."""
         check_op(op)
         check_shards(input, output, self.world_size)
-        require_cpu(output, "RingCommunicator")
-        return self._submit(input, lambda flat: self._reduce_scatter(flat, op, output.view(-1)), contiguous=True)
+        whole, shard = input.detach().view(-1), output.detach().view(-1)
+        return self._submit(lambda: _drain(self._reduce_scatter(whole, op, shard)), input, output)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Gather every rank's shard."""
         check_shards(output, input, self.world_size)
-        require_cpu(input, "RingCommunicator")
-        return self._submit(output, lambda flat: self._all_gather(flat, input.view(-1)), contiguous=True)
+        whole, shard = output.detach().view(-1), input.detach().view(-1)
+        return self._submit(lambda: _drain(self._all_gather(whole, shard)), output, input)
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Take rank ``src``'s tensor; any strides."""
         check_rank(src, self.world_size)
-        return self._submit(tensor, lambda flat: self._broadcast(flat, src))
+        return self._submit(on_flat(tensor, lambda flat: _drain(self._broadcast(flat, src))), tensor)
 
     def barrier(self) -> None:
         """Return when every rank has called it and all that was issued before is done."""
-        if self._worker is not None:
-            self._worker.submit(self._barrier()).wait()
+        self._worker.submit(lambda: _drain(self._barrier())).wait()
 
     def close(self) -> None:
         """Finish what was issued, end the thread and leave the group; harmless twice."""
-        if self._worker is not None:
-            self._worker.close()
+        self._worker.close()
         self.transport.close()
 
-    def _submit(self, tensor: Tensor, steps: Callable[[Tensor], Steps], *, contiguous: bool = False) -> Work:
-        require_cpu(tensor, "RingCommunicator")
-        if tensor.numel() == 0:
-            return DONE
-        if tensor.is_contiguous() or contiguous:
-            flat_steps = steps(tensor.detach().view(-1))
-        else:
-            flat_steps = _by_pieces(tensor.detach(), steps)
-        if self._worker is None:
-            for work in flat_steps:
-                work.wait()
-            return DONE
-        return self._worker.submit(flat_steps)
+    def _submit(self, operation: Operation, *tensors: Tensor) -> Work:
+        require_cpu("RingCommunicator", *tensors)
+        return self._worker.submit(operation)
 
     # -- the rings: each is an iterator over the messages that it waits for -------------------------------------
 
     def _shard(self, flat: Tensor, index: int) -> tuple[int, int]:
         """The interval of ``flat`` that is shard ``index`` (modulo the world)."""
-        size = -(-flat.numel() // self.world_size)
-        start = (index % self.world_size) * size
-        return min(start, flat.numel()), min(start + size, flat.numel())
+        return shard_interval(flat.numel(), self.world_size, index % self.world_size)
 
     def _arrivals(self, flat: Tensor, chunk: int, first: int) -> list[list[Tensor]]:
         """What the left neighbour sends, step by step, where shard ``first`` comes first: chunks of ``flat``."""
@@ -133,7 +113,7 @@ class RingCommunicator:
 
         ``leave`` is called with each chunk that is to go to the right neighbour, in order.
         """
-        combine, chunk = _COMBINE[op], self._chunk(flat)
+        combine, chunk = COMBINE[op], self._chunk(flat)
         own_start = self._shard(flat, self.rank)[0]
         first, last = self._shard(flat, self.rank - 1), self.world_size - 2
         steps = self._arrivals(flat, chunk, self.rank - 2)
@@ -171,7 +151,7 @@ class RingCommunicator:
 
     def _reduce_scatter(self, flat: Tensor, op: ReduceOp, output: Tensor) -> Steps:
         if self.world_size == 1:
-            _copy(output, flat)
+            copy(output, flat)
             return
         sends = _Sends(self)
         yield from self._reduce(flat, op, output, sends)
@@ -179,7 +159,7 @@ class RingCommunicator:
 
     def _all_gather(self, flat: Tensor, shard: Tensor) -> Steps:
         start, stop = self._shard(flat, self.rank)
-        _copy(flat[start:stop], shard)
+        copy(flat[start:stop], shard)
         if self.world_size > 1:
             sends = _Sends(self)
             for part in _chunks(flat, start, stop, self._chunk(flat)):
@@ -251,28 +231,6 @@ def _chunks(flat: Tensor, start: int, stop: int, chunk: int) -> list[Tensor]:
     return list(flat[start:stop].split(chunk)) if stop > start else []
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    if target.data_ptr() != source.data_ptr():
-        target.copy_(source)
-
-
-def _by_pieces(tensor: Tensor, steps: Callable[[Tensor], Steps]) -> Steps:
-    """Run ``steps`` on contiguous copies of pieces of a strided ``tensor``, and write each back."""
-    limit = max(MAX_CHUNK_BYTES // tensor.element_size(), 1)
-    for piece in _pieces(tensor, limit):
-        packed = piece.reshape(-1).clone()
-        yield from steps(packed)
-        piece.copy_(packed.view(piece.shape))
-
-
-def _pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:
-    """Views that cover ``tensor``, of at most ``limit`` elements; cut by shape alone, so alike on every rank."""
-    if tensor.numel() <= limit:
-        yield tensor
-        return
-    rows = limit * len(tensor) // tensor.numel()  # that fit
-    if rows:
-        yield from tensor.split(rows)
-    else:
-        for row in tensor:
-            yield from _pieces(row, limit)
+def _drain(steps: Steps) -> None:
+    for work in steps:
+        work.wait()

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, ReduceOp, Work, check_op, check_rank, check_shards
-from zeroshard.comm.scope import current_scope
+from zeroshard.comm.base import DONE, PeerError, ReduceOp, Work, check_op, check_rank, check_shards
+from zeroshard.comm.labels import current_scope
 
 T = TypeVar("T")
 
@@ -25,10 +25,6 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "min": lambda total, x: torch.minimum(total, x, out=total),
     "product": lambda total, x: total.mul_(x),
 }
-
-
-class PeerError(RuntimeError):
-    """Another rank failed, so that this one cannot go on."""
 
 
 class _Table:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, ReduceOp, Work, check_op, check_rank, check_shards
+from zeroshard.comm.base import DONE, PeerError, ReduceOp, Work, check_op, check_rank, check_shards
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -38,7 +38,11 @@ class _TorchWork:
         """Wait for the handle once, then make the copy."""
         if self._handle is None:
             return
-        self._handle.wait()
+        try:
+            self._handle.wait()
+        except RuntimeError as error:
+            cause = str(error).splitlines()[0]
+            raise PeerError(f"a collective failed: a peer was lost or made another call ({cause})") from error
         self._handle = None
         if self._copy is not None:
             target, source = self._copy

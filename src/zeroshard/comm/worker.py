@@ -1,32 +1,32 @@
 """Operations that run behind their caller, one after another, in the order in which they were issued.
 
-An operation is an iterator over the things that it waits for: it does what it can, yields a handle, and goes on when
-that handle's wait has returned. A `Worker` drives such iterators on a thread of its own. That thread sleeps in gloo
-or in the kernel nearly all the time, without the interpreter's lock, so that backward runs on beside it.
+A `Worker` calls them on a thread of its own. That thread copies, adds and sleeps outside the interpreter's lock nearly
+all the time, so that backward runs on beside it.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 
 from zeroshard.comm.base import Work
 
-Steps = Iterator[Work]
+Operation = Callable[[], None]
 EXIT_GRACE_S = 5.0  # how long the end of the process waits for the operation under way
 
 
 class Ticket:
     """The handle of an operation that a worker has taken."""
 
-    __slots__ = ("_done", "error", "steps")
+    __slots__ = ("_done", "_operation", "error")
 
-    def __init__(self, steps: Steps) -> None:
-        self.steps: Steps | None = steps
+    def __init__(self, operation: Operation) -> None:
+        self._operation: Operation | None = operation
         self.error: BaseException | None = None
         self._done = threading.Event()
 
@@ -37,16 +37,16 @@ class Ticket:
             raise self.error
 
     def run(self, broken: BaseException | None) -> None:
-        """Drive the operation to its end, or to ``broken``, the error of an earlier one, at once."""
-        assert self.steps is not None
+        """Call the operation, or end at once with ``broken``, the error of an earlier one."""
+        assert self._operation is not None
         try:
             if broken is not None:
                 raise broken
-            for work in self.steps:
-                work.wait()
+            self._operation()
         except BaseException as error:  # noqa: BLE001 -- raised where the operation is waited on
+            traceback.clear_frames(error.__traceback__)  # they hold tensors and messages
             self.error = error
-        self.steps = None  # the tensors are the caller's again
+        self._operation = None  # so are the tensors it was given
         self._done.set()
 
 
@@ -64,15 +64,15 @@ class Worker:
         # also called at interpreter exit: a thread that comes back from C++ after that would abort the process
         self._stop = weakref.finalize(self, _stop, self._tickets, self._thread)
 
-    def submit(self, steps: Steps) -> Work:
-        """Run ``steps`` after all that was submitted before.
+    def submit(self, operation: Operation) -> Work:
+        """Call ``operation`` after all that was submitted before.
 
         Raises:
             RuntimeError: the worker is closed.
         """
         if not self._stop.alive:
             raise RuntimeError("the communicator is closed")
-        ticket = Ticket(steps)
+        ticket = Ticket(operation)
         self._tickets.put(ticket)
         return ticket
 

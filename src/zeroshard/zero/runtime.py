@@ -257,7 +257,10 @@ class Runtime:
     def _agree_on_order(self) -> None:
         if self._order_agreed or not self.units:
             return
-        recorded = [*self._ran, *(unit for unit in self.units if unit not in self._ran)]
+        recorded = list(self._ran)
+        for place, unit in enumerate(self.units):
+            if unit not in self._ran:  # another rank may run it: where it was registered, then
+                recorded.insert(recorded.index(self.units[place - 1]) + 1 if place else 0, unit)
         if self.comm.world_size > 1:
             places = [self.units.index(unit) for unit in recorded]
             message = torch.tensor(places, dtype=torch.int64, device=self.comm.control_device)
