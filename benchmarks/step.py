@@ -29,7 +29,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from zeroshard.comm import LocalCommunicator, TorchCommunicator
+from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
+from zeroshard.comm.ring import RingCommunicator
+from zeroshard.comm.shm import SharedMemoryCommunicator
 from zeroshard.models import build_model
 from zeroshard.zero import Zero
 
@@ -57,11 +59,13 @@ class Contestant:
     optimizer: torch.optim.Optimizer
 
 
-def build(name: str, shape: Shape, rank: int, world: int, device: torch.device) -> Contestant:
+COMMUNICATORS = {"torch": TorchCommunicator, "ring": RingCommunicator, "shm": SharedMemoryCommunicator}
+
+
+def build(name: str, shape: Shape, comm: Communicator, device: torch.device) -> Contestant:
     sizes = {"n_embd": shape.n_embd, "n_layer": shape.n_layer, "n_head": shape.n_head}
     model = build_model("gpt2-demo", vocab_size=shape.vocab_size, seq_len=shape.seq_len, overrides=sizes).to(device)
     if name.startswith("zero"):
-        comm = TorchCommunicator() if world > 1 else LocalCommunicator()
         zero = Zero(model, stage=int(name[-1]), units=model.blocks, comm=comm)
         return Contestant(model, zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True))
     wrapped: nn.Module = model
@@ -91,7 +95,8 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, result: str) -> N
     device = torch.device("cuda", rank % torch.cuda.device_count()) if args.device == "cuda" else torch.device("cpu")
     if world > 1:
         dist.init_process_group(args.backend, init_method=f"file://{store}", rank=rank, world_size=world)
-    contestants = {name: build(name, shape, rank, world, device) for name in args.contestants}
+    comm: Communicator = COMMUNICATORS[args.comm]() if world > 1 else LocalCommunicator()
+    contestants = {name: build(name, shape, comm, device) for name in args.contestants}
     generator = torch.Generator().manual_seed(rank)
     tokens, targets = (
         torch.randint(0, shape.vocab_size, (shape.batch, shape.seq_len), generator=generator).to(device)
@@ -110,7 +115,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, result: str) -> N
     if rank == 0:
         Path(result).write_text(json.dumps(rounds[1:]))  # the first round warms up
     if world > 1:
-        del contestants
+        del contestants, comm
         gc.collect()
         dist.destroy_process_group()
         gc.collect()
@@ -153,6 +158,7 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1, help="compute threads a rank")
     parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
+    parser.add_argument("--comm", default="torch", choices=COMMUNICATORS, help="what our stages communicate with")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--contestants", nargs="+", help="the first is the one that the others are held against")
     parser.add_argument("--json", type=Path, help="write rounds and summary here")
@@ -176,6 +182,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "world": args.world,
         "backend": args.backend if args.world > 1 else "none",
+        "comm": args.comm if args.world > 1 else "none",
         "rounds": args.rounds,
     }
     print(f"{args.shape}: {shape}\n{environment}")

@@ -111,7 +111,11 @@ def _rank_main(rank: int, world_size: int, store: str, pipe: Connection) -> None
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S / 2)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=TIMEOUT_S / 2),
     )
     comm = TorchCommunicator()
     while (task := pickle.loads(pipe.recv_bytes())) is not None:

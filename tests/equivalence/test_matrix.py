@@ -33,14 +33,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 ACCUMULATIONS = [(1, None), (3, "local"), (3, "sharded")]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def _model(name: str) -> nn.Module:
     preset, overrides = MODELS[name]
     return build_model(preset, vocab_size=VOCAB, seq_len=SEQ_LEN, overrides=overrides)

@@ -29,12 +29,13 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from zeroshard.errors import ExitStatus, UserError
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 INTERRUPT_GRACE_S = 2.0  # from Ctrl-C to the end of a rank, wherever it is
 SHUTDOWN_GRACE_S = 30  # from SIGTERM to SIGKILL: long enough to save a checkpoint
@@ -92,13 +93,16 @@ def world_from_env(env: Mapping[str, str] | None = None) -> World | None:
     return World(rank, local_rank, world_size, addr, _number({"MASTER_PORT": port}, "MASTER_PORT"))
 
 
-def init_process_group(world: World, device: torch.device, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+def init_process_group(world: World, device: torch.device, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> dist.Store:
     """Join the ranks of `world` as torch.distributed's default group, also where there is but one.
 
     Args:
         world: whose rank this is; its address where it has more than one.
         device: where the model lives. CUDA: NCCL for its tensors and gloo for the CPU's; else gloo.
         timeout_s: after which a collective that a peer never joined fails.
+
+    Returns:
+        The store at which the ranks have met.
     """
     import torch.distributed as dist
 
@@ -126,6 +130,7 @@ def init_process_group(world: World, device: torch.device, timeout_s: float = CO
         timeout=timeout,
         device_id=device if on_cuda else None,
     )
+    return store
 
 
 def shutdown() -> None:
@@ -231,6 +236,17 @@ def ended_with_launcher() -> Generator[None]:
         told.close()
 
 
+def end_as_peer_lost(line: str, speak: bool) -> NoReturn:
+    """End this process now, from whichever thread: another one may sit in a collective for ever.
+
+    With ``speak`` it says why at once, since the launcher speaks only when all ranks have ended.
+    """
+    tell_launcher("")
+    if speak:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    os._exit(ExitStatus.PEER_LOST)
+
+
 def tell_launcher(line: str) -> bool:
     """Leave `line` for `launch_workers` to print once; False where it did not start this process."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -246,6 +262,8 @@ def _root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
 
     A rank that was killed comes first: its peers fail after it, and because of it. A user error comes next.
     """
+    if (ExitStatus.PEER_LOST, "") in failures.values():  # it has spoken: see `end_as_peer_lost`
+        return Ending(ExitStatus.PEER_LOST)
     for rank, (code, _) in sorted(failures.items()):
         if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT):
             name = signal.Signals(-code).name

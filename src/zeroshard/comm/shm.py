@@ -13,15 +13,20 @@ and an all-gather: the same bits on every rank, from run to run, and from both.
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.comm.base import ReduceOp, Work, check_op, check_rank, check_shards
-from zeroshard.comm.mapped import LOST, Segment
+from zeroshard.comm.mapped import LOST, PeerLost, Segment
 from zeroshard.comm.p2p import CPU, members, own_store, require_cpu
 from zeroshard.comm.pieces import COMBINE, copy, on_flat, shard_interval
 from zeroshard.comm.worker import Operation, Worker
+from zeroshard.errors import UserError
 
 SLOT_BYTES = 1 << 20
 NUM_SLOTS = 4
@@ -165,7 +170,7 @@ class SharedMemoryCommunicator:
             if self.rank != src:
                 part.copy_(published[src][: part.numel()])
 
-        self._slots.exchange(whole.dtype, -(-flat.numel() // size), publish, read)
+        self._slots.exchange(flat.dtype, -(-flat.numel() // size), publish, read)
 
     def _barrier(self) -> None:
         self._slots.exchange(torch.uint8, 1, lambda piece, slot: None, lambda piece, published: None)
@@ -271,7 +276,8 @@ def _map_segments(parent: dist.ProcessGroup, rank: int, world_size: int) -> list
             found = f"{_FAILED}{error.what}"
         paths = _agreed(_tell_all(store, "path", rank, world_size, found))
         try:
-            segments = [Segment.attach(Path(p), r, _NUM_COUNTERS) if r != rank else own for r, p in enumerate(paths)]
+            for other, path in enumerate(paths):
+                segments.append(own if other == rank and own else Segment.attach(Path(path), other, _NUM_COUNTERS))
             state = "mapped"
         except OSError as error:
             state = f"{_FAILED}rank {rank} cannot open another rank's memory ({error})"

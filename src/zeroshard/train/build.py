@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator, LocalCommunicator, ObservedCommunicator, TorchCommunicator
-from zeroshard.comm.launch import World, init_process_group, shutdown, world_from_env
+from zeroshard.comm.launch import World, end_as_peer_lost, init_process_group, shutdown, world_from_env
+from zeroshard.comm.sentinel import SentinelCommunicator, StoreBoard
 from zeroshard.data import EvalBatches, TokenBatches, TokenDataset, require_enough
 from zeroshard.data.prepare import DataSpec, data_dir, prepare
 from zeroshard.errors import UserError
@@ -49,8 +50,11 @@ def built(config: TrainConfig) -> Generator[Run]:
     with ExitStack() as stack:
         stack.callback(shutdown)
         if world.world_size > 1 or config.comm == "torch":
-            init_process_group(world, device)
+            store = init_process_group(world, device)
             comm: Communicator = TorchCommunicator()
+            if world.world_size > 1:
+                comm = SentinelCommunicator(comm, StoreBoard(store), end_as_peer_lost)
+                stack.callback(comm.close)
         else:
             comm = LocalCommunicator()
         run = build_run(config, comm, device)

@@ -1,0 +1,290 @@
+"""A watch over ranks that no longer do the same: they are named within seconds, instead of hanging for minutes.
+
+Every rank must issue the same operations in the same order. Where one does not (it skipped a layer, its data ran
+out), a backend hangs, or worse, pairs one rank's gradients with another's weights without a word. So each rank keeps a
+rolling digest of what it issued, ``digest_i = hash(digest_{i-1}, op, bytes, scope)``, and a thread beside the training
+compares it with the other ranks' through a board: a key-value store, no collective, which works while the collectives
+do not.
+
+* Every `PULSE_S` a rank posts how far it is, with the digests of its last operations. A digest that differs from rank
+  0's at the same place is a divergence, and the operations around it say where.
+* A rank that has waited for longer than ``stall_s`` looks for one that has stopped posting: it is lost.
+
+Whoever finds a fault posts it as the verdict, and every rank acts on that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.base import Communicator, PeerError, ReduceOp, Work
+from zeroshard.comm.labels import current_scope
+
+PULSE_S = 1.0
+REMEMBERED = 128  # operations, on the board and in memory
+LOST_AFTER_S = 8.0  # without a pulse
+
+_VERDICT = "verdict"
+
+
+class Board(Protocol):
+    """Where ranks leave word for each other; neither method may wait for another rank."""
+
+    def post(self, key: str, value: bytes) -> None:
+        """Set a key."""
+        ...
+
+    def read(self, key: str) -> bytes | None:
+        """A key's value, or None."""
+        ...
+
+
+class StoreBoard:
+    """A board on a `torch.distributed` store, such as the one that the ranks met at."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = dist.PrefixStore("sentinel", store)
+
+    def post(self, key: str, value: bytes) -> None:
+        """Set a key."""
+        self._store.set(key, value)
+
+    def read(self, key: str) -> bytes | None:
+        """A key's value, or None; never waits for one."""
+        return self._store.get(key) if self._store.check([key]) else None
+
+
+class MemoryBoard:
+    """A board for the thread ranks of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def post(self, key: str, value: bytes) -> None:
+        """Set a key."""
+        self._values[key] = value
+
+    def read(self, key: str) -> bytes | None:
+        """A key's value, or None."""
+        return self._values.get(key)
+
+
+class _Diary:
+    """What this rank issued: the last operations with their rolling digests."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._digest = b""
+        self._entries: deque[tuple[int, str, str]] = deque(maxlen=REMEMBERED)
+
+    def write(self, op: str, num_bytes: int, label: str) -> None:
+        line = f"{op} of {num_bytes} bytes for {label or 'no unit'}"
+        self._digest = hashlib.blake2b(self._digest + line.encode(), digest_size=8).digest()
+        self._entries.append((self.count, self._digest.hex(), line))
+        self.count += 1
+
+    def page(self) -> list[tuple[int, str, str]]:
+        return list(self._entries)
+
+
+def first_difference(one: list[tuple[int, str, str]], other: list[tuple[int, str, str]]) -> tuple[int, str, str] | None:
+    """The first place where two diaries have different operations: ``(place, one's, other's)``; None where none is.
+
+    Digests roll, so all places after a difference differ; before it they agree.
+    """
+    there = {place: (digest, line) for place, digest, line in other}
+    for place, digest, line in one:
+        if place in there and there[place][0] != digest:
+            return place, line, there[place][1]
+    return None
+
+
+class _WatchedWork:
+    def __init__(self, work: Work, sentinel: SentinelCommunicator) -> None:
+        self._work, self._sentinel = work, sentinel
+
+    def wait(self) -> None:
+        with self._sentinel.waiting():
+            self._work.wait()
+
+
+class SentinelCommunicator:
+    """``inner``, watched.
+
+    Args:
+        inner: the communicator to watch.
+        board: shared by its ranks.
+        on_fault: called on the watching thread with one line, which names the first rank and unit that differ or the
+            rank that is lost, and with whether this rank was the one to find it. The caller may sit in a collective
+            that never returns, so this must end the process or break the collective; raising is of no use there.
+        stall_s: how long a wait may last before a silent rank is taken for lost.
+
+    Call `close` at the end of training.
+    """
+
+    def __init__(
+        self, inner: Communicator, board: Board, on_fault: Callable[[str, bool], None], *, stall_s: float = 8.0
+    ) -> None:
+        self.inner = inner
+        self._board, self._on_fault, self._stall_s = board, on_fault, stall_s
+        self._diary = _Diary()
+        self._waiting_since: float | None = None
+        self._last_pulse: dict[int, tuple[int, float]] = {}  # of each rank: its number, when it changed
+        self._pulse = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="sentinel", daemon=True)
+        self._thread.start()
+
+    # -- the watch --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def waiting(self):  # noqa: ANN201 -- a generator-based context manager of no value
+        """Around a wait: how long it lasts, and a fault's name where one is known by then."""
+        self._waiting_since = time.monotonic()
+        try:
+            yield
+        except PeerError as error:
+            raise PeerError(self._name_fault() or str(error)) from error
+        finally:
+            self._waiting_since = None
+
+    def _watch(self) -> None:
+        while not self._closed.wait(PULSE_S):
+            try:
+                fault = self._look()
+            except (RuntimeError, OSError):  # the board is gone: its owner has ended, and so will this rank
+                return
+            if fault:
+                self._on_fault(*fault)
+                return
+
+    def _look(self) -> tuple[str, bool] | None:
+        self._post()
+        verdict = self._board.read(_VERDICT)
+        if verdict is not None:
+            return verdict.decode(), False
+        fault = self._divergence([0]) if self.rank else None
+        since = self._waiting_since
+        if fault is None and since is not None and time.monotonic() - since > self._stall_s:
+            fault = self._divergence(range(self.world_size)) or self._lost()
+        if fault is None:
+            return None
+        self._board.post(_VERDICT, fault.encode())
+        return fault, True
+
+    def _post(self) -> None:
+        self._pulse += 1
+        page = {"pulse": self._pulse, "count": self._diary.count, "page": self._diary.page()}
+        self._board.post(f"rank{self.rank}", json.dumps(page).encode())
+
+    def _page_of(self, rank: int) -> list[tuple[int, str, str]]:
+        posted = self._board.read(f"rank{rank}")
+        if posted is None:
+            return []
+        content = json.loads(posted)
+        if self._last_pulse.get(rank, (0, 0.0))[0] != content["pulse"]:
+            self._last_pulse[rank] = (content["pulse"], time.monotonic())
+        return [tuple(entry) for entry in content["page"]]
+
+    def _divergence(self, ranks: range | list[int]) -> str | None:
+        own = self._diary.page()
+        for rank in ranks:
+            difference = first_difference(self._page_of(rank), own) if rank != self.rank else None
+            if difference is not None:
+                place, theirs, ours = difference
+                return (
+                    f"ranks diverged at operation {place}: rank {rank} issued {theirs}, rank {self.rank} issued {ours}"
+                )
+        return None
+
+    def _lost(self) -> str | None:
+        now = time.monotonic()
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                self._page_of(rank)
+                seen = self._last_pulse.setdefault(rank, (0, now))[1]
+                if now - seen > LOST_AFTER_S:
+                    return f"rank {rank} has not answered for {LOST_AFTER_S:.0f} s: it is stopped or lost"
+        return None
+
+    def _name_fault(self) -> str | None:
+        """After a collective failed: what the board knows of it by now."""
+        try:
+            self._post()
+            time.sleep(2 * PULSE_S)  # for the others to post
+            verdict = self._board.read(_VERDICT)
+            return verdict.decode() if verdict is not None else self._divergence(range(self.world_size))
+        except (RuntimeError, OSError):
+            return None
+
+    def close(self) -> None:
+        """End the watch."""
+        self._closed.set()
+        self._thread.join()
+
+    # -- the communicator -------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """The inner communicator's rank."""
+        return self.inner.rank
+
+    @property
+    def world_size(self) -> int:
+        """The inner communicator's world size."""
+        return self.inner.world_size
+
+    @property
+    def uniform_order(self) -> bool:
+        """As the inner communicator says."""
+        return self.inner.uniform_order
+
+    @property
+    def control_device(self) -> torch.device:
+        """As the inner communicator says."""
+        return self.inner.control_device
+
+    def _note(self, op: str, tensor: Tensor | None) -> None:
+        num_bytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
+        self._diary.write(op, num_bytes, current_scope())
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """Note and pass on."""
+        self._note(f"all_reduce {op}", tensor)
+        with self.waiting():
+            return _WatchedWork(self.inner.all_reduce(tensor, op), self)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
+        """Note and pass on."""
+        self._note(f"reduce_scatter {op}", input)
+        with self.waiting():
+            return _WatchedWork(self.inner.reduce_scatter(output, input, op), self)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        """Note and pass on."""
+        self._note("all_gather", output)
+        with self.waiting():
+            return _WatchedWork(self.inner.all_gather(output, input), self)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Work:
+        """Note and pass on."""
+        self._note(f"broadcast from {src}", tensor)
+        with self.waiting():
+            return _WatchedWork(self.inner.broadcast(tensor, src), self)
+
+    def barrier(self) -> None:
+        """Note and pass on."""
+        self._note("barrier", None)
+        with self.waiting():
+            self.inner.barrier()

@@ -1,0 +1,100 @@
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm import NullCommunicator, scope, sentinel
+from zeroshard.comm.sentinel import MemoryBoard, SentinelCommunicator, StoreBoard, first_difference
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(sentinel, "PULSE_S", 0.02)
+    monkeypatch.setattr(sentinel, "LOST_AFTER_S", 0.3)
+
+
+class Watched:
+    """Sentinels over ranks that never wait for each other, and the faults that each was told."""
+
+    def __init__(self, world_size, board=None, **kwargs):
+        board = board or MemoryBoard()
+        self.finders = []
+        self.told = [[] for _ in range(world_size)]
+        self.heard = [threading.Event() for _ in range(world_size)]
+        self.ranks = [
+            SentinelCommunicator(NullCommunicator(world_size, rank), board, self._hear(rank), **kwargs)
+            for rank in range(world_size)
+        ]
+
+    def _hear(self, rank):
+        def hear(line, found_here):
+            self.told[rank].append(line)
+            self.finders += [rank] * found_here
+            self.heard[rank].set()
+
+        return hear
+
+    def close(self):
+        for rank in self.ranks:
+            rank.close()
+
+
+def work(comm, units):
+    for unit in units:
+        with scope(f"{unit}/grads"):
+            comm.reduce_scatter(torch.zeros(2), torch.zeros(6)).wait()
+
+
+def test_ranks_that_do_the_same_are_left_alone():
+    watched = Watched(3)
+    for comm in watched.ranks:
+        work(comm, [f"blocks.{i}" for i in range(200)])
+        comm.barrier()
+    assert not any(event.wait(0.2) for event in watched.heard)
+    watched.close()
+    assert watched.told == [[], [], []]
+
+
+@pytest.mark.parametrize("board", [MemoryBoard, lambda: StoreBoard(dist.HashStore())])
+def test_a_rank_that_skips_a_layer_is_named_with_the_layer_on_every_rank(board):
+    watched = Watched(3, board())
+    for comm in watched.ranks:
+        work(comm, ["a", "b", "d"] if comm.rank == 2 else ["a", "b", "c", "d"])
+    assert all(event.wait(10) for event in watched.heard)
+    watched.close()
+    line = (
+        "ranks diverged at operation 2: rank 0 issued reduce_scatter sum of 24 bytes for c/grads, "
+        "rank 2 issued reduce_scatter sum of 24 bytes for d/grads"
+    )
+    assert watched.told == [[line], [line], [line]]
+    assert watched.finders == [2]  # the others read its verdict
+
+
+def test_a_silent_rank_is_lost_once_somebody_waits_for_it():
+    watched = Watched(2, stall_s=0.1)
+    watched.ranks[1].close()
+    assert not watched.heard[0].wait(0.5)  # nobody waits: it may be at work
+    with watched.ranks[0].waiting():
+        assert watched.heard[0].wait(10)
+    watched.close()
+    assert watched.told[0] == ["rank 1 has not answered for 0 s: it is stopped or lost"]
+
+
+def test_a_slow_rank_is_no_lost_one():
+    watched = Watched(2, stall_s=0.1)
+    with watched.ranks[0].waiting():
+        assert not watched.heard[0].wait(1.0)
+    watched.close()
+
+
+def test_operations_of_another_order_or_kind_differ():
+    pages = []
+    for calls in (["x", "y", "z"], ["x", "z", "y"]):
+        comm = SentinelCommunicator(NullCommunicator(3), MemoryBoard(), lambda line, found_here: None)
+        work(comm, calls)
+        pages.append(comm._diary.page())
+        comm.close()
+    assert first_difference(pages[0], pages[0]) is None
+    place, one, other = first_difference(*pages)
+    assert (place, "y/grads" in one, "z/grads" in other) == (1, True, True)

@@ -1,0 +1,148 @@
+"""Small networks, and one comparison: every stage on thread ranks against one process that sees all ranks' rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroshard.comm import Communicator, run_threads
+from zeroshard.zero import STAGES, Zero
+
+WIDTH, NUM_ROWS = 6, 4
+Path = Callable[..., Tensor]
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def in_order(net: Net, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = torch.tanh(block(x))
+    return x
+
+
+class Net(nn.Module):
+    """Two linear layers in the root unit, blocks between them, and a path through the blocks."""
+
+    def __init__(
+        self, num_blocks: int = 3, block: Callable[[], nn.Module] = linear, path: Path = in_order, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.first = linear()
+        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
+        self.last = linear()
+        self.path = path
+        set_values(self, seed)
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return self.last(self.path(self, self.first(x), **kwargs))
+
+
+def set_values(module: nn.Module, seed: int = 0) -> None:
+    """Parameters from their place alone: thread ranks share torch's generator."""
+    with torch.no_grad():
+        for index, param in enumerate(module.parameters()):
+            param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(seed + index)) * 0.4)
+
+
+def rows(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[NUM_ROWS, WIDTH]"""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(NUM_ROWS, WIDTH, generator=generator).to(dtype)
+
+
+@dataclass
+class Turn:
+    """What a rank has in hand in one step; without sharding, one process takes each rank's turn."""
+
+    model: Any
+    rank: int
+    step: int
+    zero: Zero | None = None
+    optim: Optimizer | None = None
+
+    def loss(self, **kwargs: Any) -> Tensor:
+        return self.model(rows(self.rank, self.step), **kwargs).square().mean()
+
+
+def backward(turn: Turn) -> None:
+    turn.loss().backward()
+
+
+def one_process(
+    build: Callable[[], nn.Module],
+    take_turn: Callable[[Turn], Any] = backward,
+    *,
+    world_size: int = 2,
+    num_steps: int = 3,
+    optimizer: type[Optimizer] = torch.optim.AdamW,
+    **kwargs: Any,
+) -> dict[str, Tensor]:
+    """Weights after training on every rank's rows, with gradients averaged."""
+    model = build()
+    optim = optimizer(model.parameters(), **({"lr": 1e-2} | kwargs))
+    for step in range(num_steps):
+        for rank in range(world_size):
+            take_turn(Turn(model, rank, step))
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad /= world_size
+        optim.step()
+        optim.zero_grad()
+    return dict(model.state_dict())
+
+
+def train(
+    comm: Communicator,
+    build: Callable[[], nn.Module],
+    take_turn: Callable[[Turn], Any],
+    zero_kwargs: dict[str, Any],
+    num_steps: int = 3,
+    optimizer: type[Optimizer] = torch.optim.AdamW,
+    **kwargs: Any,
+) -> dict[str, Tensor]:
+    """Weights after training this rank's rows with an engine."""
+    model = build()
+    zero = Zero(model, comm=comm, **zero_kwargs)
+    optim = zero.optimizer(optimizer, **({"lr": 1e-2} | kwargs))
+    for step in range(num_steps):
+        take_turn(Turn(model, comm.rank, step, zero, optim))
+        optim.step()
+        optim.zero_grad()
+    return dict(zero.state_dict())
+
+
+def assert_every_stage_equals_one_process(
+    build: Callable[[], nn.Module],
+    take_turn: Callable[[Turn], Any] = backward,
+    *,
+    plain_turn: Callable[[Turn], Any] | None = None,
+    world_size: int = 2,
+    num_steps: int = 3,
+    atol: float = 1e-6,
+    zero_kwargs: dict[str, Any] | None = None,
+    **optimizer_kwargs: Any,
+) -> None:
+    """One process's numbers, and one another's bits. ``plain_turn``: what one process does, if it is something else."""
+    expected = one_process(
+        build, plain_turn or take_turn, world_size=world_size, num_steps=num_steps, **optimizer_kwargs
+    )
+    first: dict[str, Tensor] = {}
+    for stage in STAGES:
+        kwargs = {"stage": stage} | (zero_kwargs or {})
+        by_rank = run_threads(
+            lambda comm, kwargs=kwargs: train(comm, build, take_turn, kwargs, num_steps, **optimizer_kwargs),
+            world_size,
+            timeout_s=20,
+        )
+        for weights in by_rank:
+            first = first or weights
+            for name, whole in expected.items():
+                torch.testing.assert_close(weights[name], whole, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+                assert torch.equal(weights[name], first[name]), f"stage {stage}: {name} has other bits than stage 0"

@@ -1,0 +1,116 @@
+import pytest
+import torch
+from torch import nn
+
+from zeroshard.zero.partition import materialise, partition
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def _names(spec):
+    return [name for name, _ in spec.params]
+
+
+def test_units_are_the_elements_of_outermost_module_lists():
+    root, units = partition(Shared(), None)
+    assert [unit.name for unit in units] == ["layers.0", "layers.1"]
+    assert _names(units[0]) == ["layers.0.0.weight", "layers.0.0.bias", "layers.0.1.weight", "layers.0.1.bias"]
+    assert _names(root) == ["embed.weight"]
+
+
+def test_every_parameter_has_one_home():
+    model = Shared()
+    root, units = partition(model, None)
+    homes = [param for spec in (root, *units) for _, param in spec.params]
+    assert len(homes) == len(set(homes)) == len(list(model.parameters()))
+
+
+def test_weights_tied_across_units_belong_to_the_root():
+    model = Shared()
+    model.layers[1][0].weight = model.layers[0][0].weight
+    root, units = partition(model, None)
+    assert _names(root) == ["embed.weight", "layers.0.0.weight"]
+    assert "layers.1.0.weight" not in _names(units[1])
+
+
+def test_weights_tied_within_a_unit_stay_in_it():
+    model = Shared()
+    model.layers[0][1].weight = model.layers[0][0].weight
+    _, units = partition(model, None)
+    assert _names(units[0]) == ["layers.0.0.weight", "layers.0.0.bias", "layers.0.1.bias"]
+
+
+def test_a_module_registered_in_two_units_gives_its_parameters_to_the_root():
+    model = Shared()
+    model.layers[1][0] = model.layers[0][0]
+    root, _ = partition(model, None)
+    assert _names(root) == ["embed.weight", "layers.0.0.weight", "layers.0.0.bias"]
+
+
+def test_the_innermost_unit_wins():
+    model = Shared()
+    _, units = partition(model, [model.layers[0], model.layers[0][1]])
+    assert [(unit.name, _names(unit)) for unit in units] == [
+        ("layers.0", ["layers.0.0.weight", "layers.0.0.bias"]),
+        ("layers.0.1", ["layers.0.1.weight", "layers.0.1.bias"]),
+    ]
+
+
+def test_units_may_be_none_a_generator_repeated_or_the_model_itself():
+    model = Shared()
+    assert partition(model, [])[1] == []
+    assert len(partition(model, (layer for layer in model.layers))[1]) == 2
+    assert len(partition(model, [model.layers[0], model.layers[0], model])[1]) == 1
+
+
+def test_units_keep_the_order_given_and_need_parameters():
+    model = Shared()
+    model.layers.append(nn.ReLU())
+    _, units = partition(model, [*reversed(model.layers)])
+    assert [unit.name for unit in units] == ["layers.1", "layers.0"]
+
+
+@pytest.mark.parametrize(
+    ("units", "error", "message"),
+    [
+        (["layers.0"], TypeError, "units: str is not an nn.Module"),
+        ([nn.Linear(2, 2)], ValueError, "units: a Linear is no submodule of the model"),
+    ],
+)
+def test_units_that_are_not_the_models_are_refused(units, error, message):
+    with pytest.raises(error, match=message):
+        partition(Shared(), units)
+
+
+def test_a_container_that_is_never_called_is_refused():
+    model = Shared()
+    with pytest.raises(ValueError, match="units: 'layers' is a container that is never called; give its elements"):
+        partition(model, [model.layers])
+
+
+def test_materialised_parameters_are_nan_take_no_memory_and_stay_tied():
+    with torch.device("meta"):
+        model = Shared()
+    model.embed.weight.requires_grad_(False)
+    made = materialise(model, torch.device("cpu"))
+    assert model.head.weight is model.embed.weight
+    assert made == set(model.parameters())
+    assert all(param.untyped_storage().nbytes() == 4 for param in made)
+    assert model.embed.weight.shape == (5, 3)
+    assert model.embed.weight.isnan().all()
+    assert not model.embed.weight.requires_grad
+    assert model.layers[0][0].weight.requires_grad
+
+
+def test_a_buffer_on_the_meta_device_is_refused_by_name():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match="0.running_mean: the buffer is on the meta device"):
+        materialise(model, torch.device("cpu"))
