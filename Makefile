@@ -16,6 +16,7 @@ demo: $(STAMP)  ## Train a small GPT with ZeRO stage 2 on two ranks, let it writ
 	$(BIN)/zeroshard train --config configs/demo.toml
 	$(BIN)/zeroshard generate runs/demo
 	$(BIN)/python examples/stages_memory.py
+	@echo "The run is in runs/demo: config.toml, metrics.jsonl, summary.json, checkpoints/."
 
 test: $(STAMP)  ## Run the tests.
 	$(BIN)/python -m pytest

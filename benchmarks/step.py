@@ -62,10 +62,11 @@ class Contestant:
 COMMUNICATORS = {"torch": TorchCommunicator, "ring": RingCommunicator, "shm": SharedMemoryCommunicator}
 
 
-def build(name: str, shape: Shape, comm: Communicator, device: torch.device) -> Contestant:
+def build(name: str, shape: Shape, comms: dict[str, Communicator], device: torch.device) -> Contestant:
     sizes = {"n_embd": shape.n_embd, "n_layer": shape.n_layer, "n_head": shape.n_head}
     model = build_model("gpt2-demo", vocab_size=shape.vocab_size, seq_len=shape.seq_len, overrides=sizes).to(device)
     if name.startswith("zero"):
+        name, comm = name[: len("zero0")], comms[name[len("zero0@") :]]
         zero = Zero(model, stage=int(name[-1]), units=model.blocks, comm=comm)
         return Contestant(model, zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True))
     wrapped: nn.Module = model
@@ -95,8 +96,9 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, result: str) -> N
     device = torch.device("cuda", rank % torch.cuda.device_count()) if args.device == "cuda" else torch.device("cpu")
     if world > 1:
         dist.init_process_group(args.backend, init_method=f"file://{store}", rank=rank, world_size=world)
-    comm: Communicator = COMMUNICATORS[args.comm]() if world > 1 else LocalCommunicator()
-    contestants = {name: build(name, shape, comm, device) for name in args.contestants}
+    kinds = sorted({name.partition("@")[2] for name in args.contestants})
+    comms = {kind: COMMUNICATORS[kind or args.comm]() if world > 1 else LocalCommunicator() for kind in kinds}
+    contestants = {name: build(name, shape, comms, device) for name in args.contestants}
     generator = torch.Generator().manual_seed(rank)
     tokens, targets = (
         torch.randint(0, shape.vocab_size, (shape.batch, shape.seq_len), generator=generator).to(device)
@@ -115,7 +117,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, result: str) -> N
     if rank == 0:
         Path(result).write_text(json.dumps(rounds[1:]))  # the first round warms up
     if world > 1:
-        del contestants, comm
+        del contestants, comms
         gc.collect()
         dist.destroy_process_group()
         gc.collect()
@@ -160,7 +162,11 @@ def main() -> None:
     parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
     parser.add_argument("--comm", default="torch", choices=COMMUNICATORS, help="what our stages communicate with")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--contestants", nargs="+", help="the first is the one that the others are held against")
+    parser.add_argument(
+        "--contestants",
+        nargs="+",
+        help="the first is the one that the others are held against; zero2@shm: ours over that communicator",
+    )
     parser.add_argument("--json", type=Path, help="write rounds and summary here")
     args = parser.parse_args()
     args.contestants = args.contestants or ["plain" if args.world == 1 else "ddp", *(f"zero{s}" for s in range(4))]

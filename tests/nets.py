@@ -107,8 +107,10 @@ def train(
     optimizer: type[Optimizer] = torch.optim.AdamW,
     **kwargs: Any,
 ) -> dict[str, Tensor]:
-    """Weights after training this rank's rows with an engine."""
+    """Weights after training this rank's rows with an engine; ``zero_kwargs["units"]`` is a function of the model."""
     model = build()
+    if "units" in zero_kwargs:
+        zero_kwargs = zero_kwargs | {"units": zero_kwargs["units"](model)}
     zero = Zero(model, comm=comm, **zero_kwargs)
     optim = zero.optimizer(optimizer, **({"lr": 1e-2} | kwargs))
     for step in range(num_steps):

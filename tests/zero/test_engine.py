@@ -1,0 +1,452 @@
+"""The fixed meanings of the public API, at every stage."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nets import Net, Turn, assert_every_stage_equals_one_process, linear, one_process, rows, set_values, train
+from zeroshard.comm import LocalCommunicator, NullCommunicator, TorchCommunicator, run_threads
+from zeroshard.models import build_model
+from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy, Zero
+
+MODELS = {
+    "gpt2-demo": {"n_layer": 2, "n_head": 3, "n_embd": 9},
+    "llama-tiny": {"n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 12},
+}
+
+
+def at_every_stage(test):
+    return pytest.mark.parametrize("stage", STAGES)(test)
+
+
+@at_every_stage
+def test_training_starts_from_rank_zeros_parameters_and_buffers(stage):
+    def go(comm):
+        net = Net(block=lambda: nn.BatchNorm1d(6), seed=comm.rank)
+        net.register_buffer("transposed", torch.full((2, 3), float(comm.rank)).t())
+        net.register_buffer("flag", torch.tensor(comm.rank == 0))
+        for block in net.blocks:
+            block.running_mean.fill_(comm.rank + 1)
+            block.num_batches_tracked.fill_(comm.rank + 5)
+        zero = Zero(net, stage=stage, comm=comm)
+        return zero.state_dict()
+
+    states = run_threads(go, 3)
+    expected = Net(block=lambda: nn.BatchNorm1d(6), seed=0).state_dict()
+    for state in states:
+        assert all(torch.equal(state[name], states[0][name]) for name in states[0])
+        assert all(torch.equal(state[name], expected[name]) for name in ("first.weight", "blocks.1.weight"))
+        assert state["blocks.0.running_mean"].eq(1).all()
+        assert state["blocks.0.num_batches_tracked"] == 5
+        assert state["transposed"].eq(0).all()
+        assert state["flag"]
+
+
+def test_gradients_are_means():
+    net = Net()
+    (net(rows(0)).square().mean() / 2 + net(rows(1)).square().mean() / 2).backward()
+    expected = {name: param.grad for name, param in net.named_parameters()}
+    for stage in STAGES:
+
+        def go(comm, stage=stage):
+            ours = Net()
+            zero = Zero(ours, stage=stage, comm=comm)
+            ours(rows(comm.rank)).square().mean().backward()
+            return zero.full_grads()
+
+        for found in run_threads(go, 2):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_float64_stays_float64():
+    def take_turn(turn: Turn) -> None:
+        turn.model(rows(turn.rank, turn.step, torch.float64)).square().mean().backward()
+
+    assert_every_stage_equals_one_process(lambda: Net().double(), take_turn, atol=1e-14)
+    net = Net().double()
+    zero = Zero(net, comm=NullCommunicator(2))
+    net(rows(0, 0, torch.float64)).sum().backward()
+    assert zero.clip_grad_norm_(1.0).dtype == torch.float64
+    assert {t.dtype for t in zero.state_dict().values()} == {torch.float64}
+
+
+def test_dtypes_may_be_mixed_in_a_unit():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.single, self.double = linear(), linear().double()
+
+        def forward(self, x):
+            return self.double(self.single(x).double()).float()
+
+    assert_every_stage_equals_one_process(lambda: Net(block=Mixed), world_size=3)
+
+
+def test_a_parameter_used_on_one_rank_only_gets_the_mean_with_zeros():
+    """In a block's unit and in the root's, beside others that every rank uses."""
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always, self.sometimes = linear(), linear()
+
+        def forward(self, x, use):
+            return self.sometimes(self.always(x)) if use else self.always(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Gated() for _ in range(2))
+            self.root = Gated()
+            set_values(self)
+
+        def forward(self, x, use):
+            for block in self.blocks:
+                x = torch.tanh(block(x, use))
+            return self.root(x, use)
+
+    def take_turn(turn: Turn) -> None:
+        turn.loss(use=turn.rank == turn.step).backward()  # step 2: nobody
+
+    for kwargs in ({"weight_decay": 0.5}, {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}):
+        assert_every_stage_equals_one_process(Model, take_turn, num_steps=4, **kwargs)
+
+
+def test_tied_weights_are_stepped_and_counted_once():
+    def build():
+        net = Net()
+        net.last.weight = net.first.weight
+        net.blocks[2].weight = net.blocks[0].weight
+        return net
+
+    assert_every_stage_equals_one_process(build, weight_decay=0.5)
+    net = build()
+    net(rows(0)).sum().backward()
+    expected = nn.utils.clip_grad_norm_(net.parameters(), math.inf)
+    for stage in STAGES:
+        ours = build()
+        zero = Zero(ours, stage=stage, comm=LocalCommunicator())
+        ours(rows(0)).sum().backward()
+        torch.testing.assert_close(zero.clip_grad_norm_(math.inf), expected)
+
+
+@at_every_stage
+def test_frozen_parameters_never_move(stage):
+    def go(comm):
+        net = Net()
+        net.blocks[0].requires_grad_(False)
+        net.last.bias.requires_grad_(False)
+        zero = Zero(net, stage=stage, comm=comm)
+        optim = zero.optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.9)
+        net(rows(comm.rank)).sum().backward()
+        optim.step()
+        return zero.state_dict()
+
+    start, state = Net().state_dict(), run_threads(go, 2)[0]
+    still = {"blocks.0.weight", "blocks.0.bias", "last.bias"}
+    assert {name for name in state if torch.equal(state[name], start[name])} == still
+
+
+SIZES = {
+    "one element": lambda: torch.randn(1),
+    "a scalar": lambda: torch.randn(()),
+    "empty": lambda: torch.empty(0, 3),
+    "seven": lambda: torch.randn(7),
+}
+
+
+@pytest.mark.parametrize("kinds", [["one element"], ["a scalar"], ["empty"], ["empty", "seven"], [*SIZES]])
+def test_parameters_may_have_any_size_on_four_ranks(kinds):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.odd = nn.ParameterList(SIZES[kind]() for kind in kinds)
+
+        def forward(self, x):
+            return x + sum(param.square().sum() for param in self.odd)
+
+    assert_every_stage_equals_one_process(lambda: Net(block=Odd), world_size=4)
+
+
+def test_a_model_may_be_one_parameter_and_no_unit():
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return x * self.w
+
+    assert_every_stage_equals_one_process(One, world_size=4)
+
+
+def test_a_model_may_have_no_root_parameters_or_no_trained_ones():
+    for stage in STAGES:
+        model = nn.Sequential(nn.ModuleList([linear()])[0])
+        Zero(model, stage=stage, units=[model[0]], comm=NullCommunicator(2))
+        model(rows(0)).sum().backward()
+        frozen = Net().requires_grad_(False)
+        zero = Zero(frozen, stage=stage, comm=NullCommunicator(2))
+        frozen(rows(0))
+        assert zero.clip_grad_norm_(1.0) == 0.0
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.05, 1e6])
+def test_clipping_is_torchs_on_the_averaged_gradients(norm_type, max_norm):
+    net = Net()
+    for rank in range(3):
+        (net(rows(rank)).square().mean() / 3).backward()
+    expected = nn.utils.clip_grad_norm_(net.parameters(), max_norm, norm_type)
+    norms, grads = [], []
+    for stage in STAGES:
+
+        def go(comm, stage=stage):
+            ours = Net()
+            zero = Zero(ours, stage=stage, comm=comm)
+            ours(rows(comm.rank)).square().mean().backward()
+            return zero.clip_grad_norm_(max_norm, norm_type), zero.full_grads()
+
+        for norm, full in run_threads(go, 3):
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+            assert norm.dim() == 0
+            norms.append(norm)
+            grads.append(full)
+    assert all(torch.equal(norm, norms[0]) for norm in norms)
+    for full in grads:
+        for name, param in net.named_parameters():
+            torch.testing.assert_close(full[name], param.grad, rtol=0, atol=1e-6)
+            assert torch.equal(full[name], grads[0][name])
+
+
+@at_every_stage
+def test_the_norm_is_zero_without_gradients_and_nan_with_a_nan(stage):
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage=stage, comm=comm)
+        norms = [zero.clip_grad_norm_(1.0), zero.clip_grad_norm_(1.0, math.inf)]
+        x = rows(comm.rank)
+        x[0] = math.nan if comm.rank else 0.0
+        net(x).sum().backward()
+        for p in (1.0, 2.0, math.inf):
+            norms.append(zero.clip_grad_norm_(1.0, p))
+        grads = zero.full_grads()
+        return [norm.item() for norm in norms], all(grad.isnan().any() for grad in grads.values())
+
+    for norms, all_nan in run_threads(go, 2):
+        assert norms[:2] == [0.0, 0.0]
+        assert all(math.isnan(norm) for norm in norms[2:])
+        assert all_nan
+
+
+def test_a_norm_type_that_is_none_is_refused():
+    zero = Zero(Net(), comm=LocalCommunicator())
+    for wrong in (0, -1, math.nan):
+        with pytest.raises(ValueError, match="norm_type: .* is not a positive number"):
+            zero.clip_grad_norm_(1.0, wrong)
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_bf16_has_the_same_bits_at_every_stage(world_size, reduce_dtype):
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    states = []
+    for stage in STAGES:
+        kwargs = {"stage": stage, "precision": policy}
+        states += run_threads(lambda comm, k=kwargs: train(comm, Net, lambda t: t.loss().backward(), k), world_size)
+    for state in states:
+        assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+        assert all(torch.equal(state[name], states[0][name]) for name in state)
+    exact = one_process(Net, world_size=world_size)
+    for name, whole in exact.items():
+        torch.testing.assert_close(states[0][name], whole, rtol=0, atol=0.05)
+        assert not torch.equal(states[0][name], whole)
+
+
+@at_every_stage
+def test_bf16_computes_in_bf16_and_keeps_fp32_masters(stage):
+    net = Net()
+    seen = []
+    net.blocks[0].register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.weight.dtype)))
+    zero = Zero(net, stage=stage, comm=NullCommunicator(2), precision=MixedPrecision(param_dtype=torch.bfloat16))
+    optim = zero.optimizer(torch.optim.SGD, lr=1e-4)  # steps too small for bf16
+    start = zero.state_dict()["blocks.0.weight"]
+    assert torch.equal(start, Net().state_dict()["blocks.0.weight"]) or stage > 0  # a null world repeats its shard
+    assert net(rows(0)).dtype == torch.bfloat16
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    net(rows(0)).sum().backward()
+    optim.step()
+    assert not torch.equal(zero.state_dict()["blocks.0.weight"], start)
+    zero.remove()
+    assert {param.dtype for param in net.parameters()} == {torch.float32}
+
+
+def test_inputs_are_left_alone_where_the_policy_says_so():
+    net = Net().bfloat16()
+    Zero(net, comm=NullCommunicator(2), precision=MixedPrecision(torch.bfloat16, cast_forward_inputs=False))
+    with pytest.raises(RuntimeError, match="dtype"):
+        net(rows(0))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@at_every_stage
+def test_a_model_on_the_meta_device_starts_from_the_same_bits(stage, name):
+    def go(comm):
+        with torch.device("meta"):
+            model = build_model(name, vocab_size=31, seq_len=8, overrides=MODELS[name])
+        return Zero(model, stage=stage, comm=comm, init=model.init_parameter).state_dict()
+
+    eager = build_model(name, vocab_size=31, seq_len=8, overrides=MODELS[name]).state_dict()
+    for state in run_threads(go, 3):
+        assert list(state) == list(eager)
+        assert all(torch.equal(state[key], eager[key]) for key in eager)
+
+
+def test_a_model_on_the_meta_device_needs_init():
+    with torch.device("meta"):
+        model = build_model("gpt2-demo", vocab_size=31, seq_len=8, overrides=MODELS["gpt2-demo"])
+    with pytest.raises(ValueError, match="init: the model has parameters on the meta device"):
+        Zero(model, comm=LocalCommunicator())
+
+
+def test_nothing_stays_behind_after_del():
+    for comm in (LocalCommunicator(), NullCommunicator(2)):
+        for stage in STAGES:
+            net = Net()
+            zero = Zero(net, stage=stage, comm=comm)
+            optim = zero.optimizer(torch.optim.AdamW, lr=0.1)
+            for _ in range(2):
+                net(rows(0)).sum().backward()
+                optim.step()
+            left = [
+                weakref.ref(thing) for thing in (net, zero, optim, net.first.weight, net.blocks[0].bias, *zero.units)
+            ]
+            del net, zero, optim
+            gc.collect()
+            assert [ref() for ref in left] == [None] * len(left)
+
+
+def test_the_engine_lives_as_long_as_its_model():
+    def take_turn(turn: Turn) -> None:
+        turn.zero = None
+        gc.collect()
+        turn.loss().backward()
+
+    net = Net()
+    optim = Zero(net, comm=NullCommunicator(2)).optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        gc.collect()
+        net(rows(0)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+
+
+@at_every_stage
+def test_remove_gives_the_plain_module_back(stage):
+    def go(comm):
+        net = Net()
+        before = list(net.parameters())
+        zero = Zero(net, stage=stage, comm=comm)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        net(rows(comm.rank)).sum().backward()
+        optim.step()
+        whole = zero.state_dict()
+        zero.remove()
+        assert all(ours is param for ours, param in zip(net.parameters(), before, strict=True))
+        assert all(torch.equal(whole[name], tensor) for name, tensor in net.state_dict().items())
+        assert not net._forward_pre_hooks
+        assert not net._forward_hooks
+        assert not net._state_dict_pre_hooks
+        net.load_state_dict(whole)
+        net.zero_grad(set_to_none=False)
+        net(rows(0)).sum().backward()
+        assert all(param.grad is not None for param in net.parameters())
+        assert len({param.untyped_storage().data_ptr() for param in net.parameters()}) == len(before)
+        Zero(net, stage=stage, comm=comm)
+
+    run_threads(go, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_modules_own_state_dict_is_refused_while_it_would_be_wrong(stage):
+    net = Net()
+    zero = Zero(net, stage=stage, comm=NullCommunicator(2))
+    optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+    net(rows(0)).sum().backward()
+    optim.step()
+    with pytest.raises(RuntimeError, match="use zero.state_dict"):
+        net.state_dict()
+    with pytest.raises(RuntimeError, match="use zero.load_state_dict"):
+        net.load_state_dict(Net().state_dict())
+    with zero.full_params():
+        assert list(net.state_dict()) == list(Net().state_dict())
+
+
+def test_arguments_that_make_no_sense_are_refused():
+    with pytest.raises(TypeError, match="model: list is not an nn.Module"):
+        Zero([linear()], comm=LocalCommunicator())
+    with pytest.raises(ValueError, match="stage: 4 is not a ZeRO stage"):
+        Zero(Net(), stage=4, comm=LocalCommunicator())
+    with pytest.raises(ValueError, match="prefetch: -1 units ahead"):
+        Zero(Net(), comm=LocalCommunicator(), prefetch=-1)
+    with pytest.raises(ValueError, match="accumulate: 'both' is unknown"):
+        Zero(Net(), comm=LocalCommunicator(), accumulate="both")
+    with pytest.raises(ValueError, match="units: 'blocks' is a container"):
+        net = Net()
+        Zero(net, units=[net.blocks], comm=LocalCommunicator())
+    net = Net()
+    Zero(net, comm=LocalCommunicator())
+    with pytest.raises(ValueError, match="it has an engine already"):
+        Zero(net, comm=LocalCommunicator())
+
+
+def test_a_row_of_ones_own_trains_alike():
+    row = ShardingStrategy("shard", "shard", "shard", reshard_after_forward=False)
+    for prefetch in (0, 1, 3):
+        kwargs = {"stage": row, "prefetch": prefetch}
+        assert_every_stage_equals_one_process(Net, world_size=3, zero_kwargs=kwargs)
+
+
+@pytest.mark.parametrize("accumulate", ["local", "sharded", None])
+@at_every_stage
+def test_micro_batches_add_up_where_the_engine_is_told_to(stage, accumulate):
+    net = Net()
+    zero = Zero(net, stage=stage, comm=NullCommunicator(2), accumulate=accumulate)
+    with zero.micro_batch(last=False):
+        net(rows(0)).sum().backward()
+    sharded = accumulate == "sharded" or (accumulate is None and stage >= 2)
+    assert all((group.grads.reduced is not None) == sharded for unit in zero.units for group in unit.groups)
+
+
+def everywhere_over_gloo(comm):
+    """Stages over all ranks and over a group of some; every result is compared by the caller."""
+    group = dist.new_group([0, 2])
+    found = {"all": [train(comm, Net, lambda t: t.loss().backward(), {"stage": stage}) for stage in STAGES]}
+    default = Net()
+    assert Zero(default).comm.world_size == comm.world_size  # comm=None: torch.distributed
+    if comm.rank in (0, 2):
+        inner = TorchCommunicator(group)
+        found["group"] = [train(inner, Net, lambda t: t.loss().backward(), {"stage": stage}) for stage in STAGES]
+        del inner
+    comm.barrier()
+    if comm.rank in (0, 2):
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_processes_and_groups_of_some_ranks_train_alike(gloo_ranks):
+    by_rank = gloo_ranks(3).run(everywhere_over_gloo)
+    for key, world_size in (("all", 3), ("group", 2)):
+        expected = one_process(Net, world_size=world_size)
+        states = [state for found in by_rank for state in found.get(key, [])]
+        assert len(states) == 4 * world_size
+        for state in states:
+            assert all(torch.equal(state[name], states[0][name]) for name in expected)
+            torch.testing.assert_close(state, expected, rtol=0, atol=1e-6)

@@ -1,0 +1,390 @@
+"""What happens between a forward and a step, in every order that a training loop may think of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nets import Net, Turn, assert_every_stage_equals_one_process, backward, linear, rows
+from zeroshard.comm import NullCommunicator, run_threads
+from zeroshard.zero import STAGES, Placement, ShardingStrategy, Zero
+
+KEEP_WEIGHTS = ShardingStrategy(Placement.SHARD, Placement.SHARD, Placement.SHARD, reshard_after_forward=False)
+
+
+def skipping(net, x, skip=()):
+    for place, block in enumerate(net.blocks):
+        if place not in skip:
+            x = torch.tanh(block(x))
+    return x
+
+
+def reordered(net, x, order=None):
+    for place in order or range(len(net.blocks)):
+        x = torch.tanh(net.blocks[place](x))
+    return x
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_blocks", [0, 1, 4])
+def test_training_is_what_one_process_computes(num_blocks, world_size):
+    assert_every_stage_equals_one_process(lambda: Net(num_blocks), world_size=world_size)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_unit_may_be_skipped_on_one_rank(rank, place, prefetch):
+    def take_turn(turn: Turn) -> None:
+        turn.loss(skip={place} if turn.rank == rank else ()).backward()
+
+    kwargs = {"prefetch": prefetch}
+    assert_every_stage_equals_one_process(lambda: Net(path=skipping), take_turn, world_size=3, zero_kwargs=kwargs)
+
+
+def test_a_unit_may_be_skipped_on_one_rank_from_some_step_on():
+    def take_turn(turn: Turn) -> None:
+        turn.loss(skip={1} if turn.rank == 1 and turn.step in (1, 3) else ()).backward()
+
+    assert_every_stage_equals_one_process(lambda: Net(path=skipping), take_turn, num_steps=6)
+
+
+def test_each_rank_may_skip_another_unit():
+    def take_turn(turn: Turn) -> None:
+        turn.loss(skip={turn.rank, turn.step % 4}).backward()
+
+    build = lambda: Net(4, path=skipping)  # noqa: E731
+    assert_every_stage_equals_one_process(build, take_turn, world_size=4, num_steps=5)
+    kwargs = {"stage": KEEP_WEIGHTS}
+    assert_every_stage_equals_one_process(build, take_turn, world_size=4, num_steps=5, zero_kwargs=kwargs)
+
+
+def test_a_unit_without_gradients_on_any_rank_is_not_stepped():
+    """No decay, no momentum: its weights and the optimizer's state are what one process has."""
+
+    def take_turn(turn: Turn) -> None:
+        turn.loss(skip={1} if turn.step > 0 else ()).backward()
+
+    for kwargs in ({"weight_decay": 0.5}, {"optimizer": torch.optim.SGD, "momentum": 0.9, "lr": 0.1}):
+        assert_every_stage_equals_one_process(lambda: Net(path=skipping), take_turn, **kwargs)
+
+
+def test_a_frozen_unit_that_one_rank_skips_lets_gradients_through_on_the_other():
+    def build() -> Net:
+        net = Net(path=skipping)
+        net.blocks[1].requires_grad_(False)
+        return net
+
+    def take_turn(turn: Turn) -> None:
+        with torch.no_grad():
+            turn.loss()
+        turn.loss(skip={1} if turn.rank == 1 else ()).backward()
+
+    assert_every_stage_equals_one_process(build, take_turn)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_order_of_execution_may_differ_from_registration_and_change(prefetch):
+    orders = [(2, 0, 1), (0, 1, 2), (1, 2, 0), (2, 1, 0)]
+
+    def take_turn(turn: Turn) -> None:
+        turn.loss(order=orders[turn.step % 4]).backward()
+
+    kwargs = {"prefetch": prefetch}
+    assert_every_stage_equals_one_process(lambda: Net(path=reordered), take_turn, num_steps=5, zero_kwargs=kwargs)
+
+
+def test_a_unit_may_run_several_times():
+    def take_turn(turn: Turn) -> None:
+        turn.loss(order=(0, 0, 1, 2, 1, 0)).backward()
+
+    assert_every_stage_equals_one_process(lambda: Net(path=reordered), take_turn)
+    assert_every_stage_equals_one_process(lambda: Net(path=reordered), take_turn, zero_kwargs={"stage": KEEP_WEIGHTS})
+
+
+def test_two_forwards_may_share_a_backward():
+    def take_turn(turn: Turn) -> None:
+        (turn.loss() + turn.model(rows(turn.rank, 50)).sum()).backward()
+
+    assert_every_stage_equals_one_process(Net, take_turn)
+
+
+def test_two_forwards_may_have_a_backward_each_after_both():
+    def take_turn(turn: Turn) -> None:
+        first, second = turn.loss(), turn.model(rows(turn.rank, 50)).sum()
+        first.backward()
+        second.backward()
+
+    assert_every_stage_equals_one_process(Net, take_turn)
+
+
+def test_several_backwards_may_come_before_a_step():
+    def take_turn(turn: Turn) -> None:
+        turn.loss().backward()
+        turn.loss().backward()
+
+    assert_every_stage_equals_one_process(Net, take_turn)
+
+
+def test_some_backwards_may_come_without_communication():
+    def take_turn(turn: Turn) -> None:
+        assert turn.zero is not None
+        turn.loss().backward()
+        with turn.zero.no_sync():
+            turn.loss().backward()
+            turn.loss().backward()
+        turn.loss().backward()
+
+    def plain_turn(turn: Turn) -> None:
+        for _ in range(4):
+            turn.loss().backward()
+
+    assert_every_stage_equals_one_process(Net, take_turn, plain_turn=plain_turn)
+
+
+def test_a_unit_used_only_without_communication_is_reduced_all_the_same():
+    def take_turn(turn: Turn) -> None:
+        assert turn.zero is not None
+        with turn.zero.no_sync():
+            turn.loss().backward()
+        turn.loss(skip={0, 2}).backward()
+
+    def plain_turn(turn: Turn) -> None:
+        turn.loss().backward()
+        turn.loss(skip={0, 2}).backward()
+
+    assert_every_stage_equals_one_process(lambda: Net(path=skipping), take_turn, plain_turn=plain_turn)
+
+
+def test_a_graph_may_be_run_backward_twice():
+    def take_turn(turn: Turn) -> None:
+        loss = turn.loss()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    assert_every_stage_equals_one_process(Net, take_turn)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_backward_may_be_differentiated():
+    def penalty(turn: Turn) -> None:
+        x = rows(turn.rank, turn.step).requires_grad_()
+        loss = turn.model(x).square().mean()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum()).backward()
+
+    assert_every_stage_equals_one_process(Net, penalty)
+
+    def keeps_graph(turn: Turn) -> None:
+        turn.loss().backward(create_graph=True)
+        for param in turn.model.parameters():
+            param.grad = None if param.grad is None else param.grad.detach()
+
+    assert_every_stage_equals_one_process(Net, keeps_graph)
+
+
+def test_evaluation_may_come_at_any_time():
+    def take_turn(turn: Turn) -> None:
+        turn.model.eval()
+        with torch.no_grad():
+            turn.loss()
+        with torch.inference_mode():
+            turn.loss()
+        turn.model.train()
+        loss = turn.loss()
+        with torch.no_grad():
+            turn.loss()
+        loss.backward()
+        with torch.no_grad():
+            turn.loss()
+
+    assert_every_stage_equals_one_process(Net, take_turn)
+
+
+def test_a_forward_whose_graph_is_dropped_leaves_nothing():
+    def take_turn(turn: Turn) -> None:
+        turn.loss()
+        turn.loss().backward()
+        turn.loss()
+
+    assert_every_stage_equals_one_process(Net, take_turn)
+
+
+def test_requires_grad_may_change_between_steps():
+    def take_turn(turn: Turn) -> None:
+        frozen = turn.step in (1, 2)
+        turn.model.blocks[1].requires_grad_(not frozen)
+        turn.model.blocks[0].weight.requires_grad_(not frozen)
+        turn.model.first.requires_grad_(turn.step != 3)
+        turn.loss().backward()
+
+    kwargs = {"weight_decay": 0.3}
+    assert_every_stage_equals_one_process(Net, take_turn, num_steps=6, **kwargs)
+
+
+def test_what_was_frozen_at_the_start_may_be_trained_later():
+    def build() -> Net:
+        net = Net()
+        net.blocks[1].requires_grad_(False)
+        net.last.bias.requires_grad_(False)
+        return net
+
+    def take_turn(turn: Turn) -> None:
+        if turn.step == 2:
+            turn.model.requires_grad_(True)
+        turn.loss().backward()
+
+    assert_every_stage_equals_one_process(build, take_turn, num_steps=4)
+
+
+class Stop(Exception):
+    pass
+
+
+def stopping(net, x, stop=""):
+    for place, block in enumerate(net.blocks):
+        x = torch.tanh(block(x))
+        if place == 1 and stop == "forward":
+            raise Stop
+        if place == 1 and stop == "backward":
+
+            def fail(grad):
+                raise Stop
+
+            x.register_hook(fail)
+    return x
+
+
+@pytest.mark.parametrize("stop", ["forward", "backward"])
+def test_training_goes_on_after_an_exception(stop):
+    def take_turn(turn: Turn) -> None:
+        assert turn.optim is not None
+        if turn.step:
+            with pytest.raises(Stop):
+                turn.loss(stop=stop).backward()
+            turn.optim.zero_grad()
+        backward(turn)
+
+    assert_every_stage_equals_one_process(lambda: Net(path=stopping), take_turn, plain_turn=backward)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forgotten_last_backward_is_an_error(stage):
+    net = Net()
+    zero = Zero(net, stage=stage, comm=NullCommunicator(2))
+    optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+    with zero.no_sync():
+        net(rows(0)).sum().backward()
+    for refused in (optim.step, lambda: zero.clip_grad_norm_(1.0), zero.full_grads):
+        with pytest.raises(RuntimeError, match="gradients accumulated under no_sync.. were never reduced"):
+            refused()
+    optim.zero_grad()
+    optim.step()
+
+
+def checkpointed(reentrant, **kwargs):
+    def path(net, x):
+        for block in net.blocks:
+            x = torch.tanh(checkpoint(block, x, use_reentrant=reentrant, **kwargs))
+        return x
+
+    return path
+
+
+def over_segments(net, x):
+    def segment(first, x):
+        return torch.tanh(net.blocks[first + 1](torch.tanh(net.blocks[first](x))))
+
+    for first in (0, 2):
+        x = checkpoint(segment, first, x, use_reentrant=first == 0)
+    return x
+
+
+CHECKPOINTED = {
+    "reentrant": checkpointed(True),
+    "not reentrant": checkpointed(False),
+    "not reentrant, to the end": checkpointed(False, early_stop=False),
+    "over segments": over_segments,
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("path", CHECKPOINTED)
+def test_activations_may_be_recomputed(path, prefetch):
+    def build() -> Net:
+        return Net(4, path=CHECKPOINTED[path])
+
+    assert_every_stage_equals_one_process(build, zero_kwargs={"prefetch": prefetch})
+
+
+class LiveWeights(nn.Module):
+    """A block that notes how many units hold full weights while it runs, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.look = lambda: None
+
+    def forward(self, x):
+        self.look()
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.look())
+        return y
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("path", ["plain", "reentrant", "not reentrant", "not reentrant, to the end"])
+def test_stage_three_holds_the_root_and_as_many_units_as_it_looks_ahead(path, prefetch):
+    net = Net(8, block=LiveWeights, **({} if path == "plain" else {"path": CHECKPOINTED[path]}))
+    zero = Zero(net, stage=3, comm=NullCommunicator(2), prefetch=prefetch)
+    seen = []
+
+    def look():
+        seen.append(sum(group.params.full_bytes > 0 for unit in zero.units[1:] for group in unit.groups))
+
+    for block in net.blocks:
+        block.look = look
+    for _ in range(2):
+        net(rows(0)).sum().backward()
+    assert max(seen) == prefetch + 1
+    assert all(group.params.full_bytes == 0 for unit in zero.units for group in unit.groups)
+
+
+def test_stage_three_frees_full_weights_after_evaluation():
+    net = Net()
+    zero = Zero(net, stage=3, comm=NullCommunicator(2))
+    with torch.no_grad():
+        net(rows(0))
+    assert zero.memory_bytes()["params"] * 2 == sum(
+        4 * group.params.layout.padded_numel for unit in zero.units for group in unit.groups
+    )
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sharded_gradients_are_whole_for_a_few_units_at_a_time(stage):
+    net = Net(8)
+    zero = Zero(net, stage=stage, comm=NullCommunicator(2))
+    whole = 4 * (6 * 6 + 6)
+    seen = []
+    for block in net.blocks:
+        block.weight.register_hook(lambda grad: seen.append(zero.memory_bytes()["grads"]))
+    net(rows(0)).sum().backward()
+    settled = zero.memory_bytes()["grads"]
+    assert settled == 10 * whole // 2
+    assert max(seen) <= settled + 2 * whole + 4 * whole  # the root's two layers, and units on their way
+
+
+def test_ranks_that_take_other_ways_agree_on_which_parameters_were_used():
+    def go(comm):
+        net = Net(path=skipping)
+        zero = Zero(net, stage=2, comm=comm)
+        turn = Turn(net, comm.rank, 0)
+        turn.loss(skip={0, 1} if comm.rank else {0}).backward()
+        return {name: grad is None for name, grad in zero.full_grads().items()}
+
+    first, second = run_threads(go, 2)
+    assert first == second
+    assert {name for name, unused in first.items() if unused} == {"blocks.0.weight", "blocks.0.bias"}

@@ -1,0 +1,145 @@
+"""Pieces of the training state: together they are all of it, and any stage and world reads any other's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nets import Net, rows
+from zeroshard.comm import run_threads
+from zeroshard.zero import STAGES, NamedShard, Zero
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "ASGD": (torch.optim.ASGD, {"lr": 1e-2}),
+    "Adam fused": (torch.optim.Adam, {"lr": 1e-2, "fused": True}),
+}
+
+
+class Saved:
+    """A checkpoint in memory: whole tensors, put together from every rank's pieces."""
+
+    def __init__(self, by_rank: list[list[NamedShard]]) -> None:
+        self.whole: dict[tuple[str, str], torch.Tensor] = {}
+        self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        count: dict[tuple[str, str], torch.Tensor] = {}
+        for shard in (shard for shards in by_rank for shard in shards):
+            numel = torch.Size(shard.shape).numel()
+            key, cut = (shard.name, shard.kind), slice(*shard.interval)
+            assert shard.tensor.dim() == 1
+            assert self.shapes.setdefault(shard.name, {}).setdefault(shard.kind, shard.shape) == shard.shape
+            self.whole.setdefault(key, torch.zeros(numel, dtype=shard.tensor.dtype))[cut] = shard.tensor
+            count.setdefault(key, torch.zeros(numel, dtype=torch.int64))[cut] += 1
+        self.tiled = all(times.eq(1).all() for times in count.values())
+
+    def kinds(self, name):
+        return self.shapes.get(name, {})
+
+    def read(self, name, kind, interval):
+        return self.whole[name, kind][slice(*interval)]
+
+
+def _net():
+    net = Net(block=lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+    net.last.weight = net.first.weight
+    net.scale = nn.Parameter(torch.tensor(1.5))
+    net.empty = nn.Parameter(torch.empty(0))
+    net.path = lambda net, x: in_order(net, x) * net.scale
+    return net
+
+
+def in_order(net, x):
+    for block in net.blocks:
+        x = torch.tanh(block(x))
+    return x
+
+
+def _steps(comm, zero, optim, steps):
+    for step in steps:
+        # Every world sees the same rows, so that worlds of any size take the same steps, but for rounding.
+        zero.model(rows(0, step)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def _save(comm, stage, optimizer):
+    cls, kwargs = OPTIMIZERS[optimizer]
+    net = _net()
+    zero = Zero(net, stage=stage, comm=comm)
+    _steps(comm, zero, zero.optimizer(cls, **kwargs), range(2))
+    copied = [NamedShard(s.name, s.kind, s.shape, s.interval, s.tensor.clone()) for s in zero.named_shards()]
+    return copied, zero.state_dict()
+
+
+def _load(comm, stage, optimizer, saved, reader):
+    cls, kwargs = OPTIMIZERS[optimizer]
+    net = _net()
+    with torch.no_grad():
+        for param in net.parameters():
+            param.fill_(0.123)
+    zero = Zero(net, stage=stage, comm=comm)
+    optim = zero.optimizer(cls, **kwargs)
+    zero.load_named_shards(reader)
+    loaded = zero.state_dict()
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    again = [NamedShard(s.name, s.kind, s.shape, s.interval, s.tensor.clone()) for s in zero.named_shards()]
+    _steps(comm, zero, optim, range(2, 4))
+    return again, zero.state_dict()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (0, 3), (1, 2), (2, 4), (3, 3)])
+def test_pieces_tile_every_tensor_exactly_once(stage, world_size, optimizer):
+    by_rank = run_threads(lambda comm: _save(comm, stage, optimizer), world_size)
+    saved = Saved([shards for shards, _ in by_rank])
+    assert saved.tiled
+    state = by_rank[0][1]
+    for name, tensor in state.items():
+        kind = "param" if name in dict(_net().named_parameters()) else "buffer"
+        if tensor.numel() and name != "last.weight":
+            assert torch.equal(saved.whole[name, kind].view(tensor.shape), tensor)
+    assert "last.weight" not in saved.shapes
+    assert saved.shapes["first.weight"].keys() > {"param"}
+    assert {k: s for k, s in saved.shapes["scale"].items() if k != "step"}["param"] == ()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("reads", [(0, 1), (0, 2), (1, 3), (2, 2), (3, 4)], ids=str)
+@pytest.mark.parametrize("wrote", [(0, 3), (1, 1), (2, 4), (3, 2)], ids=str)
+def test_any_stage_and_world_reads_what_another_wrote(wrote, reads, optimizer):
+    by_rank = run_threads(lambda comm: _save(comm, wrote[0], optimizer), wrote[1])
+    saved, state = Saved([shards for shards, _ in by_rank]), by_rank[0][1]
+    loaded = run_threads(lambda comm: _load(comm, reads[0], optimizer, state, saved), reads[1])
+    again = Saved([shards for shards, _ in loaded])
+    assert again.shapes == saved.shapes
+    assert all(torch.equal(again.whole[key], saved.whole[key]) for key in saved.whole)
+
+    def uninterrupted(comm):
+        cls, kwargs = OPTIMIZERS[optimizer]
+        zero = Zero(_net(), stage=reads[0], comm=comm)
+        _steps(comm, zero, zero.optimizer(cls, **kwargs), range(4))
+        return zero.state_dict()
+
+    whole_run = run_threads(uninterrupted, reads[1])[0]
+    for name, tensor in whole_run.items():
+        torch.testing.assert_close(loaded[0][1][name], tensor, rtol=0, atol=1e-5)
+        if wrote[1] == reads[1]:
+            assert torch.equal(loaded[0][1][name], tensor)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_of_another_model_is_refused_by_name(stage):
+    by_rank = run_threads(lambda comm: _save(comm, stage, "AdamW"), 2)
+    saved = Saved([shards for shards, _ in by_rank])
+
+    def go(comm):
+        net = Net(block=lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+        net.last = nn.Linear(6, 7)
+        zero = Zero(net, stage=stage, comm=comm)
+        with pytest.raises(ValueError, match=r"last\.(weight|bias): saved with shape"):
+            zero.load_named_shards(saved)
+
+    run_threads(go, 2)
