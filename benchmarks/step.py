@@ -1,6 +1,7 @@
 """Time of one training step: our stages beside a plain loop and torch's DDP, in one interleaved run.
 
     python benchmarks/step.py --world 2 --shape wide
+    python benchmarks/step.py --contestants ddp zero1 zero1@ring zero1@shm zero3@ring zero3@shm
 
 Every contestant trains its own copy of the same model on the same data in the same processes. A round visits all of
 them in a shuffled order and takes a few steps with each, so that a machine whose speed drifts is equally unkind to

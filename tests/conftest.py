@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ranks import gloo_ranks  # noqa: F401 -- a fixture
+from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings
 
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")

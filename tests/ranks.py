@@ -1,4 +1,4 @@
-"""Real ranks for tests: gloo processes that are started once for each world size and then run one function after another.
+"""Real ranks for tests: gloo processes that are started once for each world size and run one function after another.
 
 A rank costs over a second to start and a few milliseconds to give work to. Processes are forked from a server that
 has imported torch and nothing has run in, meet through a file, use one thread each, and leave gloo cleanly at the end.
@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 TIMEOUT_S = 60.0
-PRELOAD = ["torch", "torch.distributed", "zeroshard.zero", "zeroshard.models", "pytest", "hypothesis"]
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "zeroshard.zero", "zeroshard.models", "pytest", "hypothesis"]
 
 
 class RankError(AssertionError):
@@ -75,10 +75,18 @@ class GlooRanks:
                 raise error if isinstance(error, RankError) else RankError("a rank died") from None
         return [answers[rank] for rank in range(self.world_size)]
 
-    def close(self) -> list[int | None]:
-        """End the ranks; their exit codes."""
+    def end(self) -> None:
+        """Tell the ranks to end."""
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps(None))
+
+    def close(self) -> list[int | None]:
+        """End the ranks; their exit codes."""
+        self.end()
+        return self.join()
+
+    def join(self) -> list[int | None]:
+        """Wait for ranks that were told to end; their exit codes."""
         for process in self._processes:
             process.join(TIMEOUT_S)
         codes = [process.exitcode for process in self._processes]
@@ -142,6 +150,11 @@ def _module(path: str) -> Any:
     return sys.modules[name]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Taken over by the tests' conftest."""
+    parser.addoption("--exits", type=int, default=5, help="how often four ranks are started and ended (default: 5)")
+
+
 @pytest.fixture(scope="session")
 def gloo_ranks():
     """`gloo_ranks(world_size)`: ranks that live as long as the tests."""
@@ -153,5 +166,8 @@ def gloo_ranks():
         return pools[world_size]
 
     yield ranks
-    codes = {world_size: pool.close() for world_size, pool in pools.items() if pool.alive}
+    alive = {world_size: pool for world_size, pool in pools.items() if pool.alive}
+    for pool in alive.values():
+        pool.end()
+    codes = {world_size: pool.join() for world_size, pool in alive.items()}
     assert all(code == 0 for by_rank in codes.values() for code in by_rank), codes

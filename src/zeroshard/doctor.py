@@ -44,7 +44,7 @@ def _devices() -> list[tuple[str, str]]:
     rows.append(("nccl", _yes(dist.is_available() and dist.is_nccl_available())))
     rows.append(("bfloat16 on cuda", _yes(has_cuda and torch.cuda.is_bf16_supported())))
     rows.append(("device auto", "cuda" if has_cuda else "cpu"))
-    rows.append(("comm auto", "torch (nccl)" if has_cuda else "torch (gloo)"))
+    rows.append(("comm auto", "torch (nccl)" if has_cuda else "shm on one host, ring on several"))
     return rows
 
 

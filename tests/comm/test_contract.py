@@ -17,8 +17,11 @@ from zeroshard.comm import (
     LocalCommunicator,
     NullCommunicator,
     ObservedCommunicator,
+    RingCommunicator,
+    SharedMemoryCommunicator,
     TorchCommunicator,
     run_threads,
+    thread_transports,
 )
 
 OPS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
@@ -213,6 +216,13 @@ def _on_rank(comm, case, wrapper):
     CASES[case](WRAPPERS[wrapper](comm))
 
 
+def _on_own_rank(comm, case, wrapper, kind):
+    """Over the same processes, with collectives of our own."""
+    own = {"ring": RingCommunicator, "shm": SharedMemoryCommunicator}[kind](comm.group)
+    CASES[case](WRAPPERS[wrapper](own))
+    own.close()
+
+
 def _on_rank_of_group(comm, case, wrapper):
     """Worlds of 4, cut into ranks 0 and 2, and ranks 1 and 3, in the other order."""
     groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
@@ -242,6 +252,22 @@ class TestEachCommunicator:
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
     def test_gloo(self, case, wrapper, world_size, gloo_ranks):
         gloo_ranks(world_size).run(_on_rank, case, wrapper)
+
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+    @pytest.mark.parametrize("kind", ["ring", "shm"])
+    def test_ours(self, case, wrapper, kind, world_size, gloo_ranks):
+        gloo_ranks(world_size).run(_on_own_rank, case, wrapper, kind)
+
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+    def test_rings_of_threads(self, case, wrapper, world_size):
+        transports = thread_transports(world_size, timeout_s=30)
+
+        def on_rank(comm):
+            ring = RingCommunicator(transport=transports[comm.rank])
+            _on_rank(ring, case, wrapper)
+            ring.close()
+
+        run_threads(on_rank, world_size)
 
     def test_gloo_groups(self, case, wrapper, gloo_ranks):
         gloo_ranks(4).run(_on_rank_of_group, case, wrapper)

@@ -14,7 +14,7 @@ from torch import nn
 from nets import Net, Turn, assert_every_stage_equals_one_process, linear, one_process, rows, set_values, train
 from zeroshard.comm import LocalCommunicator, NullCommunicator, TorchCommunicator, run_threads
 from zeroshard.models import build_model
-from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy, Zero
+from zeroshard.zero import STAGES, ShardingStrategy, Zero
 
 MODELS = {
     "gpt2-demo": {"n_layer": 2, "n_head": 3, "n_embd": 9},
@@ -81,10 +81,10 @@ def test_dtypes_may_be_mixed_in_a_unit():
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.single, self.double = linear(), linear().double()
+            self.narrow, self.wide = linear(), linear().double()
 
         def forward(self, x):
-            return self.double(self.single(x).double()).float()
+            return self.wide(self.narrow(x).double()).float()
 
     assert_every_stage_equals_one_process(lambda: Net(block=Mixed), world_size=3)
 
@@ -198,103 +198,6 @@ def test_a_model_may_have_no_root_parameters_or_no_trained_ones():
         assert zero.clip_grad_norm_(1.0) == 0.0
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize("max_norm", [0.05, 1e6])
-def test_clipping_is_torchs_on_the_averaged_gradients(norm_type, max_norm):
-    net = Net()
-    for rank in range(3):
-        (net(rows(rank)).square().mean() / 3).backward()
-    expected = nn.utils.clip_grad_norm_(net.parameters(), max_norm, norm_type)
-    norms, grads = [], []
-    for stage in STAGES:
-
-        def go(comm, stage=stage):
-            ours = Net()
-            zero = Zero(ours, stage=stage, comm=comm)
-            ours(rows(comm.rank)).square().mean().backward()
-            return zero.clip_grad_norm_(max_norm, norm_type), zero.full_grads()
-
-        for norm, full in run_threads(go, 3):
-            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-            assert norm.dim() == 0
-            norms.append(norm)
-            grads.append(full)
-    assert all(torch.equal(norm, norms[0]) for norm in norms)
-    for full in grads:
-        for name, param in net.named_parameters():
-            torch.testing.assert_close(full[name], param.grad, rtol=0, atol=1e-6)
-            assert torch.equal(full[name], grads[0][name])
-
-
-@at_every_stage
-def test_the_norm_is_zero_without_gradients_and_nan_with_a_nan(stage):
-    def go(comm):
-        net = Net()
-        zero = Zero(net, stage=stage, comm=comm)
-        norms = [zero.clip_grad_norm_(1.0), zero.clip_grad_norm_(1.0, math.inf)]
-        x = rows(comm.rank)
-        x[0] = math.nan if comm.rank else 0.0
-        net(x).sum().backward()
-        for p in (1.0, 2.0, math.inf):
-            norms.append(zero.clip_grad_norm_(1.0, p))
-        grads = zero.full_grads()
-        return [norm.item() for norm in norms], all(grad.isnan().any() for grad in grads.values())
-
-    for norms, all_nan in run_threads(go, 2):
-        assert norms[:2] == [0.0, 0.0]
-        assert all(math.isnan(norm) for norm in norms[2:])
-        assert all_nan
-
-
-def test_a_norm_type_that_is_none_is_refused():
-    zero = Zero(Net(), comm=LocalCommunicator())
-    for wrong in (0, -1, math.nan):
-        with pytest.raises(ValueError, match="norm_type: .* is not a positive number"):
-            zero.clip_grad_norm_(1.0, wrong)
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_bf16_has_the_same_bits_at_every_stage(world_size, reduce_dtype):
-    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    states = []
-    for stage in STAGES:
-        kwargs = {"stage": stage, "precision": policy}
-        states += run_threads(lambda comm, k=kwargs: train(comm, Net, lambda t: t.loss().backward(), k), world_size)
-    for state in states:
-        assert {tensor.dtype for tensor in state.values()} == {torch.float32}
-        assert all(torch.equal(state[name], states[0][name]) for name in state)
-    exact = one_process(Net, world_size=world_size)
-    for name, whole in exact.items():
-        torch.testing.assert_close(states[0][name], whole, rtol=0, atol=0.05)
-        assert not torch.equal(states[0][name], whole)
-
-
-@at_every_stage
-def test_bf16_computes_in_bf16_and_keeps_fp32_masters(stage):
-    net = Net()
-    seen = []
-    net.blocks[0].register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.weight.dtype)))
-    zero = Zero(net, stage=stage, comm=NullCommunicator(2), precision=MixedPrecision(param_dtype=torch.bfloat16))
-    optim = zero.optimizer(torch.optim.SGD, lr=1e-4)  # steps too small for bf16
-    start = zero.state_dict()["blocks.0.weight"]
-    assert torch.equal(start, Net().state_dict()["blocks.0.weight"]) or stage > 0  # a null world repeats its shard
-    assert net(rows(0)).dtype == torch.bfloat16
-    assert seen == [(torch.bfloat16, torch.bfloat16)]
-    net(rows(0)).sum().backward()
-    optim.step()
-    assert not torch.equal(zero.state_dict()["blocks.0.weight"], start)
-    zero.remove()
-    assert {param.dtype for param in net.parameters()} == {torch.float32}
-
-
-def test_inputs_are_left_alone_where_the_policy_says_so():
-    net = Net().bfloat16()
-    Zero(net, comm=NullCommunicator(2), precision=MixedPrecision(torch.bfloat16, cast_forward_inputs=False))
-    with pytest.raises(RuntimeError, match="dtype"):
-        net(rows(0))
-
-
 @pytest.mark.parametrize("name", MODELS)
 @at_every_stage
 def test_a_model_on_the_meta_device_starts_from_the_same_bits(stage, name):
@@ -334,16 +237,12 @@ def test_nothing_stays_behind_after_del():
 
 
 def test_the_engine_lives_as_long_as_its_model():
-    def take_turn(turn: Turn) -> None:
-        turn.zero = None
-        gc.collect()
-        turn.loss().backward()
-
     net = Net()
     optim = Zero(net, comm=NullCommunicator(2)).optimizer(torch.optim.SGD, lr=0.1)
     for _ in range(2):
         gc.collect()
         net(rows(0)).sum().backward()
+        assert all(shard.grad is not None for shard in optim.param_groups[0]["params"])
         optim.step()
         optim.zero_grad()
 
@@ -381,16 +280,16 @@ def test_the_modules_own_state_dict_is_refused_while_it_would_be_wrong(stage):
     optim = zero.optimizer(torch.optim.SGD, lr=0.1)
     net(rows(0)).sum().backward()
     optim.step()
-    with pytest.raises(RuntimeError, match="use zero.state_dict"):
+    with pytest.raises(RuntimeError, match=r"use zero\.state_dict"):
         net.state_dict()
-    with pytest.raises(RuntimeError, match="use zero.load_state_dict"):
+    with pytest.raises(RuntimeError, match=r"use zero\.load_state_dict"):
         net.load_state_dict(Net().state_dict())
     with zero.full_params():
         assert list(net.state_dict()) == list(Net().state_dict())
 
 
 def test_arguments_that_make_no_sense_are_refused():
-    with pytest.raises(TypeError, match="model: list is not an nn.Module"):
+    with pytest.raises(TypeError, match=r"model: list is not an nn\.Module"):
         Zero([linear()], comm=LocalCommunicator())
     with pytest.raises(ValueError, match="stage: 4 is not a ZeRO stage"):
         Zero(Net(), stage=4, comm=LocalCommunicator())
@@ -398,8 +297,8 @@ def test_arguments_that_make_no_sense_are_refused():
         Zero(Net(), comm=LocalCommunicator(), prefetch=-1)
     with pytest.raises(ValueError, match="accumulate: 'both' is unknown"):
         Zero(Net(), comm=LocalCommunicator(), accumulate="both")
+    net = Net()
     with pytest.raises(ValueError, match="units: 'blocks' is a container"):
-        net = Net()
         Zero(net, units=[net.blocks], comm=LocalCommunicator())
     net = Net()
     Zero(net, comm=LocalCommunicator())

@@ -153,7 +153,7 @@ def test_two_optimizers_share_a_model(stage):
         net = Net()
         zero = None if comm_or_none is None else Zero(net, stage=stage, comm=comm_or_none)
         make = torch.optim.SGD if zero is None else lambda params, **kw: zero.optimizer(torch.optim.SGD, params, **kw)
-        first = make(list(net.first.parameters()) + [net.blocks[0].weight], lr=0.1, momentum=0.9)
+        first = make([*net.first.parameters(), net.blocks[0].weight], lr=0.1, momentum=0.9)
         second = make([*net.last.parameters(), net.blocks[0].bias, *net.blocks[1:].parameters()], lr=0.01)
         for step in range(4):
             ranks = range(2) if comm_or_none is None else [comm_or_none.rank]

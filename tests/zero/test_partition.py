@@ -112,5 +112,5 @@ def test_materialised_parameters_are_nan_take_no_memory_and_stay_tied():
 def test_a_buffer_on_the_meta_device_is_refused_by_name():
     with torch.device("meta"):
         model = nn.Sequential(nn.BatchNorm1d(2))
-    with pytest.raises(ValueError, match="0.running_mean: the buffer is on the meta device"):
+    with pytest.raises(ValueError, match=r"0\.running_mean: the buffer is on the meta device"):
         materialise(model, torch.device("cpu"))

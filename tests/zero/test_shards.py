@@ -43,8 +43,10 @@ class Saved:
 
 
 def _net():
-    net = Net(block=lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+    net = Net(block=lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)))
     net.last.weight = net.first.weight
+    net.register_buffer("table", torch.arange(6).view(2, 3))
+    net.register_buffer("scratch", torch.ones(2), persistent=False)
     net.scale = nn.Parameter(torch.tensor(1.5))
     net.empty = nn.Parameter(torch.empty(0))
     net.path = lambda net, x: in_order(net, x) * net.scale
@@ -78,8 +80,8 @@ def _load(comm, stage, optimizer, saved, reader):
     cls, kwargs = OPTIMIZERS[optimizer]
     net = _net()
     with torch.no_grad():
-        for param in net.parameters():
-            param.fill_(0.123)
+        for tensor in (*net.parameters(), net.table):
+            tensor.fill_(7)
     zero = Zero(net, stage=stage, comm=comm)
     optim = zero.optimizer(cls, **kwargs)
     zero.load_named_shards(reader)
@@ -136,7 +138,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(stage):
     saved = Saved([shards for shards, _ in by_rank])
 
     def go(comm):
-        net = Net(block=lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+        net = Net(block=lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)))
         net.last = nn.Linear(6, 7)
         zero = Zero(net, stage=stage, comm=comm)
         with pytest.raises(ValueError, match=r"last\.(weight|bias): saved with shape"):

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from zeroshard.comm.local import LocalCommunicator
     from zeroshard.comm.null import NullCommunicator
     from zeroshard.comm.observe import CommRecord, ObservedCommunicator
+    from zeroshard.comm.p2p import ThreadTransport, TorchTransport, Transport, thread_transports
+    from zeroshard.comm.ring import RingCommunicator
+    from zeroshard.comm.shm import SharedMemoryCommunicator, ranks_share_host
     from zeroshard.comm.threads import ThreadCommunicator, run_threads
     from zeroshard.comm.torch_dist import TorchCommunicator
 
@@ -30,6 +33,13 @@ _HOME = {
     "CONTROL": "labels",
     "current_scope": "labels",
     "scope": "labels",
+    "ThreadTransport": "p2p",
+    "TorchTransport": "p2p",
+    "Transport": "p2p",
+    "thread_transports": "p2p",
+    "RingCommunicator": "ring",
+    "SharedMemoryCommunicator": "shm",
+    "ranks_share_host": "shm",
     "ThreadCommunicator": "threads",
     "run_threads": "threads",
     "TorchCommunicator": "torch_dist",
@@ -45,12 +55,19 @@ __all__ = [
     "ObservedCommunicator",
     "PeerError",
     "ReduceOp",
+    "RingCommunicator",
+    "SharedMemoryCommunicator",
     "ThreadCommunicator",
+    "ThreadTransport",
     "TorchCommunicator",
+    "TorchTransport",
+    "Transport",
     "Work",
     "current_scope",
+    "ranks_share_host",
     "run_threads",
     "scope",
+    "thread_transports",
 ]
 
 

@@ -9,6 +9,7 @@ memory of one process (`ThreadTransport`), for tests and for rings in a debugger
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import weakref
 from datetime import timedelta
@@ -21,6 +22,7 @@ from torch import Tensor
 from zeroshard.comm.base import PeerError, Work
 
 CPU = torch.device("cpu")
+_GLOO_LINE = re.compile(r"^(?:\[[^]]*:\d+\] )?(.*?)(?:\. .*)?$")  # [file:line] what. advice
 _num_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -92,6 +94,9 @@ class TorchTransport:
             self._store = own_store(parent)
             timeout = timedelta(seconds=timeout_s)
             self._group = dist.ProcessGroupGloo(self._store, self.rank, self.world_size, timeout)
+            # who has connected may not leave before all have: the others would find it gone
+            self._store.set(f"connected/{self.rank}", "")
+            self._store.wait([f"connected/{rank}" for rank in range(self.world_size)])
 
     def send(self, message: Tensor, to: int) -> Work:
         """Send ``message`` to rank ``to``; gloo reads it where it lies."""
@@ -111,13 +116,15 @@ class TorchTransport:
         """What to raise after ``error`` in a message to or from ``peer``; tells the other ranks."""
         if isinstance(error, PeerError):
             return error
-        reason = str(error).splitlines()[0]
+        reason = _GLOO_LINE.sub(r"\1", str(error).splitlines()[0])
         # Only a neighbour sees that a rank is gone; the next one sees that neighbour leave. The store knows the first.
         try:
             first = int(self._store.compare_set("lost", "", str(peer)).decode())
         except (RuntimeError, ValueError):  # the store went with the rank that kept it
             first = peer
         self.close()  # our neighbours wait for us in vain, and learn it so
+        if first == self.rank:
+            return PeerError(f"rank {self.rank}: rank {peer} gave this rank up, which did not answer ({reason})")
         return PeerError(f"rank {self.rank}: rank {first} is gone or did not answer; see what it printed ({reason})")
 
     def close(self) -> None:

@@ -11,13 +11,14 @@ run to run, and from `all_reduce`, which is the one and then the other. A rank s
 the two, the least that is possible (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", 2009). With two ranks a ring is a direct exchange of halves.
 
-Shards travel in chunks: while one is added, the next arrives and the one before leaves. A rank holds two chunks
-beside the caller's tensors and nothing else: partial sums are made in the input, and gathered shards land in place.
+Shards travel in chunks: while one is added, the next arrives and the one before leaves. All go the same way round, for
+a rank that sends and receives at once fills both directions of its link already. A rank holds two chunks beside the
+caller's tensors and nothing else: partial sums are made in the input, and gathered shards land in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ MIN_CHUNK_BYTES = 256 << 10  # below it, a message costs more than its bytes
 MAX_CHUNK_BYTES = 2 << 20
 _CHUNKS_PER_SHARD = 4  # enough to overlap; more only adds messages
 
-Steps = Iterator[Work]  # an operation as what it waits for, one after another
+Leave = Callable[[Tensor], None]  # send a chunk to the right neighbour
 
 
 class RingCommunicator:
@@ -64,29 +65,29 @@ class RingCommunicator:
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce ``tensor`` in place; any strides, at the cost of copies where its elements do not lie in order."""
         check_op(op)
-        return self._submit(on_flat(tensor, lambda flat: _drain(self._all_reduce(flat, op))), tensor)
+        return self._submit(on_flat(tensor, lambda flat: self._all_reduce(flat, op)), tensor)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce and keep this rank's slice; ``input`` is overwritten with partial sums."""
         check_op(op)
         check_shards(input, output, self.world_size)
         whole, shard = input.detach().view(-1), output.detach().view(-1)
-        return self._submit(lambda: _drain(self._reduce_scatter(whole, op, shard)), input, output)
+        return self._submit(lambda: self._reduce_scatter(whole, op, shard), input, output)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Gather every rank's shard."""
         check_shards(output, input, self.world_size)
         whole, shard = output.detach().view(-1), input.detach().view(-1)
-        return self._submit(lambda: _drain(self._all_gather(whole, shard)), output, input)
+        return self._submit(lambda: self._all_gather(whole, shard), output, input)
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Take rank ``src``'s tensor; any strides."""
         check_rank(src, self.world_size)
-        return self._submit(on_flat(tensor, lambda flat: _drain(self._broadcast(flat, src))), tensor)
+        return self._submit(on_flat(tensor, lambda flat: self._broadcast(flat, src)), tensor)
 
     def barrier(self) -> None:
         """Return when every rank has called it and all that was issued before is done."""
-        self._worker.submit(lambda: _drain(self._barrier())).wait()
+        self._worker.submit(self._barrier).wait()
 
     def close(self) -> None:
         """Finish what was issued, end the thread and leave the group; harmless twice."""
@@ -97,7 +98,7 @@ class RingCommunicator:
         require_cpu("RingCommunicator", *tensors)
         return self._worker.submit(operation)
 
-    # -- the rings: each is an iterator over the messages that it waits for -------------------------------------
+    # -- the rings, on the worker's thread ----------------------------------------------------------------------
 
     def _shard(self, flat: Tensor, index: int) -> tuple[int, int]:
         """The interval of ``flat`` that is shard ``index`` (modulo the world)."""
@@ -108,73 +109,67 @@ class RingCommunicator:
         shards = (self._shard(flat, first - step) for step in range(self.world_size - 1))
         return [_chunks(flat, start, stop, chunk) for start, stop in shards]
 
-    def _reduce(self, flat: Tensor, op: ReduceOp, output: Tensor | None, leave: Callable[[Tensor], None]) -> Steps:
-        """Reduce-scatter in ``flat``; this rank's shard goes to ``output``, where given, else stays in place.
-
-        ``leave`` is called with each chunk that is to go to the right neighbour, in order.
-        """
-        combine, chunk = COMBINE[op], self._chunk(flat)
-        own_start = self._shard(flat, self.rank)[0]
-        first, last = self._shard(flat, self.rank - 1), self.world_size - 2
-        steps = self._arrivals(flat, chunk, self.rank - 2)
-        arrivals = [(step, part) for step, parts in enumerate(steps) for part in parts]
+    def _reduce(self, flat: Tensor, op: ReduceOp, output: Tensor, leave: Leave, *, last_leaves: bool) -> None:
+        """Reduce-scatter in ``flat``, this rank's shard into ``output``; the chunks of that leave too if asked."""
+        combine, chunk, left = COMBINE[op], self._chunk(flat), (self.rank - 1) % self.world_size
+        *travelling, own = self._arrivals(flat, chunk, self.rank - 2)
+        hops = [(part, part, True) for parts in travelling for part in parts]
+        hops += [
+            (part, out, last_leaves) for part, out in zip(own, _chunks(output, 0, len(output), chunk), strict=True)
+        ]
         buffers = self._landing(flat.dtype, chunk)
-        left = (self.rank - 1) % self.world_size
 
         def post(index: int) -> Work:
-            return self.transport.recv(buffers[index % 2, : arrivals[index][1].numel()], left)
+            return self.transport.recv(buffers[index % 2, : len(hops[index][0])], left)
 
-        posted = [post(index) for index in range(min(2, len(arrivals)))]
-        for part in _chunks(flat, *first, chunk):
+        posted = [post(index) for index in range(min(2, len(hops)))]
+        for part in _chunks(flat, *self._shard(flat, self.rank - 1), chunk):
             leave(part)
-        for index, (step, part) in enumerate(arrivals):
-            yield posted[index]
-            target = part
-            if step == last and output is not None:
-                start = part.storage_offset() - flat.storage_offset() - own_start
-                target = output[start : start + part.numel()]
-            combine(part, buffers[index % 2, : part.numel()], out=target)
-            if index + 2 < len(arrivals):
+        for index, (part, target, leaves) in enumerate(hops):
+            posted[index].wait()
+            combine(part, buffers[index % 2, : len(part)], out=target)
+            if index + 2 < len(hops):
                 posted.append(post(index + 2))
-            if step < last or output is None:
+            if leaves:
                 leave(target)
 
-    def _gather(self, flat: Tensor, leave: Callable[[Tensor], None]) -> Steps:
+    def _gather(self, flat: Tensor, leave: Leave) -> None:
         """All-gather in ``flat``, this rank's shard having left; ``leave`` as in `_reduce`."""
         left = (self.rank - 1) % self.world_size
         steps = self._arrivals(flat, self._chunk(flat), self.rank - 1)
         posted = [(step, part, self.transport.recv(part, left)) for step, parts in enumerate(steps) for part in parts]
         for step, part, work in posted:
-            yield work
+            work.wait()
             if step < self.world_size - 2:
                 leave(part)
 
-    def _reduce_scatter(self, flat: Tensor, op: ReduceOp, output: Tensor) -> Steps:
+    def _reduce_scatter(self, flat: Tensor, op: ReduceOp, output: Tensor) -> None:
         if self.world_size == 1:
             copy(output, flat)
             return
         sends = _Sends(self)
-        yield from self._reduce(flat, op, output, sends)
-        yield from sends
+        self._reduce(flat, op, output, sends, last_leaves=True)
+        sends.wait()
 
-    def _all_gather(self, flat: Tensor, shard: Tensor) -> Steps:
+    def _all_gather(self, flat: Tensor, shard: Tensor) -> None:
         start, stop = self._shard(flat, self.rank)
         copy(flat[start:stop], shard)
         if self.world_size > 1:
             sends = _Sends(self)
             for part in _chunks(flat, start, stop, self._chunk(flat)):
                 sends(part)
-            yield from self._gather(flat, sends)
-            yield from sends
+            self._gather(flat, sends)
+            sends.wait()
 
-    def _all_reduce(self, flat: Tensor, op: ReduceOp) -> Steps:
+    def _all_reduce(self, flat: Tensor, op: ReduceOp) -> None:
         if self.world_size > 1:
             sends = _Sends(self)
-            yield from self._reduce(flat, op, None, sends)  # the chunks of this rank's shard leave as they are ready
-            yield from self._gather(flat, sends)
-            yield from sends
+            start, stop = self._shard(flat, self.rank)
+            self._reduce(flat, op, flat[start:stop], sends, last_leaves=True)
+            self._gather(flat, sends)
+            sends.wait()
 
-    def _broadcast(self, flat: Tensor, src: int) -> Steps:
+    def _broadcast(self, flat: Tensor, src: int) -> None:
         """Chunks go along the chain src, src + 1, ..., src - 1."""
         place = (self.rank - src) % self.world_size
         chunks = _chunks(flat, 0, flat.numel(), self._chunk(flat))
@@ -182,20 +177,20 @@ class RingCommunicator:
         posted = [self.transport.recv(part, (self.rank - 1) % self.world_size) for part in chunks] if place else []
         for index, part in enumerate(chunks):
             if place:
-                yield posted[index]
+                posted[index].wait()
             if place < self.world_size - 1:
                 sends(part)
-        yield from sends
+        sends.wait()
 
-    def _barrier(self) -> Steps:
+    def _barrier(self) -> None:
         """Dissemination: in round k, tell the rank 2^k to the right (Hensgen, Finkel and Manber, 1988)."""
         distance = 1
         while distance < self.world_size:
             token = torch.zeros(2, dtype=torch.uint8)
             heard = self.transport.recv(token[:1], (self.rank - distance) % self.world_size)
             told = self.transport.send(token[1:], (self.rank + distance) % self.world_size)
-            yield heard
-            yield told
+            heard.wait()
+            told.wait()
             distance *= 2
 
     def _landing(self, dtype: torch.dtype, chunk: int) -> Tensor:
@@ -213,7 +208,7 @@ class RingCommunicator:
 
 
 class _Sends:
-    """The messages to the right neighbour: called with each, iterated over to wait for all."""
+    """The messages to the right neighbour, which leave in the order in which it is called with them."""
 
     def __init__(self, comm: RingCommunicator) -> None:
         self._transport = comm.transport
@@ -223,14 +218,11 @@ class _Sends:
     def __call__(self, part: Tensor) -> None:
         self._works.append(self._transport.send(part, self._right))
 
-    def __iter__(self) -> Iterator[Work]:
-        return iter(self._works)
+    def wait(self) -> None:
+        """Return when all have left."""
+        for work in self._works:
+            work.wait()
 
 
 def _chunks(flat: Tensor, start: int, stop: int, chunk: int) -> list[Tensor]:
     return list(flat[start:stop].split(chunk)) if stop > start else []
-
-
-def _drain(steps: Steps) -> None:
-    for work in steps:
-        work.wait()

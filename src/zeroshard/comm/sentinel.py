@@ -39,7 +39,7 @@ _VERDICT = "verdict"
 
 
 class Board(Protocol):
-    """Where ranks leave word for each other; neither method may wait for another rank."""
+    """Where ranks leave word (UTF-8 text) for each other; neither method may wait for another rank."""
 
     def post(self, key: str, value: bytes) -> None:
         """Set a key."""
@@ -58,7 +58,7 @@ class StoreBoard:
 
     def post(self, key: str, value: bytes) -> None:
         """Set a key."""
-        self._store.set(key, value)
+        self._store.set(key, value.decode())
 
     def read(self, key: str) -> bytes | None:
         """A key's value, or None; never waits for one."""

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard import checkpoint
-from zeroshard.comm import Communicator, LocalCommunicator, ObservedCommunicator, TorchCommunicator
-from zeroshard.comm.launch import World, end_as_peer_lost, init_process_group, shutdown, world_from_env
-from zeroshard.comm.sentinel import SentinelCommunicator, StoreBoard
+from zeroshard.comm import Communicator, ObservedCommunicator
+from zeroshard.comm.launch import World, world_from_env
 from zeroshard.data import EvalBatches, TokenBatches, TokenDataset, require_enough
 from zeroshard.data.prepare import DataSpec, data_dir, prepare
 from zeroshard.errors import UserError
@@ -31,6 +30,7 @@ from zeroshard.parallel import Setup, Strategy, build_strategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.agree import first_rank_does
 from zeroshard.train.config import DataConfig, ModelConfig, TrainConfig, dump_toml
+from zeroshard.train.ranks import join
 from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
 from zeroshard.train.run import Run, Schedule, checkpoint_folder
 
@@ -48,15 +48,7 @@ def built(config: TrainConfig) -> Generator[Run]:
     device = choose_device(config.device, world.local_rank)
     check_model(config)
     with ExitStack() as stack:
-        stack.callback(shutdown)
-        if world.world_size > 1 or config.comm == "torch":
-            store = init_process_group(world, device)
-            comm: Communicator = TorchCommunicator()
-            if world.world_size > 1:
-                comm = SentinelCommunicator(comm, StoreBoard(store), end_as_peer_lost)
-                stack.callback(comm.close)
-        else:
-            comm = LocalCommunicator()
+        comm = join(world, config.comm, config.strategy, device, stack)
         run = build_run(config, comm, device)
         stack.callback(run.close)
         yield run

@@ -87,7 +87,9 @@ class TrainConfig(_Config):
     data: DataConfig = DataConfig()
 
     strategy: StrategyName = Field("zero2", description="How training state is spread over ranks.")
-    comm: Literal["auto", "torch"] = Field("auto", description="Who moves bytes between ranks.")
+    comm: Literal["auto", "torch", "ring", "shm"] = Field(
+        "auto", description="Who moves bytes: torch (NCCL, gloo), our ring or shared memory. auto: the fastest."
+    )
     nproc: int = Field(0, ge=0, description="Ranks to start here; 0: torchrun's or SLURM's, else 1.")
     port: int = Field(0, ge=0, le=65535, description="Port where --nproc ranks meet; 0: any free.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")

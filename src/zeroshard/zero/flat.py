@@ -116,7 +116,10 @@ class FlatParams:
         return self.master[start : start + piece.numel]
 
     def gather(self, *, again: bool = False) -> None:
-        """Start to make ``full`` whole and current; where it is, or where that is under way, nothing to do, but for the first with ``again``."""
+        """Start to make ``full`` whole and current; nothing to do where that is under way.
+
+        Where ``full`` is whole and current, only ``again`` gathers it: other ranks may have freed theirs.
+        """
         if self._work is not None or (self.whole and not self.stale and not again):
             return
         if not self.whole:

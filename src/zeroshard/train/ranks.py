@@ -1,0 +1,58 @@
+"""Joining the other ranks: which communicator a run uses, watched, and closed in the right order."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from zeroshard.comm import (
+    Communicator,
+    LocalCommunicator,
+    RingCommunicator,
+    SharedMemoryCommunicator,
+    TorchCommunicator,
+)
+from zeroshard.comm.launch import World, end_as_peer_lost, init_process_group, shutdown
+from zeroshard.comm.sentinel import SentinelCommunicator, StoreBoard
+from zeroshard.comm.shm import ranks_share_host
+from zeroshard.errors import UserError
+
+
+def join(world: World, wanted: str, strategy: str, device: torch.device, stack: ExitStack) -> Communicator:
+    """This rank's communicator; ``stack`` closes it and leaves the world. Collective.
+
+    Args:
+        world: where this rank stands.
+        wanted: ``torch``, ``ring``, ``shm``, or ``auto``: NCCL on GPUs; on CPUs shared memory where all ranks share a
+            host, else the ring. Strategies of PyTorch's own use `torch.distributed` whatever happens.
+        strategy: the training strategy's name.
+        device: this rank's.
+
+    Raises:
+        UserError: ring or shared memory for tensors on a GPU; shared memory among several hosts.
+    """
+    stack.callback(shutdown)
+    if world.world_size == 1 and wanted in ("auto", "ring", "shm"):
+        return LocalCommunicator()
+    if device.type != "cpu" and wanted in ("ring", "shm"):
+        raise UserError("comm", f"{wanted} moves CPU tensors, and this run is on {device}", "use auto or torch")
+    store = init_process_group(world, device)
+    kind = wanted if wanted != "auto" else choose(strategy, device)
+    if kind == "torch":
+        comm: Communicator = TorchCommunicator()
+    else:
+        ours = RingCommunicator() if kind == "ring" else SharedMemoryCommunicator()
+        stack.callback(ours.close)
+        comm = ours
+    if world.world_size > 1:
+        comm = SentinelCommunicator(comm, StoreBoard(store), end_as_peer_lost)
+        stack.callback(comm.close)
+    return comm
+
+
+def choose(strategy: str, device: torch.device) -> str:
+    """What ``auto`` stands for in an initialised world of several ranks. Collective."""
+    if device.type != "cpu" or not strategy.startswith("zero"):
+        return "torch"
+    return "shm" if ranks_share_host() else "ring"

@@ -1,0 +1,48 @@
+"""How tensors are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zeroshard.comm import pieces
+from zeroshard.comm.pieces import on_flat, shard_interval
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3, 4, 5, 7, 12, 1001])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_shards_cover_the_tensor_once_and_none_is_larger_than_the_first(numel, world_size):
+    intervals = [shard_interval(numel, world_size, rank) for rank in range(world_size)]
+    assert [i for start, stop in intervals for i in range(start, stop)] == list(range(numel))
+    assert all(stop - start <= intervals[0][1] for start, stop in intervals)
+
+
+def test_a_tensor_in_order_is_worked_on_where_it_lies():
+    tensor, seen = torch.zeros(3, 4), []
+    on_flat(tensor, seen.append)()
+    assert [flat.data_ptr() for flat in seen] == [tensor.data_ptr()]
+
+
+@pytest.mark.parametrize(
+    "strided",
+    [
+        lambda: torch.arange(60.0).view(6, 10).t(),
+        lambda: torch.arange(60.0)[::3],
+        lambda: torch.arange(120.0).view(2, 3, 20)[:, 1:, ::2],
+        lambda: torch.arange(60.0).view(1, 1, 60).expand(1, 1, 60).transpose(0, 2)[::7],
+    ],
+)
+def test_a_strided_tensor_is_worked_on_in_small_copies_in_its_own_order(strided, monkeypatch):
+    monkeypatch.setattr(pieces, "PACKED_BYTES", 32)
+    tensor = strided()
+    before, seen = tensor.clone(), []
+
+    def double(flat):
+        assert flat.is_contiguous()
+        assert flat.nbytes <= 32
+        seen.extend(flat.tolist())
+        flat.mul_(2)
+
+    on_flat(tensor, double)()
+    assert seen == before.flatten().tolist()
+    assert torch.equal(tensor, before * 2)

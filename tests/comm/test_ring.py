@@ -1,0 +1,207 @@
+"""The ring sends no byte too many, adds in the order that it says, holds two chunks, and names a peer that is gone."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import pytest
+import torch
+
+from zeroshard.comm import PeerError, RingCommunicator, ring, run_threads, thread_transports
+
+
+class Counting:
+    """A transport that counts what leaves, and to whom."""
+
+    def __init__(self, inner):
+        self.inner, self.rank, self.world_size = inner, inner.rank, inner.world_size
+        self.sent_bytes, self.receivers, self.buffers = 0, set(), []
+
+    def send(self, message, to):
+        self.sent_bytes += message.nbytes
+        self.receivers.add(to)
+        return self.inner.send(message, to)
+
+    def recv(self, buffer, source):
+        self.buffers.append(buffer)
+        return self.inner.recv(buffer, source)
+
+    def close(self):
+        self.inner.close()
+
+
+def on_rings(world_size, fn):
+    """``fn(ring)`` on thread ranks, over counting transports."""
+    transports = [Counting(inner) for inner in thread_transports(world_size, timeout_s=30)]
+
+    def on_rank(comm):
+        made = RingCommunicator(transport=transports[comm.rank])
+        try:
+            return fn(made)
+        finally:
+            made.close()
+
+    return run_threads(on_rank, world_size)
+
+
+def sent_bytes(comm, work):
+    before = comm.transport.sent_bytes
+    work().wait()
+    return comm.transport.sent_bytes - before
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_bytes_sent_are_the_least_possible(world_size, dtype):
+    numel = 12 * 50_000
+
+    def on_rank(comm):
+        whole, shard = torch.zeros(numel, dtype=dtype), torch.zeros(numel // world_size, dtype=dtype)
+        sent = [
+            sent_bytes(comm, lambda: comm.all_reduce(whole)),
+            sent_bytes(comm, lambda: comm.reduce_scatter(shard, whole)),
+            sent_bytes(comm, lambda: comm.all_gather(whole, shard)),
+            sent_bytes(comm, lambda: comm.broadcast(whole, 1)),
+        ]
+        return sent, comm.transport.receivers
+
+    tensor_bytes = numel * dtype.itemsize
+    part = (world_size - 1) * tensor_bytes // world_size
+    for rank, (sent, receivers) in enumerate(on_rings(world_size, on_rank)):
+        assert sent == [2 * part, part, part, 0 if rank == 0 else tensor_bytes]  # rank 0 ends the chain from 1
+        assert receivers == {(rank + 1) % world_size}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("numel", [1, 2, 3, 5, 1001, 700_001])
+def test_a_size_that_the_world_does_not_divide_is_reduced_whole(world_size, numel):
+    def on_rank(comm):
+        tensor = torch.arange(numel, dtype=torch.float64) + comm.rank
+        sent = sent_bytes(comm, lambda: comm.all_reduce(tensor))
+        return tensor, sent
+
+    expected = world_size * torch.arange(numel, dtype=torch.float64) + sum(range(world_size))
+    padded_bytes = -(-numel // world_size) * world_size * 8
+    for tensor, sent in on_rings(world_size, on_rank):
+        assert torch.equal(tensor, expected)
+        assert sent <= 2 * (world_size - 1) * padded_bytes // world_size
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min", "product"])
+def test_a_shard_is_reduced_from_its_owners_right_neighbour_on(op):
+    world_size, numel = 4, 8
+    torch_op = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}[op]
+    generator = torch.Generator().manual_seed(0)
+    held = [torch.randn(numel, generator=generator) * 10**rank for rank in range(world_size)]
+
+    def on_rank(comm):
+        tensor = held[comm.rank].clone()
+        comm.all_reduce(tensor, op).wait()
+        return tensor
+
+    expected = torch.empty(world_size, numel // world_size)
+    for shard in range(world_size):
+        order = [(shard + 1 + i) % world_size for i in range(world_size)]
+        expected[shard] = reduce(torch_op, [held[rank].view(world_size, -1)[shard] for rank in order])
+    assert all(torch.equal(tensor, expected.view(-1)) for tensor in on_rings(world_size, on_rank))
+
+
+def test_no_more_than_two_chunks_are_held_beside_the_callers_tensors():
+    numel = 6 * ring.MAX_CHUNK_BYTES
+
+    def on_rank(comm):
+        whole, shard = torch.zeros(numel), torch.zeros(numel // 3)
+        comm.all_reduce(whole).wait()
+        comm.reduce_scatter(shard, whole).wait()
+        comm.all_gather(whole, shard).wait()
+        ours = {whole.untyped_storage().data_ptr(), shard.untyped_storage().data_ptr()}
+        storages = [buffer.untyped_storage() for buffer in comm.transport.buffers]
+        return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in ours}
+
+    for beside in on_rings(3, on_rank):
+        assert sum(beside.values()) == 2 * ring.MAX_CHUNK_BYTES
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_strided_tensors_are_reduced_and_broadcast_in_place(world_size):
+    def on_rank(comm):
+        base = torch.zeros(300, 1000, 2)
+        view = base[..., 0].t()  # [1000, 300], in no order and with gaps
+        view.copy_(torch.arange(300_000.0).view(1000, 300) + comm.rank)
+        comm.all_reduce(view).wait()
+        reduced = base.clone()
+        comm.broadcast(base[:, comm.rank : comm.rank + 1, 1], src=1).wait()
+        return reduced, base[:, comm.rank, 1]
+
+    total = world_size * torch.arange(300_000.0).view(1000, 300) + sum(range(world_size))
+    for reduced, _ in on_rings(world_size, on_rank):
+        assert torch.equal(reduced[..., 0], total.t())
+        assert not reduced[..., 1].any()
+
+
+def test_tensors_of_another_device_are_refused():
+    def on_rank(comm):
+        with pytest.raises(ValueError, match="device: RingCommunicator moves CPU tensors, not meta's"):
+            comm.all_reduce(torch.empty(3, device="meta"))
+
+    on_rings(2, on_rank)
+
+
+def test_an_error_on_the_way_is_raised_in_wait():
+    comm = RingCommunicator(transport=thread_transports(2, timeout_s=0.05)[0])
+    work = comm.all_reduce(torch.zeros(4))
+    with pytest.raises(PeerError, match="rank 1 sent no message"):
+        work.wait()
+    with pytest.raises(PeerError, match="rank 1 sent no message"):
+        comm.barrier()
+    comm.close()
+
+
+LOSS = """
+comm = OURS[kind]()
+tensor = torch.ones(1_000_003)
+comm.all_reduce(tensor).wait()
+if rank == 2:
+    os._exit(9)
+works, start = [comm.all_reduce(tensor) for _ in range(3)], time.monotonic()
+try:
+    for work in works:
+        work.wait()
+except PeerError as error:
+    say(error)
+assert time.monotonic() - start < 30
+sys.exit(4)
+"""
+
+
+@pytest.mark.parametrize("kind", ["ring", "shm"])
+def test_a_rank_that_dies_is_named_by_every_other(rank_scripts, kind):
+    codes, said = rank_scripts(LOSS, 4, kind=kind)
+    assert codes == [4, 4, 9, 4]
+    assert ["rank 2 is gone" in said[rank] for rank in (0, 1, 3)] == [True] * 3, said
+
+
+END = """
+comm = OURS[kind]()
+tensor = torch.ones(100_000)
+work = comm.all_reduce(tensor)
+if how == "waits":
+    work.wait()
+if how != "leaves":
+    comm.close()
+del comm, work
+if how != "leaves":
+    shutdown()
+say(tensor[0].item())
+"""
+
+
+@pytest.mark.parametrize("kind", ["ring", "shm"])
+@pytest.mark.parametrize("how", ["waits", "closes"])
+def test_a_program_ends_cleanly(rank_scripts, kind, how):
+    assert rank_scripts(END, 3, kind=kind, how=how) == ([0] * 3, ["3.0"] * 3)
+
+
+@pytest.mark.parametrize("kind", ["ring", "shm"])
+def test_a_program_that_closes_nothing_ends_too(rank_scripts, kind):
+    assert rank_scripts(END, 3, kind=kind, how="leaves")[0] == [0] * 3

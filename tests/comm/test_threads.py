@@ -1,0 +1,99 @@
+import threading
+import time
+
+import pytest
+import torch
+
+from zeroshard.comm import PeerError, run_threads, scope
+
+
+def test_results_come_back_by_rank():
+    assert run_threads(lambda comm: (comm.rank, comm.world_size), 3) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_sums_run_in_the_order_of_ranks():
+    values = [1.0, 1e8, -1e8, 3.0]
+
+    def go(comm):
+        tensor = torch.tensor([values[comm.rank]])
+        comm.all_reduce(tensor).wait()
+        return tensor.item()
+
+    total = torch.tensor(values[0])
+    for value in values[1:]:
+        total = total + torch.tensor(value)
+    assert run_threads(go, 4) == [total.item()] * 4
+
+
+def test_what_a_rank_raised_is_raised_and_the_others_are_stopped():
+    stopped = []
+
+    def go(comm):
+        if comm.rank == 1:
+            raise KeyError("mine")
+        try:
+            comm.barrier()
+        except PeerError:
+            stopped.append(comm.rank)
+            raise
+
+    with pytest.raises(KeyError, match="mine"):
+        run_threads(go, 3)
+    assert sorted(stopped) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm: comm.all_reduce(torch.zeros(2 + comm.rank)),
+        lambda comm: comm.all_reduce(torch.zeros(2), "max" if comm.rank else "sum"),
+        lambda comm: comm.all_reduce(torch.zeros(2, dtype=torch.float64 if comm.rank else torch.float32)),
+        lambda comm: comm.broadcast(torch.zeros(2), src=comm.rank),
+        lambda comm: comm.all_reduce(torch.zeros(2)) if comm.rank else comm.broadcast(torch.zeros(2), src=0),
+    ],
+)
+def test_ranks_that_call_different_things_are_told_which(call):
+    with pytest.raises(RuntimeError, match=r"ranks diverged: rank \d called \('.*, rank \d called \('"):
+        run_threads(call, 2)
+
+
+def test_ranks_that_do_different_things_with_tensors_of_one_size_are_told_too():
+    def go(comm):
+        with scope(f"unit {comm.rank}"):
+            comm.all_reduce(torch.zeros(2))
+
+    with pytest.raises(RuntimeError, match="ranks diverged"):
+        run_threads(go, 2)
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_for_ever():
+    start = time.perf_counter()
+    with pytest.raises(PeerError, match="did not come to the collective in time"):
+        run_threads(lambda comm: comm.barrier() if comm.rank else None, 2, timeout_s=0.2)
+    assert time.perf_counter() - start < 5
+
+
+def test_a_world_has_at_least_one_rank():
+    with pytest.raises(ValueError, match="world_size: 0 ranks; give at least 1"):
+        run_threads(lambda comm: None, 0)
+
+
+def test_no_thread_is_left():
+    before = threading.active_count()
+    run_threads(lambda comm: comm.barrier(), 4)
+    assert threading.active_count() == before
+
+
+def test_a_collective_keeps_no_tensor():
+    import gc
+    import weakref
+
+    def go(comm):
+        tensor = torch.zeros(3)
+        comm.all_reduce(tensor).wait()
+        comm.barrier()
+        return weakref.ref(tensor)
+
+    refs = run_threads(go, 2)
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]

@@ -1,0 +1,64 @@
+"""Operations run behind the caller, in order, and tell it what went wrong."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from zeroshard.comm.worker import Worker
+
+
+@pytest.fixture
+def worker():
+    made = Worker("test")
+    yield made
+    made.close()
+
+
+def test_operations_run_in_issue_order_on_another_thread(worker):
+    seen = []
+    works = [worker.submit(lambda i=i: seen.append((i, threading.current_thread().name))) for i in range(20)]
+    works[-1].wait()
+    assert seen == [(i, "test") for i in range(20)]
+
+
+def test_submit_does_not_wait(worker):
+    go = threading.Event()
+    work = worker.submit(lambda: go.wait(10) or pytest.fail("never told to go"))
+    go.set()
+    work.wait()
+    work.wait()
+
+
+def test_an_error_is_raised_in_wait_and_by_all_that_follows(worker):
+    works = [worker.submit(lambda: None), worker.submit(lambda: 1 / 0), worker.submit(lambda: pytest.fail("ran"))]
+    works[0].wait()
+    for work in works[1:]:
+        with pytest.raises(ZeroDivisionError):
+            work.wait()
+
+
+def test_an_operation_may_write_into_a_parameter(worker):
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    worker.submit(lambda: parameter.add_(1)).wait()
+    assert parameter.tolist() == [1, 1, 1]
+
+
+def test_close_finishes_what_was_submitted_and_ends_the_thread():
+    worker, seen = Worker("closing"), []
+    worker.submit(lambda: seen.append(1))
+    worker.close()
+    worker.close()
+    assert seen == [1]
+    assert "closing" not in [thread.name for thread in threading.enumerate()]
+    with pytest.raises(RuntimeError, match="the communicator is closed"):
+        worker.submit(lambda: None)
+
+
+def test_a_worker_that_is_forgotten_ends_its_thread():
+    worker = Worker("forgotten")
+    worker.submit(lambda: None).wait()
+    del worker
+    assert "forgotten" not in [thread.name for thread in threading.enumerate()]

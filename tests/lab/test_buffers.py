@@ -1,0 +1,32 @@
+import torch
+from torch import nn
+
+from zeroshard.comm import NullCommunicator
+from zeroshard.lab.buffers import buffers_of
+from zeroshard.models import build_model
+from zeroshard.zero import Zero
+
+
+def _model():
+    model = build_model("gpt2-demo", vocab_size=31, seq_len=8, overrides={"n_layer": 2, "n_head": 3, "n_embd": 9})
+    model.blocks[0].double()
+    next(model.blocks[1].parameters()).requires_grad_(False)
+    return model
+
+
+def test_buffers_are_those_that_an_engine_makes():
+    model = _model()
+    predicted = buffers_of(model, 4)
+    zero = Zero(model, comm=NullCommunicator(4))
+    made = [(unit.name, group) for unit in zero.units for group in unit.groups]
+    assert [(b.unit, b.name, b.layout, b.dtype, b.trained) for b in predicted] == [
+        (name, group.params.name, group.params.layout, group.params.master.dtype, group.trained) for name, group in made
+    ]
+
+
+def test_a_model_without_memory_will_do_and_is_left_alone():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 10))
+    (root, unit) = buffers_of(model, 8, [model[1]])
+    assert (root.unit, root.layout.numel, unit.unit, unit.layout.numel) == ("root", 1_001_000, "1", 10_010)
+    assert all(param.is_meta for param in model.parameters())

@@ -1,0 +1,58 @@
+"""Lists by hand; that the engine sends them is shown in tests/budgets."""
+
+import torch
+
+from zeroshard.lab.buffers import Buffer
+from zeroshard.lab.traffic import bytes_by_op, messages
+from zeroshard.zero import STAGES, FlatLayout, MixedPrecision
+
+WORLD_SIZE = 2
+
+
+def _buffers(world_size=WORLD_SIZE):
+    sizes = {"root": 3, "a": 10, "b": 20}
+    return [
+        Buffer(name, name, FlatLayout.of([("w", (size,))], world_size), torch.float32, trained=True)
+        for name, size in sizes.items()
+    ]
+
+
+def _short(found):
+    return [f"{m.op} {m.buffer} {m.num_bytes}" for m in found]
+
+
+def test_stage_three_gathers_ahead_and_reduces_behind():
+    assert _short(messages(_buffers(), STAGES[3])) == [
+        "all_gather root 16",
+        "all_gather a 40",
+        "all_gather b 80",
+        "all_gather b 80",
+        "all_gather a 40",
+        "reduce_scatter b 80",
+        "reduce_scatter a 40",
+        "reduce_scatter root 16",
+    ]
+
+
+def test_stages_below_send_less():
+    assert _short(messages(_buffers(), STAGES[0])) == ["all_reduce b 80", "all_reduce a 40", "all_reduce root 16"]
+    assert bytes_by_op(messages(_buffers(), STAGES[1], num_micro=5)) == {"reduce_scatter": 136, "all_gather": 136}
+    assert bytes_by_op(messages(_buffers(), STAGES[2], num_micro=5)) == {"reduce_scatter": 5 * 136, "all_gather": 136}
+
+
+def test_accumulating_locally_reduces_once():
+    for stage in STAGES:
+        found = messages(_buffers(), STAGES[stage], num_micro=4, accumulate="local")
+        assert sum(m.num_bytes for m in found if m.phase == "grads") == 136
+
+
+def test_narrow_weights_and_gradients_send_half():
+    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    found = messages(_buffers(), STAGES[2], policy)
+    assert bytes_by_op(found) == {"reduce_scatter": 136, "all_gather": 68}
+    narrow = MixedPrecision(reduce_dtype=torch.bfloat16)
+    assert bytes_by_op(messages(_buffers(), STAGES[0], narrow)) == {"all_reduce": 68}
+
+
+def test_a_world_of_one_gathers_nothing():
+    assert {m.op for m in messages(_buffers(1), STAGES[3])} == {"reduce_scatter"}

@@ -1,0 +1,124 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from nets import Net, rows
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.zero import STAGES, FlatLayout, Zero
+from zeroshard.zero.grads import clip_, global_norm
+from zeroshard.zero.reduction import FlatGrads
+
+CPU = torch.device("cpu")
+SIZES = [5, 1, 12]
+
+
+def _buffers(stage, comm, dtype=torch.float32):
+    found = []
+    for size in SIZES:
+        layout = FlatLayout.of([("a", (size,))], comm.world_size)
+        grads = FlatGrads("unit", layout, STAGES[stage], comm, device=CPU, master_dtype=dtype, reduce_dtype=dtype)
+        grads.accumulate(0, torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype))
+        grads.reduce()
+        grads.settle()
+        found.append(grads)
+    return found
+
+
+def _all(dtype=torch.float64):
+    return torch.cat([torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in SIZES]).to(dtype)
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_norm_is_that_of_all_elements_and_has_the_same_bits_everywhere(world_size, norm_type):
+    norms = [
+        norm.item()
+        for stage in STAGES
+        for norm in run_threads(
+            lambda comm, stage=stage: global_norm(_buffers(stage, comm), comm, norm_type, CPU), world_size
+        )
+    ]
+    assert norms == [norms[0]] * (4 * world_size)
+    assert norms[0] == pytest.approx(torch.linalg.vector_norm(_all(), norm_type).item(), rel=1e-6)
+
+
+def test_there_is_no_norm_of_nothing():
+    assert global_norm([], LocalCommunicator(), 2.0, CPU) == 0.0
+    assert global_norm([], LocalCommunicator(), math.inf, CPU) == 0.0
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_hidden(value, norm_type):
+    buffers = _buffers(2, LocalCommunicator())
+    buffers[1].reduced[0] = value
+    norm = global_norm(buffers, LocalCommunicator(), norm_type, CPU)
+    assert norm.isnan() if math.isnan(value) else norm.isinf()
+
+
+def test_clipping_scales_as_torch_does_and_only_down():
+    buffers = _buffers(0, LocalCommunicator())
+    before = [grads.reduced.clone() for grads in buffers]
+    clip_(buffers, torch.tensor(2.0, dtype=torch.float64), 1e9)
+    assert all(torch.equal(grads.reduced, old) for grads, old in zip(buffers, before, strict=True))
+    clip_(buffers, torch.tensor(2.0, dtype=torch.float64), 1.0)
+    for grads, old in zip(buffers, before, strict=True):
+        torch.testing.assert_close(grads.reduced, old * (1.0 / (2.0 + 1e-6)))
+    clip_(buffers, torch.tensor(math.nan, dtype=torch.float64), 1.0)
+    assert all(grads.reduced.isnan().all() for grads in buffers)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.05, 1e6])
+def test_clipping_is_torchs_on_the_averaged_gradients(norm_type, max_norm):
+    net = Net()
+    for rank in range(3):
+        (net(rows(rank)).square().mean() / 3).backward()
+    expected = nn.utils.clip_grad_norm_(net.parameters(), max_norm, norm_type)
+    norms, grads = [], []
+    for stage in STAGES:
+
+        def go(comm, stage=stage):
+            ours = Net()
+            zero = Zero(ours, stage=stage, comm=comm)
+            ours(rows(comm.rank)).square().mean().backward()
+            return zero.clip_grad_norm_(max_norm, norm_type), zero.full_grads()
+
+        for norm, full in run_threads(go, 3):
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+            assert norm.dim() == 0
+            norms.append(norm)
+            grads.append(full)
+    assert all(torch.equal(norm, norms[0]) for norm in norms)
+    for full in grads:
+        for name, param in net.named_parameters():
+            torch.testing.assert_close(full[name], param.grad, rtol=0, atol=1e-6)
+            assert torch.equal(full[name], grads[0][name])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_norm_is_zero_without_gradients_and_nan_with_a_nan(stage):
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage=stage, comm=comm)
+        norms = [zero.clip_grad_norm_(1.0), zero.clip_grad_norm_(1.0, math.inf)]
+        x = rows(comm.rank)
+        x[0] = math.nan if comm.rank else 0.0
+        net(x).sum().backward()
+        norms += [zero.clip_grad_norm_(1.0, p) for p in (1.0, 2.0, math.inf)]
+        grads = zero.full_grads()
+        return [norm.item() for norm in norms], all(grad.isnan().any() for grad in grads.values())
+
+    for norms, all_nan in run_threads(go, 2):
+        assert norms[:2] == [0.0, 0.0]
+        assert all(math.isnan(norm) for norm in norms[2:])
+        assert all_nan
+
+
+def test_a_norm_type_that_is_none_is_refused():
+    zero = Zero(Net(), comm=LocalCommunicator())
+    for wrong in (0, -1, math.nan):
+        with pytest.raises(ValueError, match=r"norm_type: .* is not a positive number"):
+            zero.clip_grad_norm_(1.0, wrong)
