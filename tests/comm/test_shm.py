@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -56,20 +57,24 @@ def test_sums_run_in_the_order_of_ranks_as_those_of_threads_do(gloo_ranks, numel
 
 
 def _long_and_many(comm):
-    """More than all slots hold, several at once, and no waiting in between."""
+    """More than all slots hold, several at once, and one rank that is slow to read."""
     own = SharedMemoryCommunicator(comm.group)
-    numel = 3 * shm.NUM_SLOTS * shm.SLOT_BYTES // 4 + comm.world_size
-    numel -= numel % comm.world_size
-    wholes = [torch.full((numel,), float(comm.rank + i)) for i in range(3)]
+    add = shm.COMBINE["sum"]
+    if comm.rank == 1:
+        shm.COMBINE["sum"] = lambda *args, **kwargs: (time.sleep(0.02), add(*args, **kwargs))[1]
+    numel = 3 * shm.NUM_SLOTS * shm.SLOT_BYTES // 4 + 5
+    ramp = torch.arange(float(numel))
+    wholes = [ramp + comm.rank + i for i in range(3)]
     works = [own.all_reduce(whole) for whole in wholes]
-    source = torch.arange(float(numel)) if comm.rank == 1 else torch.zeros(numel)
+    source = ramp.clone() if comm.rank == 1 else torch.zeros(numel)
     works.append(own.broadcast(source, src=1))
     for work in works:
         work.wait()
     own.close()
-    total = sum(range(comm.world_size))
-    assert [whole.unique().tolist() for whole in wholes] == [[total + i * comm.world_size] for i in range(3)]
-    assert torch.equal(source, torch.arange(float(numel)))
+    shm.COMBINE["sum"] = add
+    for i, whole in enumerate(wholes):
+        assert torch.equal(whole, comm.world_size * (ramp + i) + sum(range(comm.world_size)))
+    assert torch.equal(source, ramp)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -111,6 +111,17 @@ def test_two_forwards_may_share_a_backward():
     assert_every_stage_equals_one_process(Net, take_turn)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_two_forwards_may_share_a_backward_while_a_rank_skips_a_unit(prefetch):
+    def take_turn(turn: Turn) -> None:
+        first = turn.loss(skip={1} if turn.rank == 0 else ())
+        second = turn.model(rows(turn.rank, 50), skip={2} if turn.rank == 1 else ()).sum()
+        (first + second).backward()
+
+    kwargs = {"prefetch": prefetch}
+    assert_every_stage_equals_one_process(lambda: Net(4, path=skipping), take_turn, zero_kwargs=kwargs)
+
+
 def test_two_forwards_may_have_a_backward_each_after_both():
     def take_turn(turn: Turn) -> None:
         first, second = turn.loss(), turn.model(rows(turn.rank, 50)).sum()

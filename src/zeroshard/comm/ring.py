@@ -148,7 +148,7 @@ class RingCommunicator:
             copy(output, flat)
             return
         sends = _Sends(self)
-        self._reduce(flat, op, output, sends, last_leaves=True)
+        self._reduce(flat, op, output, sends, last_leaves=False)
         sends.wait()
 
     def _all_gather(self, flat: Tensor, shard: Tensor) -> None:

@@ -1,11 +1,14 @@
 """Collectives through memory that the CPU ranks of one host map together: no socket, no kernel, one copy.
 
 Each rank owns a segment of a few slots that the others map. It *publishes* what they need in the next slot and
-announces it in a counter; they read it where it lies (a reduction adds straight from there) and announce in counters
-of theirs that the slot is free again. A slot holds, for a reduce-scatter, a piece of every other rank's shard; for
-a gather or broadcast, a piece of its owner's data. Pieces are small enough to stay in the caches:
+announces it in a counter; they read it where it lies (a reduction adds straight from there). A slot holds, for a
+reduce-scatter, a piece of every other rank's shard; for a gather or broadcast, a piece of its owner's data. Pieces are
+small enough to stay in the caches:
 
     publish piece 0 | publish piece 1, reduce piece 0 | publish piece 2, reduce piece 1 | ...
+
+[Note: four slots need no second counter] Who publishes piece n has read piece n - 2 of every rank. That rank published
+it after it had read piece n - 4, whose slot piece n now takes. So no slot is filled while somebody reads it.
 
 Sums run in the order of ranks, ``((x0 + x1) + x2) + ...``, whoever owns the shard, and `all_reduce` is a reduce-scatter
 and an all-gather: the same bits on every rank, from run to run, and from both.
@@ -29,10 +32,9 @@ from zeroshard.comm.worker import Operation, Worker
 from zeroshard.errors import UserError
 
 SLOT_BYTES = 1 << 20
-NUM_SLOTS = 4
-_AHEAD = 1  # pieces published before the first is read: below NUM_SLOTS, or ranks would wait for each other
-_PUBLISHED, _READ = LOST + 1, LOST + 2  # how many slots this rank has filled, and how many of each rank's it has read
-_NUM_COUNTERS = 3
+_AHEAD = 1  # pieces published before the first is read
+NUM_SLOTS = 2 * (_AHEAD + 1)  # [Note: four slots need no second counter]
+_PUBLISHED, _NUM_COUNTERS = LOST + 1, LOST + 2  # how many slots this rank has filled so far
 _FAILED = "failed: "
 
 Publish = Callable[[int, Tensor], None]  # lay piece number i into this rank's slot
@@ -212,8 +214,6 @@ class _Slots:
 
     def _publish(self, dtype: torch.dtype, publish: Callable[[Tensor], None]) -> None:
         count = self._num_published
-        for peer in self.peers:  # have they read what lies there?
-            self._segments[peer].counters[_READ].wait(count + 1 - NUM_SLOTS, self._timeout_s)
         publish(self._slots(dtype, count)[self._rank])
         self._num_published = count + 1
         self._segments[self._rank].counters[_PUBLISHED].advance(count + 1)
@@ -224,7 +224,6 @@ class _Slots:
             self._segments[peer].counters[_PUBLISHED].wait(count + 1, self._timeout_s)
         read(self._slots(dtype, count))
         self._num_read = count + 1
-        self._segments[self._rank].counters[_READ].advance(count + 1)
 
     def _slots(self, dtype: torch.dtype, count: int) -> list[Tensor]:
         """By rank, the slots of publication number ``count``."""
