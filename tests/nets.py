@@ -15,6 +15,8 @@ from zeroshard.zero import STAGES, Zero
 
 WIDTH, NUM_ROWS = 6, 4
 Path = Callable[..., Tensor]
+# For `checkpoint`: torch can deadlock where two threads set the state of one generator, as it does to recompute.
+NOTHING_RANDOM = {"preserve_rng_state": False}
 
 
 def linear() -> nn.Module:

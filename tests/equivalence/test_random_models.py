@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nets import NOTHING_RANDOM
 from zeroshard.comm import Communicator, run_threads
 from zeroshard.zero import Placement, ShardingStrategy, Zero
 
@@ -109,7 +110,7 @@ class Model(nn.Module):
         if block.kind == "unused" or (block.kind.endswith("some-ranks") and skip):
             return x
         if block.kind.startswith(("checkpoint", "reentrant")):
-            return checkpoint(block, x, use_reentrant=block.kind.startswith("reentrant"))
+            return checkpoint(block, x, use_reentrant=block.kind.startswith("reentrant"), **NOTHING_RANDOM)
         y = block(x)
         if block.kind == "twice":
             y = block(y)  # at once, so that nothing can come in between

@@ -52,15 +52,18 @@ def test_the_state_is_a_copy(stage):
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("current", [False, True], ids=["after a step", "after a forward"])
 @at_every_stage
-def test_training_goes_on_from_what_was_loaded(stage, precision):
+def test_training_goes_on_from_what_was_loaded(stage, current, precision):
     def go(comm):
         net = Net(seed=50)
         zero = Zero(net, stage=stage, comm=comm, precision=precision)
         optim = zero.optimizer(torch.optim.SGD, lr=0.1)
         net(rows(0)).sum().backward()
-        optim.step()  # weights are stale now
+        optim.step()
         optim.zero_grad()
+        if current:
+            net(rows(0))
         zero.load_state_dict(Net().state_dict())
         outputs = net(rows(1)).detach()
         return zero.state_dict(), outputs

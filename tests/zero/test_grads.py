@@ -66,6 +66,10 @@ def test_clipping_scales_as_torch_does_and_only_down():
     clip_(buffers, torch.tensor(2.0, dtype=torch.float64), 1.0)
     for grads, old in zip(buffers, before, strict=True):
         torch.testing.assert_close(grads.reduced, old * (1.0 / (2.0 + 1e-6)))
+    tiny = [grads.reduced.clone() for grads in buffers]
+    clip_(buffers, torch.tensor(1e-6, dtype=torch.float64), 1e-6)  # what torch adds to the norm is as large as it
+    for grads, old in zip(buffers, tiny, strict=True):
+        torch.testing.assert_close(grads.reduced, old * 0.5)
     clip_(buffers, torch.tensor(math.nan, dtype=torch.float64), 1.0)
     assert all(grads.reduced.isnan().all() for grads in buffers)
 

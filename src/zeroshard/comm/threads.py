@@ -122,7 +122,9 @@ def run_threads(fn: Callable[[ThreadCommunicator], T], world_size: int, *, timeo
     """Run ``fn(comm)`` on ``world_size`` thread ranks and return their results by rank.
 
     Args:
-        fn: what each rank does. Ranks share the process: its random generators and default dtypes too.
+        fn: what each rank does. Ranks share the process: its random generators and default dtypes too. Two threads
+            that set a generator's state at once may deadlock in torch, so with activation checkpointing say
+            ``preserve_rng_state=False``.
         world_size: at least 1.
         timeout_s: how long a rank waits in a collective for its peers.
 
