@@ -39,7 +39,9 @@ def _devices() -> list[tuple[str, str]]:
         rows.append((f"cuda:{index}", f"{facts.name}, {facts.total_memory / GIB:.1f} GiB"))
     has_cuda = torch.cuda.is_available()
     if not has_cuda:
-        rows.append(("cuda", f"none (torch built for CUDA {torch.version.cuda or 'no version'})"))
+        rows.append(
+            ("cuda", f"none (torch built {'for CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'})")
+        )
     rows.append(("gloo", _yes(dist.is_available() and dist.is_gloo_available())))
     rows.append(("nccl", _yes(dist.is_available() and dist.is_nccl_available())))
     rows.append(("bfloat16 on cuda", _yes(has_cuda and torch.cuda.is_bf16_supported())))

@@ -342,9 +342,9 @@ class Recomputed(Net):
         x = self.embed(x)
         for block in self.blocks:
             if self.reentrant:
-                x = checkpoint(block, x, use_reentrant=True)
+                x = checkpoint(block, x, use_reentrant=True, preserve_rng_state=False)
             else:
-                x = checkpoint(block, x, use_reentrant=False, early_stop=self.early_stop)
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, early_stop=self.early_stop)
         return self.head(x)
 
 

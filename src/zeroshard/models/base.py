@@ -115,10 +115,13 @@ def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED_TARGET)
 
 
-def run_block(block: Callable[..., Tensor], *inputs: Tensor, recompute: bool) -> Tensor:
-    """Call a block; with ``recompute`` keep only its inputs and rerun it in backward (arXiv:1604.06174)."""
+def run_block(block: Callable[..., Tensor], *inputs: Tensor, recompute: bool, random: bool) -> Tensor:
+    """Call a block; with ``recompute`` keep only its inputs and rerun it in backward (arXiv:1604.06174).
+
+    ``random``: whether it draws random numbers, so that the generator's state must be kept for the second run.
+    """
     if recompute:
-        return checkpoint(block, *inputs, use_reentrant=False)
+        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=random)
     return block(*inputs)
 
 

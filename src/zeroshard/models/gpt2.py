@@ -162,7 +162,7 @@ class GPT2(LanguageModel):
         x = self.drop(self.wte(tokens_BT) + self.wpe(positions_T))  # [B, T, C]: (8, 1024, 768)
         recompute = self._config.activation_checkpointing and self.training
         for block in self.blocks:
-            x = run_block(block, x, recompute=recompute)
+            x = run_block(block, x, recompute=recompute, random=self.config.dropout > 0)
         logits_BTV = self.lm_head(self.ln_f(x))  # (8, 1024, 50257)
         return logits_BTV if targets_BT is None else next_token_loss(logits_BTV, targets_BT)
 

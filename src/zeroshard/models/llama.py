@@ -212,7 +212,7 @@ class Llama(LanguageModel):
         x = self.embed_tokens(tokens_BT)  # [B, T, C]: (8, 2048, 1152)
         recompute = config.activation_checkpointing and self.training
         for block in self.blocks:
-            x = run_block(block, x, cos, sin, recompute=recompute)
+            x = run_block(block, x, cos, sin, recompute=recompute, random=False)
         logits_BTV = self.lm_head(self.norm(x))  # (8, 2048, 32000)
         return logits_BTV if targets_BT is None else next_token_loss(logits_BTV, targets_BT)
 
