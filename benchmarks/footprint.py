@@ -2,12 +2,15 @@
 
     python benchmarks/footprint.py
     python benchmarks/footprint.py --contestants ddp fsdp zero3@ring --world 4
+    MALLOC_TRIM_THRESHOLD_=67108864 python benchmarks/footprint.py
 
 Every contestant runs alone, in fresh processes. Memory is the peak of the resident set over `--steps` steps, less what
-the process held before its model was made (interpreter, torch and what it loads on first use, process group). RSS counts a page that ranks share in
-each of them; PSS, which splits it, stands beside it, as it is between two steps. Bytes are what the kernel counts on the
-loopback interface of a private network namespace, so nothing else is in it, divided by (N-1) M for N ranks and M bytes
-of weights: 2.00 is one reduce-scatter and one all-gather. The namespace needs root; without it that column is empty.
+the process held before its model was made (interpreter, torch and what it loads on first use, process group). RSS
+counts a page that ranks share in each of them; PSS, which splits it, stands beside it, as it is between two steps.
+With malloc's own settings freed blocks of a few MiB stay in the process, whoever trains; the third command has them
+leave it, so that what is resident is what is alive. Bytes are what the kernel counts on the loopback interface of a
+private network namespace, so nothing else is in it, divided by (N-1) M for N ranks and M bytes of weights: 2.00 is
+one reduce-scatter and one all-gather. The namespace needs root; without it that column is empty.
 """
 
 from __future__ import annotations
@@ -52,6 +55,16 @@ def loopback_bytes() -> int:
     return int(line.split(":")[1].split()[0])
 
 
+def take(contestant: step_benchmark.Contestant, num_steps: int, *batch: torch.Tensor) -> int:
+    """Bytes that ``num_steps`` steps and two barriers put on the loopback interface."""
+    dist.barrier()
+    before = loopback_bytes()
+    for _ in range(num_steps):
+        step_benchmark.step(contestant, *batch)
+    dist.barrier()
+    return loopback_bytes() - before
+
+
 def rank_main(rank: int, name: str, args: argparse.Namespace, store: str, result: str) -> None:
     torch.set_num_threads(1)
     shape, world = step_benchmark.SHAPES[args.shape], args.world
@@ -60,7 +73,9 @@ def rank_main(rank: int, name: str, args: argparse.Namespace, store: str, result
     kind = name.partition("@")[2]
     comms = {kind: step_benchmark.COMMUNICATORS[kind or "torch"]()}
     generator = torch.Generator().manual_seed(rank)
-    tokens, targets = (torch.randint(0, shape.vocab_size, (shape.batch, shape.seq_len), generator=generator) for _ in "ab")
+    tokens, targets = (
+        torch.randint(0, shape.vocab_size, (shape.batch, shape.seq_len), generator=generator) for _ in "ab"
+    )
     warm = step_benchmark.build("plain", step_benchmark.SHAPES["tiny"], comms, torch.device("cpu"))
     step_benchmark.step(warm, tokens[:1, :64] % 256, targets[:1, :64] % 256)  # what torch loads on first use
     del warm
@@ -70,16 +85,8 @@ def rank_main(rank: int, name: str, args: argparse.Namespace, store: str, result
     contestant = step_benchmark.build(name, shape, comms, torch.device("cpu"))
     weights = sum(p.numel() * p.element_size() for p in contestant.model.parameters())
 
-    def take(num_steps: int) -> int:
-        dist.barrier()
-        before = loopback_bytes()
-        for _ in range(num_steps):
-            step_benchmark.step(contestant, tokens, targets)
-        dist.barrier()
-        return loopback_bytes() - before
-
-    take(2)
-    few, many = take(1), take(1 + args.steps)
+    take(contestant, 2, tokens, targets)
+    few, many = (take(contestant, num_steps, tokens, targets) for num_steps in (1, 1 + args.steps))
     peak, pss = status_bytes("VmHWM") - base, pss_bytes() - base_pss
     if rank == 0:
         wire = (many - few) / args.steps / ((world - 1) * weights)

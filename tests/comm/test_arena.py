@@ -1,4 +1,4 @@
-"""Tensors cut from shared memory: freed memory is used again, places lead to the same bytes, and no room is no error."""
+"""Tensors cut from shared memory: freed memory serves again, places lead to the same bytes, no room is no error."""
 
 from __future__ import annotations
 
