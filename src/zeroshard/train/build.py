@@ -26,7 +26,7 @@ from zeroshard.errors import UserError
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.presets import model_config
 from zeroshard.optim import decay_groups, learning_rate
-from zeroshard.parallel import Setup, Strategy, build_strategy
+from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.agree import first_rank_does
 from zeroshard.train.config import DataConfig, ModelConfig, TrainConfig, dump_toml
@@ -231,9 +231,8 @@ def _describe(folder: Path, config: TrainConfig, tokens_folder: Path) -> None:
 def _model_and_strategy(
     config: TrainConfig, vocab_size: int, comm: Communicator, device: torch.device
 ) -> tuple[LanguageModel, Strategy]:
-    # Only ZeRO can make a model piece by piece; DDP needs it whole.
-    sharding = config.strategy.startswith("zero")
-    model = make_model(config, vocab_size, "meta" if sharding else device)
+    from_meta = config.strategy in FROM_META
+    model = make_model(config, vocab_size, "meta" if from_meta else device)
     if config.compile:
         for block in model.blocks:  # the forward alone: an engine's hooks must run outside of the graph
             block.forward = torch.compile(block.forward)
@@ -252,8 +251,9 @@ def _model_and_strategy(
         param_groups=groups,
         optimizer_kwargs={"lr": config.lr, "betas": (config.beta1, config.beta2), "fused": config.fused},
         compute_dtype=DTYPES[config.dtype],
-        init=init if sharding else None,
+        init=init if from_meta else None,
         device=device,
+        reshard_after_forward=config.reshard_after_forward,
     )
     return model, build_strategy(config.strategy, setup)
 

@@ -23,7 +23,7 @@ from zeroshard.errors import UserError
 from zeroshard.train.validate import validate
 
 SHORTHANDS = {"model": "name", "data": "source"}  # `model = "NAME"` stands for `model.name = "NAME"`
-StrategyName = Literal["zero0", "zero1", "zero2", "zero3", "ddp"]
+StrategyName = Literal["zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2"]
 
 
 class _Config(BaseModel):
@@ -87,6 +87,9 @@ class TrainConfig(_Config):
     data: DataConfig = DataConfig()
 
     strategy: StrategyName = Field("zero2", description="How training state is spread over ranks.")
+    reshard_after_forward: bool = Field(
+        True, description="Free whole weights between forward and backward; zero3 and fsdp2 alone may keep them."
+    )
     comm: Literal["auto", "torch", "ring", "shm"] = Field(
         "auto", description="Who moves bytes: torch (NCCL, gloo), our ring or shared memory. auto: the fastest."
     )
@@ -130,6 +133,9 @@ class TrainConfig(_Config):
         if self.global_batch_size and self.grad_accum_steps > 1:
             what = f"{self.global_batch_size} already sets how many micro-batches a step has"
             raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
+        if not self.reshard_after_forward and self.strategy not in ("zero3", "fsdp2"):
+            what = f"{self.strategy} has whole weights all the time, and none to keep or free"
+            raise UserError("reshard_after_forward", what, "leave it out, or use --strategy zero3 or fsdp2")
         if self.min_lr > self.lr:
             raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
         if not self.out:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.optimizer import SCALAR_STATES
 from zeroshard.zero.runtime import Runtime
-from zeroshard.zero.state import NamedShard, ShardReader
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
 
 
 def named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optimizer]) -> Iterator[NamedShard]:
@@ -57,7 +57,7 @@ def load_named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optim
                 states[shard] = {
                     kind: _read_state(reader, slot.name, kind, shape, slot.shape, piece.interval)
                     for kind, shape in kinds.items()
-                    if kind not in ("param", "buffer")
+                    if kind not in MODEL_KINDS
                 }
             group.params.mark_stale()
         for name, buffer in persistent_buffers(model).items():
