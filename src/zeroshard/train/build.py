@@ -25,7 +25,7 @@ from zeroshard.data.prepare import DataSpec, data_dir, prepare
 from zeroshard.errors import UserError
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.presets import model_config
-from zeroshard.optim import decay_groups, learning_rate
+from zeroshard.optim import LossScaler, decay_groups, learning_rate
 from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.agree import first_rank_does
@@ -34,7 +34,7 @@ from zeroshard.train.ranks import join
 from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
 from zeroshard.train.run import Run, Schedule, checkpoint_folder
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @contextmanager
@@ -75,10 +75,14 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
 
     observed = ObservedCommunicator(comm)
     model, strategy = _model_and_strategy(config, train_tokens.vocab_size, observed, device)
+    scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
     first_step = 0
     if resume_from is not None:
         try:
-            first_step = int(checkpoint.load(resume_from, strategy)["step"])
+            saved = checkpoint.load(resume_from, strategy)
+            first_step = int(saved["step"])
+            if scaler is not None and saved.get("loss_scaler"):
+                scaler.load_state_dict(saved["loss_scaler"])
         except UserError:
             raise
         except ValueError as error:
@@ -115,6 +119,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
         num_flops_per_token=model.num_flops_per_token(config.seq_len),
         peak_flops_per_s=_peak_flops_per_s(config.dtype, device),
         first_step=first_step,
+        scaler=scaler,
         config=config.model_dump(mode="json"),
         comm=observed,
     )
@@ -273,6 +278,6 @@ def _observers(config: TrainConfig, folder: Path) -> list[Observer]:
 
 
 def _peak_flops_per_s(dtype: str, device: torch.device) -> float | None:
-    if device.type != "cuda" or dtype != "bfloat16":
-        return None
+    if device.type != "cuda" or dtype == "float32":
+        return None  # float16 has bfloat16's peak
     return peak_bf16_flops_per_s(torch.cuda.get_device_name(device))

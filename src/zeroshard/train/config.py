@@ -115,7 +115,13 @@ class TrainConfig(_Config):
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean squared gradient.")
     grad_clip: float = Field(1.0, ge=0, allow_inf_nan=False, description="Largest global norm; 0: off.")
 
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute type; masters are float32.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Compute type; masters are float32. float16 scales the loss."
+    )
+    loss_scale: float = Field(65536.0, gt=0, allow_inf_nan=False, description="float16: what the loss is scaled by.")
+    loss_scale_interval: int = Field(
+        2000, ge=1, description="float16: steps without an overflow that double the scale; an overflow halves it."
+    )
     compile: bool = Field(False, description="torch.compile the model.")
     seed: int = Field(0, ge=0, description="Weights, order of data, dropout.")
 
