@@ -148,3 +148,11 @@ def test_keeping_weights_after_forward_is_refused_where_they_are_never_freed(str
     with pytest.raises(UserError, match=f"reshard_after_forward: {strategy} has whole weights all the time"):
         validate(TrainConfig, {"strategy": strategy, "reshard_after_forward": False})
     assert not validate(TrainConfig, {"strategy": "fsdp2", "reshard_after_forward": False}).reshard_after_forward
+
+
+def test_what_to_recompute_is_judged_without_torch():
+    for how in ("none", "full", "selective", "every:3"):
+        assert validate(TrainConfig, {"model": {"activation_checkpointing": how}}).model.activation_checkpointing == how
+    for how in ("all", "every:0"):
+        error = refusal({"model": {"activation_checkpointing": how}})
+        assert str(error).startswith(f"model.activation_checkpointing: {how!r} is not a choice; choose none, full, ")

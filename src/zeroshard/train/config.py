@@ -12,6 +12,7 @@ This module imports no torch: the command line reads it before it knows whether 
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,12 +41,25 @@ class ModelConfig(_Config):
     n_embd: int = Field(0, ge=0, description="Width in features; 0: the preset's.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Probability that an activation is dropped.")
     bias: bool = Field(True, description="Biases in GPT-2's linear layers and norms.")
-    activation_checkpointing: bool = Field(False, description="Recompute each block in backward.")
+    activation_checkpointing: str = Field(
+        "none",
+        description="Recompute in backward: none, full, every:N (N-th block), or selective (all but matrix products).",
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, raw: Any) -> Any:
         return {SHORTHANDS["model"]: raw} if isinstance(raw, str) else raw
+
+    @model_validator(mode="after")
+    def _recomputation_is_known(self) -> Self:
+        if not re.fullmatch(r"none|full|selective|every:[1-9]\d*", self.activation_checkpointing):
+            raise UserError(
+                "model.activation_checkpointing",
+                f"{self.activation_checkpointing!r} is not a choice",
+                "choose none, full, selective, or every:N for every N-th block",
+            )
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
