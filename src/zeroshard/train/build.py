@@ -29,6 +29,7 @@ from zeroshard.optim import LossScaler, decay_groups, learning_rate
 from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.agree import first_rank_does
+from zeroshard.train.compiled import compile_blocks
 from zeroshard.train.config import DataConfig, ModelConfig, TrainConfig, dump_toml
 from zeroshard.train.ranks import join
 from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
@@ -239,8 +240,7 @@ def _model_and_strategy(
     from_meta = config.strategy in FROM_META
     model = make_model(config, vocab_size, "meta" if from_meta else device)
     if config.compile:
-        for block in model.blocks:  # the forward alone: an engine's hooks must run outside of the graph
-            block.forward = torch.compile(block.forward)
+        compile_blocks(model.blocks, config.compile_backend, device)
 
     def init(name: str, param: Tensor) -> None:
         model.init_parameter(name, param)

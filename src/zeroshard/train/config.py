@@ -25,6 +25,7 @@ from zeroshard.train.validate import validate
 
 SHORTHANDS = {"model": "name", "data": "source"}  # `model = "NAME"` stands for `model.name = "NAME"`
 StrategyName = Literal["zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2"]
+CompileBackend = Literal["inductor", "aot_eager", "eager"]
 
 
 class _Config(BaseModel):
@@ -136,7 +137,10 @@ class TrainConfig(_Config):
     loss_scale_interval: int = Field(
         2000, ge=1, description="float16: steps without an overflow that double the scale; an overflow halves it."
     )
-    compile: bool = Field(False, description="torch.compile the model.")
+    compile: bool = Field(False, description="torch.compile each block.")
+    compile_backend: CompileBackend = Field(
+        "inductor", description="inductor: generated kernels. aot_eager, eager: the same graphs, run as they are."
+    )
     seed: int = Field(0, ge=0, description="Weights, order of data, dropout.")
 
     eval_interval: int = Field(100, ge=0, description="Steps between evaluations; 0: only at the end.")
