@@ -52,6 +52,7 @@ def test_each_event_is_a_line_that_is_there_before_the_next_one(tmp_path):
     for call, event in [
         (lambda: writer.on_start({"world_size": 2}), {"event": "start", "world_size": 2}),
         (lambda: writer.on_eval(10, 2.5), {"event": "eval", "step": 10, "loss": 2.5}),
+        (lambda: writer.on_eval(11, 2.5, 2.25), {"event": "eval", "step": 11, "loss": 2.5, "ema_loss": 2.25}),
         (lambda: writer.on_checkpoint(10, Path("c")), {"event": "checkpoint", "step": 10, "path": "c"}),
         (lambda: writer.on_end({"loss": 1.0}), {"event": "end", "loss": 1.0}),
     ]:

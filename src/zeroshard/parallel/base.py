@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
+from zeroshard.zero.ema import Ema
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -36,6 +37,7 @@ class Setup:
         device: where the parameters live; None for where they are.
         reshard_after_forward: where weights are sharded, free whole ones between forward and backward; False keeps
             them: less traffic, more memory.
+        ema_decay: of a moving average of the weights; None for no average.
     """
 
     model: nn.Module
@@ -48,6 +50,7 @@ class Setup:
     init: Callable[[str, Tensor], None] | None = None
     device: torch.device | None = None
     reshard_after_forward: bool = True
+    ema_decay: float | None = None
 
 
 class Strategy(Protocol):
@@ -61,6 +64,11 @@ class Strategy(Protocol):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """A real torch optimizer: step it, zero it, edit its ``param_groups``."""
+        ...
+
+    @property
+    def ema(self) -> Ema | None:
+        """The moving average of the weights, saved and loaded with them; None where `Setup` asked for none."""
         ...
 
     @property
@@ -97,5 +105,5 @@ class Strategy(Protocol):
         ...
 
     def memory_bytes(self) -> dict[str, int]:
-        """Resident bytes of this rank by category: params, grads, master, optimizer."""
+        """Resident bytes of this rank by category: params, grads, master, optimizer, and ema where there is one."""
         ...

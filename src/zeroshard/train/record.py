@@ -70,8 +70,8 @@ class Observer(Protocol):
         """A step is done."""
         ...
 
-    def on_eval(self, step: int, loss: float) -> None:
-        """The validation loss after `step`, in nats per token."""
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
+        """The validation loss after `step`, in nats per token; that of the moving average, where one is kept."""
         ...
 
     def on_checkpoint(self, step: int, path: Path) -> None:
@@ -103,9 +103,10 @@ class JsonlWriter:
         """Write a ``step`` line."""
         self._write("step", asdict(record))
 
-    def on_eval(self, step: int, loss: float) -> None:
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
         """Write an ``eval`` line."""
-        self._write("eval", {"step": step, "loss": loss})
+        average = {} if ema_loss is None else {"ema_loss": ema_loss}
+        self._write("eval", {"step": step, "loss": loss, **average})
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Write a ``checkpoint`` line."""
@@ -136,7 +137,7 @@ class SummaryWriter:
     def on_step(self, record: StepRecord) -> None:
         """Nothing yet."""
 
-    def on_eval(self, step: int, loss: float) -> None:
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
         """Nothing yet."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
@@ -183,9 +184,10 @@ class ConsoleRecorder:
         elif record.step in (1, self._max_steps) or record.step % self._log_interval == 0:
             self._print(f"step {record.step}  {facts_of(record)}")
 
-    def on_eval(self, step: int, loss: float) -> None:
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
         """Print the validation loss."""
-        self._print(f"step {step}  val_loss {loss:.4f}")
+        average = "" if ema_loss is None else f"  ema_val_loss {ema_loss:.4f}"
+        self._print(f"step {step}  val_loss {loss:.4f}{average}")
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Print where the checkpoint lies."""

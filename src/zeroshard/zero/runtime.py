@@ -338,6 +338,19 @@ class Runtime:
             for unit in self.all_units():
                 self._reshard(unit)
 
+    def masters_replaced(self) -> None:
+        """Masters have got other values, outside of a step. Collective.
+
+        Whole weights follow at once and not at the next forward: a backward that is still to come reads them where
+        its forward did.
+        """
+        for group in self.groups():
+            group.params.mark_stale()
+            if group.params.stale or self._pinned:
+                group.params.gather()
+        for unit in self.all_units():
+            unit.wait()
+
     @property
     def weights_readable(self) -> bool:
         """Whether the module's parameters show current, whole weights now."""
