@@ -1,4 +1,4 @@
-"""A run that keeps a moving average: evaluated and logged beside the weights, saved, resumed elsewhere, written with."""
+"""A run that keeps a moving average: evaluated and logged beside the weights, resumed, and written text with."""
 
 from __future__ import annotations
 
