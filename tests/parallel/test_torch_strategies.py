@@ -232,8 +232,13 @@ def averaged(comm, name, path, resumed):
         _steps(strategy, [step])
         strategy.ema.update()
     weights, average = dict(strategy.state_dict()), _average(strategy)
+    with torch.no_grad():  # FSDP2 keeps the root's weights after such a forward
+        before = float(strategy.model(_rows(9)[0]))
+        with strategy.ema.weights():
+            loss = float(strategy.model(_rows(9)[0]))
+        assert float(strategy.model(_rows(9)[0])) == before != loss
     with strategy.ema.weights(), strategy.full_params(), torch.no_grad():
-        loss = float(strategy.model(_rows(9)[0]))
+        assert float(strategy.model(_rows(9)[0])) == loss
         with pytest.raises(RuntimeError, match=r"leave ema\.weights"):
             list(strategy.named_shards())
         with pytest.raises(RuntimeError, match=r"leave ema\.weights"):

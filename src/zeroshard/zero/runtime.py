@@ -343,8 +343,8 @@ class Runtime:
     def masters_replaced(self) -> None:
         """Masters have got other values, outside of a step. Collective.
 
-        Whole weights follow at once and not at the next forward: a backward that is still to come reads them where
-        its forward did.
+        Whole weights follow at once, in one order on every rank: `pinned` shows them, and a backward whose forward is
+        over would ask for those alone that this rank runs.
         """
         for group in self.groups():
             group.params.mark_stale()
