@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 
 from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings
+
+settings.register_profile("zeroshard", deadline=None)  # machines that run tests are shared
+settings.load_profile("zeroshard")
 
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
