@@ -135,7 +135,7 @@ def test_unknown_words_are_refused_and_the_nearest_known_one_is_named(capsys):
     assert refusal(capsys, "train", "--max-tokens", "4").endswith("did you mean --data.max-tokens?")
     assert refusal(capsys, "trian").endswith("did you mean train?")
     assert refusal(capsys, "train", "fast").startswith("error: fast: belongs to no flag")
-    assert refusal(capsys, "doctor", "now").startswith("error: now: `zeroshard doctor` takes no words")
+    assert refusal(capsys, "doctor", "now").startswith("error: now: `zeroshard doctor` does not know it")
 
 
 def test_a_flag_without_its_value_is_refused(capsys):
