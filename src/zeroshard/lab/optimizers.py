@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,11 +60,12 @@ def load_class(spec: str) -> type[Optimizer]:
     """
     module_name, colon, class_name = spec.partition(":")
     if not (module_name and colon and class_name):
-        raise UserError("--optimizers", f"{spec!r} is not of the form module:Class", "write for example torch.optim:Muon")
+        what = f"{spec!r} is not of the form module:Class"
+        raise UserError("--optimizers", what, "write for example torch.optim:Muon")
     try:
         with _current_folder_first():
             module = importlib.import_module(module_name)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 -- a module's code may raise anything
         what = f"{module_name} cannot be imported ({type(error).__name__}: {error})"
         raise UserError("--optimizers", what, "check the name, or install it in this environment") from None
     found = getattr(module, class_name, None)
@@ -81,7 +82,7 @@ def measure(optimizer_cls: type[Optimizer]) -> OptimizerRow:
         name = f"{optimizer_cls.__module__}:{name}"
     try:
         kind = classify(optimizer_cls)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 -- so may a class
         reason = f"it cannot be built without settings: {type(error).__name__}: {error}"
         return OptimizerRow(name, OptimizerKind(Scope.UNUSABLE, reason))
     if kind.refused:
@@ -115,8 +116,8 @@ def table(rows: Iterable[OptimizerRow]) -> str:
     text = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines]
     worlds = " and ".join(str(world_size) for world_size in WORLD_SIZES)
     text.append(
-        f"\nIn each stage's column: the largest difference of any weight after {NUM_STEPS} steps, on {worlds} ranks, from "
-        "the same\noptimizer in one process with the same gradients. Settings are the classes' defaults."
+        f"\nBy stage: the largest difference of any weight after {NUM_STEPS} steps, on {worlds} ranks, from the same\n"
+        "optimizer in one process with the same gradients. Settings are the classes' defaults."
     )
     return "\n".join(text)
 
@@ -148,7 +149,7 @@ def _difference(
     twin = copy.deepcopy(model)
     zero = Zero(model, stage, comm=comm)
     ours = [zero.optimizer(cls, params) for cls, params in _share_out(model, optimizer_cls, kind)]
-    theirs = [cls(params) for cls, params in _share_out(twin, optimizer_cls, kind)]
+    theirs = [cast("Any", cls)(params) for cls, params in _share_out(twin, optimizer_cls, kind)]
     for step in range(NUM_STEPS):
         generator = torch.Generator().manual_seed(step * comm.world_size + comm.rank)
         model(torch.randn(4, 11, generator=generator)).square().mean().backward()
@@ -169,7 +170,7 @@ def _share_out(
     """The class and AdamW for what it does not take, each with its parameters."""
     taken = [param for param in model.parameters() if param.dim() in kind.ndims]
     rest = [param for param in model.parameters() if param.dim() not in kind.ndims]
-    pairs: list[tuple[Any, list[nn.Parameter]]] = [(torch.optim.AdamW, rest), (optimizer_cls, taken)]
+    pairs: list[tuple[type[Optimizer], list[nn.Parameter]]] = [(torch.optim.AdamW, rest), (optimizer_cls, taken)]
     return [(cls, params) for cls, params in pairs if params]
 
 

@@ -136,8 +136,12 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no plain value")
 
 
-class _StepFailedError(Exception):
-    """The class was built, and its step raised."""
+class _TrialError(Exception):
+    """The class was not to be built with these tensors, or it was and its step raised."""
+
+    def __init__(self, cause: Exception, *, built: bool) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.cause, self.built = cause, built
 
 
 @dataclass
@@ -177,7 +181,10 @@ class _Subject:
         """Take `NUM_STEPS` with a new optimizer over tensors of these histories."""
         params = [nn.Parameter(history[0].clone()) for history in histories]
         group = {**copy.deepcopy(dict(self.group)), "params": params}
-        optimizer = self.optimizer_cls([group], **copy.deepcopy(dict(self.settings)))
+        try:
+            optimizer = self.optimizer_cls([group], **copy.deepcopy(dict(self.settings)))
+        except Exception as error:
+            raise _TrialError(error, built=False) from error
         for given in optimizer.param_groups:
             rate = given.get("lr")
             if isinstance(rate, Tensor):
@@ -191,12 +198,10 @@ class _Subject:
                 param.grad = history[step].clone()
             closure = _Closure(params)
             try:
-                if self.with_closure:
-                    optimizer.step(closure)
-                else:
-                    optimizer.step()
+                take_step: Callable[..., Any] = optimizer.step
+                take_step(*([closure] if self.with_closure else []))
             except Exception as error:
-                raise _StepFailedError(f"{type(error).__name__}: {error}") from error
+                raise _TrialError(error, built=True) from error
             closure_calls = max(closure_calls, closure.num_late)
         return _Trial([param.detach() for param in params], optimizer, closure_calls)
 
@@ -226,19 +231,19 @@ def _probe(
     with _borrowed_generators(device), torch.inference_mode(False), torch.enable_grad():
         subject, alone, failures = _meet(optimizer_cls, settings, group, device)
         if not alone:
-            failure = failures[0]
-            if isinstance(failure, _StepFailedError):
-                return OptimizerKind(Scope.UNUSABLE, f"it fails on dense gradients: {failure}")
-            raise failure  # the class does not accept these settings
+            failure = next((failure for failure in failures if failure.built), None)
+            if failure is None:
+                raise failures[0].cause  # the class does not accept these settings
+            return OptimizerKind(Scope.UNUSABLE, f"it fails on dense gradients: {failure}")
         scope, reason = _watch(subject, alone)
         return OptimizerKind(scope, reason, tuple(len(shape) for shape in alone))
 
 
 def _meet(
     optimizer_cls: type[Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], device: torch.device
-) -> tuple[_Subject, dict[tuple[int, ...], _Trial], list[Exception]]:
+) -> tuple[_Subject, dict[tuple[int, ...], _Trial], list[_TrialError]]:
     """A trial alone for each shape that the class accepts, in the first dtype and form of step that works for any."""
-    failures: list[Exception] = []
+    failures: list[_TrialError] = []
     for dtype in TOLERANCES:  # float64 shows smaller influences; kernels of one's own may know float32 alone
         subject = _Subject(optimizer_cls, settings, group, device, dtype)
         for subject.with_closure in (False, True):
@@ -246,12 +251,10 @@ def _meet(
             for shape in SHAPES:
                 try:
                     alone[shape] = subject.run([subject.history(shape, len(shape))])
-                except Exception as error:
+                except _TrialError as error:
                     failures.append(error)
             if alone:
                 return subject, alone, failures
-    # What the step says is of more use than that a shape was not accepted.
-    failures.sort(key=lambda error: not isinstance(error, _StepFailedError))
     return subject, {}, failures
 
 
@@ -304,9 +307,8 @@ def _not_element_wise(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -
         history = subject.history(LARGE, 2)
         if not _pieces_do(subject, {LARGE: (history, subject.run([history]).weights[0])}):
             return "it updates pieces of a large tensor otherwise than the whole"
-    except Exception as error:
-        message = str(error) if isinstance(error, _StepFailedError) else f"{type(error).__name__}: {error}"
-        return f"it does not take one-dimensional pieces: {message}"
+    except _TrialError as error:
+        return f"it does not take one-dimensional pieces: {error}"
     return ""
 
 
@@ -335,7 +337,7 @@ def _or_none(run: Callable[[], list[Tensor]]) -> list[Tensor] | None:
     """What a trial gives; None where the class takes such tensors alone only."""
     try:
         return run()
-    except Exception:
+    except _TrialError:
         return None
 
 

@@ -178,6 +178,10 @@ class PiecewiseOptimizer:
 
     def _listen(self) -> None:
         optimizer, listener = self.optimizer, self.listener
+        add_group = optimizer.add_param_group
+
+        def add_param_group(param_group: dict[str, Any]) -> None:
+            self._add_param_group(add_group, param_group)
 
         def zero(set_to_none: bool = True) -> None:
             listener.clear_grads(self.members, set_to_none=set_to_none)
@@ -199,7 +203,7 @@ class PiecewiseOptimizer:
             self.has_state = True
 
         # On the instance, so that its type stays exactly the user's class.
-        optimizer.add_param_group = partial(self._add_param_group, optimizer.add_param_group)
+        optimizer.add_param_group = add_param_group
         optimizer.zero_grad = zero
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)

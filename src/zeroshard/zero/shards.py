@@ -107,6 +107,11 @@ def _states(optimizers: list[Optimizer], shard: nn.Parameter) -> Iterator[tuple[
                 yield kind, value
             elif isinstance(value, int | float):
                 yield kind, torch.tensor(value)
+            elif value is not None:
+                raise ValueError(
+                    f"{kind}: {type(optimizer).__name__} keeps a {type(value).__name__} in its state, and a checkpoint "
+                    "holds tensors and numbers; keep it as one of these"
+                )
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

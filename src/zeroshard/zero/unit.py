@@ -44,7 +44,7 @@ class FlatGroup:
         layout: FlatLayout | None = None,
     ) -> None:
         master_dtype, device = params[0][1].dtype, params[0][1].device
-        self._again = partial(FlatGroup, strategy=strategy, comm=comm, precision=precision)
+        self._again = partial(FlatGroup, strategy=strategy, comm=comm, precision=precision, init=None)
         self.params = FlatParams(name, params, strategy, comm, precision, init, layout)
         self.grads = FlatGrads(
             name,
@@ -83,19 +83,16 @@ class FlatGroup:
         self.params.wait()
         layout = self.params.layout
         named = [(slot.name, param) for slot, param in zip(layout.slots, self.params.params, strict=True)]
-        views = layout.views(self.params.gather_master())
-        values = {slot.name: view for slot, view in zip(layout.slots, views, strict=True)}
-
-        def init(name: str, tensor: Tensor) -> None:
-            tensor.copy_(values[name])
+        for (_, param), view in zip(named, layout.views(self.params.gather_master()), strict=True):
+            param.data = view  # in the master's dtype, as before there were groups
 
         stay = [(name, param) for name, param in named if param not in chosen]
         leave = [(name, param) for name, param in named if param in chosen]
         own = FlatLayout.whole([(name, param.shape) for name, param in leave], layout.world_size, loads)
         for rank in range(layout.world_size):
             loads[rank] += sum(piece.numel for piece in own.owned(rank))
-        made = [self._again(self.params.name, stay, init=init)] if stay else []
-        return [*made, self._again(name if stay else self.params.name, leave, init=init, layout=own)]
+        made = [self._again(self.params.name, stay)] if stay else []
+        return [*made, self._again(name if stay else self.params.name, leave, layout=own)]
 
     def expose_grads(self) -> None:
         """Show the optimizer the reduced gradients; None for a parameter that had none on any rank."""
