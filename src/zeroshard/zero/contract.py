@@ -28,7 +28,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -198,8 +198,7 @@ class _Subject:
                 param.grad = history[step].clone()
             closure = _Closure(params)
             try:
-                take_step: Callable[..., Any] = optimizer.step
-                take_step(*([closure] if self.with_closure else []))
+                cast("Any", optimizer).step(*([closure] if self.with_closure else []))
             except Exception as error:
                 raise _TrialError(error, built=True) from error
             closure_calls = max(closure_calls, closure.num_late)
