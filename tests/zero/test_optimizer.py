@@ -465,6 +465,43 @@ def test_what_cannot_move_is_said_before_it_moves():
     assert [group for unit in zero.units for group in unit.groups] == groups
 
 
+def test_state_that_was_loaded_cannot_move_either():
+    net = Net()
+    zero = Zero(net, comm=NullCommunicator(2))
+    adamw = zero.optimizer(torch.optim.AdamW, others(net))
+    adamw.load_state_dict(adamw.state_dict())
+    with pytest.raises(RuntimeError, match="AdamW has state of parameters beside them"):
+        zero.optimizer(torch.optim.Muon, matrices(net))
+
+
+def test_state_that_a_class_makes_when_it_is_built_is_made_for_the_new_pieces():
+    class Counting(torch.optim.SGD):
+        def __init__(self, params, **kwargs):
+            super().__init__(params, **kwargs)
+            for param in self.param_groups[0]["params"]:
+                self.state[param]["sum"] = torch.zeros_like(param)
+
+    net = Net()
+    zero = Zero(net, comm=NullCommunicator(2))
+    optim = zero.optimizer(Counting, others(net), lr=0.1)
+    zero.optimizer(torch.optim.Muon, matrices(net))
+    pieces = optim.param_groups[0]["params"]
+    assert list(optim.state) == pieces
+    assert all(optim.state[piece]["sum"].shape == piece.shape for piece in pieces)
+    assert all(any(piece is shard for _, shard in home) for piece, home in zip(pieces, _homes(zero, net), strict=True))
+
+
+def _homes(zero, net):
+    groups = {
+        param: (group, slot)
+        for unit in zero.units
+        for group in unit.groups
+        for slot, param in enumerate(group.params.params)
+    }
+    homes = [groups[param][0].shards_of(groups[param][1]) for param in others(net)]
+    return [home for home in homes for _ in home]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_graph_from_before_the_layout_changed_is_refused_by_autograd(stage):
     net = Net()
