@@ -93,7 +93,7 @@ def test_operations_of_another_order_or_kind_differ():
     for calls in (["x", "y", "z"], ["x", "z", "y"]):
         comm = SentinelCommunicator(NullCommunicator(3), MemoryBoard(), lambda line, found_here: None)
         work(comm, calls)
-        pages.append(comm._diary.page())
+        pages.append(comm._watch.diary.page())
         comm.close()
     assert first_difference(pages[0], pages[0]) is None
     place, one, other = first_difference(*pages)

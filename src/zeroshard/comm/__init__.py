@@ -9,7 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroshard.comm.base import Allocator, Communicator, Done, PeerError, ReduceOp, Work, empty_for
+    from zeroshard.comm.base import (
+        Allocator,
+        Communicator,
+        Done,
+        Groups,
+        PeerError,
+        ReduceOp,
+        Splittable,
+        Work,
+        empty_for,
+        split,
+    )
     from zeroshard.comm.labels import CONTROL, current_scope, scope
     from zeroshard.comm.local import LocalCommunicator
     from zeroshard.comm.null import NullCommunicator
@@ -24,10 +35,13 @@ _HOME = {
     "Allocator": "base",
     "Communicator": "base",
     "Done": "base",
+    "Groups": "base",
     "PeerError": "base",
     "ReduceOp": "base",
+    "Splittable": "base",
     "Work": "base",
     "empty_for": "base",
+    "split": "base",
     "LocalCommunicator": "local",
     "NullCommunicator": "null",
     "CommRecord": "observe",
@@ -53,6 +67,7 @@ __all__ = [
     "CommRecord",
     "Communicator",
     "Done",
+    "Groups",
     "LocalCommunicator",
     "NullCommunicator",
     "ObservedCommunicator",
@@ -60,6 +75,7 @@ __all__ = [
     "ReduceOp",
     "RingCommunicator",
     "SharedMemoryCommunicator",
+    "Splittable",
     "ThreadCommunicator",
     "ThreadTransport",
     "TorchCommunicator",
@@ -71,6 +87,7 @@ __all__ = [
     "ranks_share_host",
     "run_threads",
     "scope",
+    "split",
     "thread_transports",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import Communicator, ReduceOp, Work, empty_for
+from zeroshard.comm.base import Communicator, Groups, ReduceOp, Work, empty_for, split
 from zeroshard.comm.labels import CONTROL, current_scope
 
 
@@ -23,6 +24,7 @@ class CommRecord:
             must send follows from it: ``(W-1)/W`` of it for a reduce-scatter or all-gather, twice that for an
             all-reduce.
         scope: the caller's label, see `scope`.
+        world_size: W, how many ranks took part.
         issue_s: seconds spent in the call.
         wait_s: seconds spent in `Work.wait`: communication that nothing hid. On CUDA neither blocks the host, so
             both say what the host paid.
@@ -31,6 +33,7 @@ class CommRecord:
     op: str
     num_bytes: int
     scope: str
+    world_size: int
     issue_s: float = 0.0
     wait_s: float = 0.0
 
@@ -46,7 +49,7 @@ class _ObservedWork:
 
 
 class ObservedCommunicator:
-    """``inner``, with a record of every operation in ``records`` (in the order of issue).
+    """``inner``, with a record of every operation in ``records`` (in the order of issue), those of its parts among them.
 
     Records accumulate until `drain` takes them.
     """
@@ -81,7 +84,7 @@ class ObservedCommunicator:
 
     def _record(self, op: str, tensor: Tensor | None, start: float) -> CommRecord:
         num_bytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
-        record = CommRecord(op, num_bytes, current_scope(), issue_s=time.perf_counter() - start)
+        record = CommRecord(op, num_bytes, current_scope(), self.world_size, issue_s=time.perf_counter() - start)
         self.records.append(record)
         return record
 
@@ -115,9 +118,16 @@ class ObservedCommunicator:
         self.inner.barrier()
         self._record("barrier", None, start)
 
+    def split(self, groups: Groups) -> ObservedCommunicator:
+        """A part of the inner communicator, which records here."""
+        part = copy.copy(self)
+        part.inner = split(self.inner, groups)
+        return part
+
     def drain(self) -> list[CommRecord]:
         """Take the records so far."""
-        records, self.records = self.records, []
+        records = list(self.records)
+        self.records.clear()  # parts write into the same list
         return records
 
     def totals(self, *, control: bool = False) -> dict[str, int]:
