@@ -3,6 +3,7 @@
 from zeroshard.zero.contract import OptimizerKind, Scope, classify
 from zeroshard.zero.engine import Zero
 from zeroshard.zero.layout import FlatLayout, Piece, Slot
+from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.state import NamedShard, ShardReader
 from zeroshard.zero.strategy import STAGES, Placement, ShardingStrategy, resolve_strategy
@@ -11,6 +12,7 @@ from zeroshard.zero.unit import Unit
 __all__ = [
     "STAGES",
     "FlatLayout",
+    "Levels",
     "MixedPrecision",
     "NamedShard",
     "OptimizerKind",
