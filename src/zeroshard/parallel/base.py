@@ -33,6 +33,7 @@ class Setup:
         compute_dtype: dtype of forward and backward; masters, optimizer states and reductions stay fp32.
         init: fills parameter ``name`` of a model on the meta device.
         device: where the parameters live; None for where they are.
+        shard_size: over how many neighbouring ranks state is sharded; None for all (ZeRO strategies only).
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class Setup:
     compute_dtype: torch.dtype = torch.float32
     init: Callable[[str, Tensor], None] | None = None
     device: torch.device | None = None
+    shard_size: int | None = None
 
 
 class Strategy(Protocol):

@@ -24,6 +24,7 @@ from zeroshard.train.validate import validate
 
 SHORTHANDS = {"model": "name", "data": "source"}  # `model = "NAME"` stands for `model.name = "NAME"`
 StrategyName = Literal["zero0", "zero1", "zero2", "zero3", "ddp"]
+SHARDING = ("zero1", "zero2", "zero3")  # by our engine
 
 
 class _Config(BaseModel):
@@ -87,6 +88,9 @@ class TrainConfig(_Config):
     data: DataConfig = DataConfig()
 
     strategy: StrategyName = Field("zero2", description="How training state is spread over ranks.")
+    shard_size: int = Field(
+        0, ge=0, description="Neighbouring ranks (a node's) that share out training state, replicated beyond; 0: all."
+    )
     comm: Literal["auto", "torch", "ring", "shm"] = Field(
         "auto", description="Who moves bytes: torch (NCCL, gloo), our ring or shared memory. auto: the fastest."
     )
@@ -130,6 +134,9 @@ class TrainConfig(_Config):
         if self.global_batch_size and self.grad_accum_steps > 1:
             what = f"{self.global_batch_size} already sets how many micro-batches a step has"
             raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
+        if self.shard_size and self.strategy not in SHARDING:
+            what = f"{self.strategy} has no shards of ours to size"
+            raise UserError("shard_size", what, f"leave it out, or use --strategy {', '.join(SHARDING)}")
         if self.min_lr > self.lr:
             raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
         if not self.out:
