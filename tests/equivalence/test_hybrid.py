@@ -34,7 +34,9 @@ Result = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms, we
 
 
 def _model() -> nn.Module:
-    return build_model("gpt2-demo", vocab_size=VOCAB, seq_len=SEQ_LEN, overrides={"n_layer": 2, "n_head": 3, "n_embd": 9})
+    return build_model(
+        "gpt2-demo", vocab_size=VOCAB, seq_len=SEQ_LEN, overrides={"n_layer": 2, "n_head": 3, "n_embd": 9}
+    )
 
 
 def _batch(step: int, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -133,18 +135,14 @@ def test_processes_equal_one_process_and_stages_each_other(kind, gloo_ranks):
     _check(gloo_ranks(WORLD_SIZE).run(every_cell, kind, [1, 2], [(2, "sharded")]))
 
 
+@pytest.mark.parametrize(("num_micro", "accumulate"), ACCUMULATIONS)
 @pytest.mark.parametrize("shard_size", SHARD_SIZES)
-def test_narrow_weights_have_the_same_bits_at_every_stage(shard_size):
-    for num_micro, accumulate in ACCUMULATIONS:
-        by_stage = [
-            run_threads(
-                lambda comm, stage=stage: train(comm, stage, shard_size, num_micro, accumulate, BF16), WORLD_SIZE
-            )
-            for stage in STAGES
-        ]
-        for by_rank in by_stage[1:]:
-            for ours, others in zip(by_rank, by_stage[0], strict=True):
-                _assert_same_bits(ours, others)
+def test_narrow_weights_have_the_same_bits_at_every_stage(shard_size, num_micro, accumulate):
+    cell = {"shard_size": shard_size, "num_micro": num_micro, "accumulate": accumulate, "precision": BF16}
+    first, *others = (run_threads(lambda comm, stage=stage: train(comm, stage, **cell), WORLD_SIZE) for stage in STAGES)
+    for by_rank in others:
+        for ours, theirs in zip(by_rank, first, strict=True):
+            _assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -18,7 +18,9 @@ def _buffers(stage, comm, dtype=torch.float32):
     found = []
     for size in SIZES:
         layout = FlatLayout.of([("a", (size,))], comm.world_size)
-        grads = FlatGrads("unit", layout, STAGES[stage], Levels.of(comm), device=CPU, master_dtype=dtype, reduce_dtype=dtype)
+        grads = FlatGrads(
+            "unit", layout, STAGES[stage], Levels.of(comm), device=CPU, master_dtype=dtype, reduce_dtype=dtype
+        )
         grads.accumulate(0, torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype))
         grads.reduce()
         grads.settle()

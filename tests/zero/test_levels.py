@@ -225,4 +225,5 @@ def test_a_row_of_ones_own_may_be_sharded_so_too():
     row = ShardingStrategy(Placement.REPLICATE, Placement.SHARD, Placement.SHARD)
     by_rank = run_threads(lambda comm: train(comm, Net, backward, {"stage": row, "shard_size": 2}), 4)
     named = run_threads(lambda comm: train(comm, Net, backward, {"stage": 2, "shard_size": 2}), 4)
-    assert all(torch.equal(ours[name], theirs[name]) for ours, theirs in zip(by_rank, named, strict=True) for name in ours)
+    for ours, theirs in zip(by_rank, named, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -17,7 +17,9 @@ def _params():
 
 
 def _unit(stage=3, precision=None):
-    groups = build_groups("u", _params(), STAGES[stage], Levels.of(NullCommunicator(2)), precision or MixedPrecision(), {})
+    groups = build_groups(
+        "u", _params(), STAGES[stage], Levels.of(NullCommunicator(2)), precision or MixedPrecision(), {}
+    )
     return Unit("u", nn.Identity(), groups)
 
 

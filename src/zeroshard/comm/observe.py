@@ -49,7 +49,7 @@ class _ObservedWork:
 
 
 class ObservedCommunicator:
-    """``inner``, with a record of every operation in ``records`` (in the order of issue), those of its parts among them.
+    """``inner``, with a record of every operation in ``records`` (in the order of issue), its parts' among them.
 
     Records accumulate until `drain` takes them.
     """

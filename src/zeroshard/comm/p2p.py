@@ -196,7 +196,9 @@ _Queues = dict[tuple[int, ...], queue.SimpleQueue[_Parcel]]  # by part, sender a
 class ThreadTransport:
     """One rank's end of the queues that `thread_transports` makes."""
 
-    def __init__(self, rank: int, world_size: int, queues: _Queues, timeout_s: float, part: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, rank: int, world_size: int, queues: _Queues, timeout_s: float, part: tuple[int, ...] = ()
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._queues = queues
