@@ -65,6 +65,18 @@ def test_a_communicator_without_parts_is_refused_by_name():
         Zero(Net(), comm=Whole(4), shard_size=2)
 
 
+@pytest.mark.parametrize("shard_size", [1, 2, 4])
+@pytest.mark.parametrize("stage", SHARDING)
+def test_every_replica_starts_from_rank_zeros_weights(stage, shard_size):
+    def go(comm):
+        net = Net(seed=100 * comm.rank)
+        return Zero(net, stage, comm=comm, shard_size=shard_size).state_dict()
+
+    expected = Net(seed=0).state_dict()
+    for weights in run_threads(go, 4):
+        assert all(torch.equal(weights[name], whole) for name, whole in expected.items())
+
+
 def _on_some_ranks(net: Net, x: torch.Tensor, *, rank: int) -> torch.Tensor:
     """Block 0 on one rank of four, block 1 on the whole second replica, block 2 nowhere."""
     x = torch.tanh(net.blocks[0](x)) if rank == 3 else x
