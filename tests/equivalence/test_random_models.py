@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -167,7 +167,22 @@ def sharded(comm: Communicator, case: Case, stage: int | ShardingStrategy, shard
     return facts, dict(zero.state_dict())
 
 
+RECOMPUTED_WHERE_OTHERS_RUN_LATER_UNITS = Case(
+    width=1,
+    kinds=("reentrant-some-ranks", "some-ranks"),
+    bias=False,
+    world_size=2,
+    num_micro=1,
+    two_forwards=False,
+    num_again=0,
+    accumulate="local",
+    prefetch=0,
+    optimizer="SGD",
+)
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
+@example(RECOMPUTED_WHERE_OTHERS_RUN_LATER_UNITS)
 @given(cases)
 def test_all_stages_give_the_same_bits_and_one_process_the_same_numbers(case):
     expected = one_process(case)
@@ -178,7 +193,7 @@ def test_all_stages_give_the_same_bits_and_one_process_the_same_numbers(case):
     _assert_close(case, stage_zero[0][1], expected)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(cases, st.sampled_from([1, 2, 4]))
 def test_so_do_they_where_groups_of_ranks_are_replicas(case, shard_size):
     case = replace(case, world_size=4)

@@ -139,7 +139,7 @@ class ThreadCommunicator:
 
     def split(self, groups: Groups) -> ThreadCommunicator:
         """The ranks of a group, with a table of their own."""
-        self._exchange(torch.empty(0), "split", groups)
+        self._exchange(torch.empty(0), "split", [list(ranks) for ranks in groups])
         self._leave()
         index, ranks = own_group(groups, self.rank)
         table = self._table.part((self._num_splits, index), len(ranks))

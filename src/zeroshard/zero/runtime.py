@@ -102,6 +102,9 @@ class Runtime:
                 if skipped not in self._ran and self._frees_after_forward:
                     self._reshard(skipped)
             self._passed = max(self._passed, place)
+        elif unit is not self.root and self.backward_pass is not None and unit.calls == 0:
+            # Computed again, perhaps before its backward begins, and others may have gathered later units first.
+            self._walk_before_reduction(unit, self.backward_pass)
         unit.unshard()
 
     def _begin_forward(self) -> None:
@@ -152,9 +155,13 @@ class Runtime:
             return
         unit.calls = max(unit.calls - 1, 0)
         unit.active += 1
-        if unit.calls == 0 and unit in backward.place:
-            backward.cursor.before(Op("reduce", backward.place[unit]))
+        if unit.calls == 0:
+            self._walk_before_reduction(unit, backward)
         unit.unshard()
+
+    def _walk_before_reduction(self, unit: Unit, backward: BackwardPass) -> None:
+        if unit in backward.place:
+            backward.cursor.before(Op("reduce", backward.place[unit]))
 
     def backward_ends(self, unit: Unit) -> None:
         """Reduce the unit's gradients, if no other call of it is still to come."""
