@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         empty_for,
         split,
     )
+    from zeroshard.comm.exposed import Exposed, by_kind
     from zeroshard.comm.labels import CONTROL, current_scope, scope
     from zeroshard.comm.local import LocalCommunicator
     from zeroshard.comm.null import NullCommunicator
@@ -42,6 +43,8 @@ _HOME = {
     "Work": "base",
     "empty_for": "base",
     "split": "base",
+    "Exposed": "exposed",
+    "by_kind": "exposed",
     "LocalCommunicator": "local",
     "NullCommunicator": "null",
     "CommRecord": "observe",
@@ -67,6 +70,7 @@ __all__ = [
     "CommRecord",
     "Communicator",
     "Done",
+    "Exposed",
     "Groups",
     "LocalCommunicator",
     "NullCommunicator",
@@ -82,6 +86,7 @@ __all__ = [
     "TorchTransport",
     "Transport",
     "Work",
+    "by_kind",
     "current_scope",
     "empty_for",
     "ranks_share_host",
