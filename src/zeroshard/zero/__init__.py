@@ -1,7 +1,9 @@
-"""The engine: ZeRO stages 0-3 for any module and any element-wise optimizer."""
+"""The engine: ZeRO stages 0-3 for any module, and any optimizer that can do with a part of the tensors."""
 
+from zeroshard.zero.contract import OptimizerKind, Scope, classify
 from zeroshard.zero.engine import Zero
 from zeroshard.zero.layout import FlatLayout, Piece, Slot
+from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.state import NamedShard, ShardReader
 from zeroshard.zero.strategy import STAGES, Placement, ShardingStrategy, resolve_strategy
@@ -10,14 +12,18 @@ from zeroshard.zero.unit import Unit
 __all__ = [
     "STAGES",
     "FlatLayout",
+    "Levels",
     "MixedPrecision",
     "NamedShard",
+    "OptimizerKind",
     "Piece",
     "Placement",
+    "Scope",
     "ShardReader",
     "ShardingStrategy",
     "Slot",
     "Unit",
     "Zero",
+    "classify",
     "resolve_strategy",
 ]

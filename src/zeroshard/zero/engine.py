@@ -22,7 +22,8 @@ from zeroshard.zero import full_state, grads, shards
 from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.flat import Init
 from zeroshard.zero.hooks import attach
-from zeroshard.zero.optimizer import ShardedParams, build_optimizer
+from zeroshard.zero.levels import Levels, check_row
+from zeroshard.zero.optimizer import PiecewiseOptimizer, ShardedParams
 from zeroshard.zero.partition import UnitSpec, materialise, partition
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.reduction import FlatGrads
@@ -53,10 +54,15 @@ class Zero:
             reduction at the last, or ``"sharded"``, each reduced at once. None: as the row's `grads` column says.
             It directs `micro_batch`.
         device: where meta parameters are made; None: the current CUDA device if there is one, else the CPU.
+        shard_size: over how many neighbouring ranks (a node's, say) training state is sharded; the world is as many
+            replicas as that leaves. None: over all ranks. See `zeroshard.zero.levels`.
+
+    Attributes:
+        levels: the ranks that shard together, and those that hold the same shard.
 
     Raises:
         ValueError: an unknown stage; a unit that is not the model's; a model that has an engine already; meta
-            parameters without ``init``.
+            parameters without ``init``; a ``shard_size`` that does not divide the world, or at stage 0.
         TypeError: ``model`` is not a module.
 
     Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054; the vocabulary is FSDP2's.
@@ -74,17 +80,21 @@ class Zero:
         prefetch: int = 1,
         accumulate: Accumulate | None = None,
         device: torch.device | str | None = None,
+        shard_size: int | None = None,
     ) -> None:
         self.strategy = resolve_strategy(stage)
+        if shard_size is not None:
+            check_row(self.strategy)
         _check_arguments(model, prefetch, accumulate)
         if comm is None:
             comm = TorchCommunicator() if dist.is_available() and dist.is_initialized() else LocalCommunicator()
         self.model = model
         self.comm: Communicator = comm
+        self.levels = Levels.of(comm, shard_size)
         self.precision = precision or MixedPrecision()
         by_column: Accumulate = "local" if self.strategy.grads is REPLICATE else "sharded"
         self.accumulate: Accumulate = accumulate or by_column
-        self._optimizers: list[tuple[Optimizer, set[nn.Parameter]]] = []
+        self._optimizers: list[PiecewiseOptimizer] = []
         self._ema: Ema | None = None
 
         meta = materialise(model, _default_device(device)) if any(p.is_meta for p in model.parameters()) else set()
@@ -94,11 +104,11 @@ class Zero:
         root_spec, specs = partition(model, units)
 
         def build(spec: UnitSpec) -> Unit:
-            groups = build_groups(spec.name, spec.params, self.strategy, comm, self.precision, fill)
+            groups = build_groups(spec.name, spec.params, self.strategy, self.levels, self.precision, fill)
             return Unit(spec.name, spec.module, groups)
 
         root = build(root_spec)
-        self._runtime = Runtime(root, [build(spec) for spec in specs], comm, self.strategy, prefetch)
+        self._runtime = Runtime(root, [build(spec) for spec in specs], self.levels, self.strategy, prefetch)
         self._broadcast_buffers()
         self._sharded_params = ShardedParams(self._runtime.groups())
         cast = self.precision.param_dtype if self.precision.cast_forward_inputs else None
@@ -117,19 +127,25 @@ class Zero:
         It is a real `torch.optim.Optimizer` of exactly that class: schedulers, hooks and edits of ``param_groups``
         work on it, `zero_grad` and `add_param_group` speak of the model's parameters.
 
+        What the class needs is found out on tiny tensors (`zeroshard.zero.contract`). One that works element by
+        element, such as `torch.optim.AdamW`, is given 1-D slices. For one that looks at whole tensors, such as
+        `torch.optim.Muon`, its parameters are laid out anew, so that each tensor lies on one rank: that is collective,
+        and must happen before the first step of another optimizer of the same units.
+
         Args:
-            optimizer_cls: a class that works element by element, such as `torch.optim.AdamW`.
+            optimizer_cls: the class.
             params: parameters of the model, named or not, or group dicts of them; None: all.
             **kwargs: for the class, ``fused`` and ``foreach`` too.
 
         Raises:
             TypeError: no optimizer class; ``params`` is a tensor or a set.
-            ValueError: a class that cannot work on pieces (named, with the reason); a parameter that is not the
-                model's or is given twice; an empty list.
+            ValueError: a class that no layout suits (named, with the reason); a parameter that is not the model's or
+                is given twice; an empty list.
+            RuntimeError: weights must be laid out anew, but gradients or another optimizer's state are in the way.
         """
-        optimizer, members = build_optimizer(optimizer_cls, params, kwargs, self._sharded_params, self)
-        self._optimizers.append((optimizer, members))
-        return optimizer
+        piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._sharded_params, self)
+        self._optimizers.append(piecewise)
+        return piecewise.optimizer
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -164,7 +180,7 @@ class Zero:
         self._runtime.require_reduced("clip_grad_norm_")
         buffers = self._reduced_buffers()
         device = next((b.reduced.device for b in buffers if b.reduced is not None), torch.device("cpu"))
-        norm = grads.global_norm(buffers, self.comm, float(norm_type), device)
+        norm = grads.global_norm(buffers, self.levels.shard, float(norm_type), device)
         grads.clip_(buffers, norm, float(max_norm))
         exact = any(b.master_dtype == torch.float64 for b in buffers)
         return norm if exact else norm.to(torch.float32)
@@ -201,6 +217,29 @@ class Zero:
 
     # -- what an optimizer tells us ---------------------------------------------------------------------------
 
+    def keep_whole(self, params: set[nn.Parameter]) -> None:
+        """Lay ``params`` out so that each tensor lies on one rank. Collective.
+
+        Raises:
+            RuntimeError: gradients wait for a step; another optimizer or an average has state of parameters that would
+                move.
+        """
+        moving = {param for group in self._runtime.groups_to_leave(params) for param in group.params.params}
+        affected = [known for known in self._optimizers if not moving.isdisjoint(known.members)]
+        for known in affected:
+            if known.has_state:
+                raise RuntimeError(
+                    f"optimizer: whole tensors need a new layout, but {type(known.optimizer).__name__} has state of "
+                    "parameters beside them; make such optimizers and their groups before the first step"
+                )
+        if moving and self._ema is not None:
+            raise RuntimeError("optimizer: it needs a new layout, and an average has the old one; make ema() after it")
+        if moving:
+            self._runtime.keep_whole(params)
+            self._sharded_params.locate(self._runtime.groups())
+        for known in affected:
+            known.take_pieces_anew()
+
     def before_update(self) -> None:
         """Refuse a step that would drop gradients, or change an average instead of the weights."""
         self._runtime.require_reduced("step")
@@ -210,7 +249,7 @@ class Zero:
     def after_update(self, optimizer: Optimizer) -> None:
         """Mark the weights that ``optimizer`` may have changed, the same on every rank."""
         self._runtime.forget_calls()
-        members = next((members for known, members in self._optimizers if known is optimizer), set())
+        members = next((known.members for known in self._optimizers if known.optimizer is optimizer), set())
         for group in self._runtime.groups():
             used = group.grads.used
             if any(used[slot] and param in members for slot, param in enumerate(group.params.params)):
@@ -259,7 +298,7 @@ class Zero:
         return full_state.load_state_dict(self.model, self._runtime, state, strict=strict)
 
     def named_shards(self) -> Iterator[NamedShard]:
-        """What this rank writes to a checkpoint: over all ranks each tensor is tiled exactly once.
+        """What this rank writes to a checkpoint: over all ranks each tensor is tiled exactly once, by one replica.
 
         Parameters (kind ``"param"``, the masters), the state of every optimizer made here, the average (kind
         ``"ema"``) where there is one, and on rank 0 buffers.
@@ -267,7 +306,7 @@ class Zero:
         Raises:
             RuntimeError: inside `Ema.weights`.
         """
-        stateful: list[shards.Stateful] = [optimizer for optimizer, _ in self._optimizers]
+        stateful: list[shards.Stateful] = [known.optimizer for known in self._optimizers]
         if self._ema is not None:
             self._ema.require_away("named_shards")
             stateful.append(self._ema)
@@ -284,7 +323,7 @@ class Zero:
         """
         if self._ema is not None:
             self._ema.require_away("load_named_shards")
-        optimizers = [optimizer for optimizer, _ in self._optimizers]
+        optimizers = [known.optimizer for known in self._optimizers]
         shards.load_named_shards(self.model, self._runtime, optimizers, reader)
         if self._ema is not None:
             self._ema.load(shards.reader_of(self._runtime, reader, EMA))
@@ -305,8 +344,8 @@ class Zero:
         total = memory_of(self._runtime.groups())
         total["optimizer"] = sum(
             value.numel() * value.element_size()
-            for optimizer, _ in self._optimizers
-            for state in optimizer.state.values()
+            for known in self._optimizers
+            for state in known.optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
         )

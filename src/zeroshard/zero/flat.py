@@ -19,8 +19,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import Communicator, Work, empty_for, scope
+from zeroshard.comm import Work, empty_for, scope
 from zeroshard.zero.layout import FlatLayout, Piece
+from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 
@@ -34,6 +35,7 @@ class FlatParams:
         full: ``[padded_numel]`` in the compute dtype; empty storage while the weights are sharded and not in use.
         master: ``[padded_numel]`` where the optimizer is replicated, else ``[shard_numel]``; the parameters' own
             dtype. Where that is the compute dtype and weights are whole it is a view of ``full``.
+        comm: the ranks that hold the shards.
         pieces: what of each parameter the optimizer on this rank updates. Where it is replicated on the CPU these are
             the pieces of every rank, so that vector bodies and scalar tails fall on the same elements at each stage.
         stale: whether the master is newer than ``full``.
@@ -44,14 +46,16 @@ class FlatParams:
         name: str,
         params: list[tuple[str, nn.Parameter]],
         strategy: ShardingStrategy,
-        comm: Communicator,
+        levels: Levels,
         precision: MixedPrecision,
         init: Init | None,
+        layout: FlatLayout | None = None,
     ) -> None:
         self.name = name
         self.params = [param for _, param in params]
-        self.comm = comm
-        self.layout = FlatLayout.of([(n, p.shape) for n, p in params], comm.world_size)
+        self.levels, self.comm = levels, levels.shard
+        comm = self.comm
+        self.layout = layout or FlatLayout.of([(n, p.shape) for n, p in params], comm.world_size)
         self.shard_optim = strategy.optim is SHARD and comm.world_size > 1
         self.shard_params = strategy.params is SHARD and comm.world_size > 1
         self.stale = False
@@ -88,7 +92,7 @@ class FlatParams:
             flat = torch.empty(numel, dtype=dtype, device=device)
         else:
             flat = empty_for(self.comm, numel, dtype, device)
-        flat[self.layout.numel :].zero_()
+        self.layout.zero_padding(flat)
         with torch.no_grad():
             for (name, param), view in zip(params, self.layout.views(flat), strict=True):
                 if init is not None:
@@ -96,7 +100,7 @@ class FlatParams:
                 else:
                     view.copy_(param)
         with scope(f"{self.name}/start"):
-            self.comm.broadcast(flat, src=0).wait()
+            self.levels.world.broadcast(flat, src=0).wait()
         return flat
 
     def _pieces(self) -> tuple[Piece, ...]:
@@ -105,8 +109,7 @@ class FlatParams:
         if self.full.device.type == "cpu":
             return tuple(piece for rank in range(self.comm.world_size) for piece in self.layout.owned(rank))
         # A CUDA kernel computes each element alike wherever it lies, so no piece need end where a shard does.
-        slots = enumerate(self.layout.slots)
-        return tuple(Piece(index, (0, slot.numel), slot.offset) for index, slot in slots if slot.numel)
+        return self.layout.tensors()
 
     def _attach(self) -> None:
         for param, view in zip(self.params, self._views, strict=True):
@@ -114,9 +117,9 @@ class FlatParams:
         self._shown = True
 
     def piece_of_master(self, piece: Piece) -> Tensor:
-        """``[piece.numel]`` view of the master."""
+        """View of the master, in the piece's shape."""
         start = piece.offset - self.master_offset
-        return self.master[start : start + piece.numel]
+        return self.master[start : start + piece.numel].view(piece.shape)
 
     def gather(self, *, again: bool = False) -> None:
         """Start to make ``full`` whole and current; nothing to do where that is under way.
@@ -174,7 +177,7 @@ class FlatParams:
             self.master.copy_(self.full[self._own] if self.shard_optim else self.full)
 
     def gather_master(self) -> Tensor:
-        """``[padded_numel]``: every rank's master, in the parameters' own dtype. Collective; a new tensor."""
+        """``[padded_numel]``: every shard's master, in the parameters' own dtype. Collective; a new tensor."""
         if not self.shard_optim:
             return self.master.clone()
         flat = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self.master.device)

@@ -2,18 +2,24 @@
 
 A unit's parameters are grouped by dtype, device and whether they are trained, because a flat buffer has one of each
 and frozen weights need neither gradients nor refreshing. Nearly every unit has one group.
+
+[Note: Laid out anew]
+    Which layout is right depends on the optimizer, and the optimizer comes after the units. Groups begin with shards
+    that ignore tensors' borders; when an optimizer turns out to need whole tensors (see `contract`), the parameters
+    that it is given leave their groups for new ones that keep tensors whole, before the first step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import Communicator
 from zeroshard.zero.flat import FlatParams, Init
-from zeroshard.zero.layout import Piece
+from zeroshard.zero.layout import FlatLayout, Piece
+from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.reduction import FlatGrads
 from zeroshard.zero.strategy import ShardingStrategy
@@ -23,7 +29,8 @@ class FlatGroup:
     """One flat buffer of weights, its gradients, and what the optimizer sees of both.
 
     Attributes:
-        shards: for each of ``params.pieces``, the 1-D `nn.Parameter` that the optimizer updates: a view of the master.
+        shards: for each of ``params.pieces``, the `nn.Parameter` that the optimizer updates: a view of the master, 1-D
+            unless the layout keeps tensors whole.
         awaited: whether some rank may have gradients that wait for a reduction; the same on every rank.
     """
 
@@ -32,17 +39,19 @@ class FlatGroup:
         name: str,
         params: list[tuple[str, nn.Parameter]],
         strategy: ShardingStrategy,
-        comm: Communicator,
+        levels: Levels,
         precision: MixedPrecision,
         init: Init | None,
+        layout: FlatLayout | None = None,
     ) -> None:
         master_dtype, device = params[0][1].dtype, params[0][1].device
-        self.params = FlatParams(name, params, strategy, comm, precision, init)
+        self._again = partial(FlatGroup, strategy=strategy, levels=levels, precision=precision, init=None)
+        self.params = FlatParams(name, params, strategy, levels, precision, init, layout)
         self.grads = FlatGrads(
             name,
             self.params.layout,
             strategy,
-            comm,
+            levels,
             device=device,
             master_dtype=master_dtype,
             reduce_dtype=precision.gradient_dtype(master_dtype),
@@ -57,6 +66,35 @@ class FlatGroup:
     def trained(self) -> bool:
         """Whether any parameter of the group takes gradients now."""
         return any(param.requires_grad for param in self.params.params)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the layout keeps tensors whole."""
+        return self.params.layout.longest is not None
+
+    def keep_whole(self, chosen: set[nn.Parameter], name: str, loads: list[int]) -> list[FlatGroup]:
+        """The same parameters in new groups: first those that stay as they are laid out, if any, then the chosen.
+
+        Collective. Values are the masters'; gradients there must be none.
+
+        Args:
+            chosen: some of the group's parameters, whose tensors are to be whole.
+            name: of their group, where others stay behind.
+            loads: elements of whole tensors that each rank owns; what it gets here is added.
+        """
+        self.params.wait()
+        layout = self.params.layout
+        named = [(slot.name, param) for slot, param in zip(layout.slots, self.params.params, strict=True)]
+        for (_, param), view in zip(named, layout.views(self.params.gather_master()), strict=True):
+            param.data = view  # in the master's dtype, as before there were groups
+
+        stay = [(name, param) for name, param in named if param not in chosen]
+        leave = [(name, param) for name, param in named if param in chosen]
+        own = FlatLayout.whole([(name, param.shape) for name, param in leave], layout.world_size, loads)
+        for rank in range(layout.world_size):
+            loads[rank] += sum(piece.numel for piece in own.owned(rank))
+        made = [self._again(self.params.name, stay)] if stay else []
+        return [*made, self._again(name if stay else self.params.name, leave, layout=own)]
 
     def expose_grads(self) -> None:
         """Show the optimizer the reduced gradients; None for a parameter that had none on any rank."""
@@ -116,6 +154,11 @@ class Unit:
         for group in self.trained_groups():
             group.grads.reduce()
 
+    def reduce_across(self) -> None:
+        """Start to add up what replicas have reduced. Collective, in the order of `reduce_grads`."""
+        for group in self.groups:
+            group.grads.reduce_across()
+
     def settle(self) -> None:
         """Finish the reductions under way."""
         for group in self.groups:
@@ -124,6 +167,15 @@ class Unit:
     def trained_groups(self) -> list[FlatGroup]:
         """Groups that take gradients now, or did in a backward of this step that reduced none."""
         return [group for group in self.groups if group.trained or group.awaited]
+
+    def keep_whole(self, chosen: set[nn.Parameter], loads: list[int]) -> None:
+        """Move the chosen parameters to groups that keep tensors whole. Collective; see `FlatGroup.keep_whole`."""
+        for index, group in enumerate(list(self.groups)):
+            moving = chosen.intersection(group.params.params)
+            if moving and not group.whole:
+                first, *second = group.keep_whole(moving, f"{self.name}#{len(self.groups)}", loads)
+                self.groups[index] = first
+                self.groups += second
 
     @property
     def stale(self) -> bool:
@@ -141,7 +193,7 @@ def build_groups(
     name: str,
     params: list[tuple[str, nn.Parameter]],
     strategy: ShardingStrategy,
-    comm: Communicator,
+    levels: Levels,
     precision: MixedPrecision,
     init: dict[nn.Parameter, Init],
 ) -> list[FlatGroup]:
@@ -153,7 +205,7 @@ def build_groups(
     groups = []
     for index, members in enumerate(by_kind.values()):
         group_name = name if index == 0 else f"{name}#{index}"
-        groups.append(FlatGroup(group_name, members, strategy, comm, precision, init.get(members[0][1])))
+        groups.append(FlatGroup(group_name, members, strategy, levels, precision, init.get(members[0][1])))
     return groups
 
 
