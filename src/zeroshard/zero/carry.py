@@ -23,7 +23,7 @@ PARCELS_IN_FLIGHT = 4  # the memory of so many buckets; two suffice on two ranks
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The elements of ``tensor`` in order, as uint8 [numel * itemsize]: a view of a contiguous one, else a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def put_bytes(tensor: Tensor, content: Tensor) -> None:

@@ -127,7 +127,7 @@ class ShardedOptimizer(Optimizer):
                 super().add_param_group(param_group)
                 added = self._assign(self.param_groups[num_groups:], described)
                 self.optim.add_param_group(self._own_part(self.param_groups[-1]))
-                self._take_options()
+                _set_options(self.param_groups[-1], self.optim.param_groups[-1])
         except BaseException:
             del self.param_groups[num_groups:], self.optim.param_groups[num_groups:]
             self._owners, self._loads = owners, loads
