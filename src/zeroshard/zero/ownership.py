@@ -62,8 +62,8 @@ def pack(
         if num_bytes[index] >= bucket_bytes:
             by_owner[owners[index]].append([index])
             continue
-        bucket, size = filling.get(place, ([], bucket_bytes))
-        if size + num_bytes[index] > bucket_bytes:
+        bucket, size = filling.get(place, (None, 0))
+        if bucket is None or size + num_bytes[index] > bucket_bytes:
             bucket, size = [], 0
             by_owner[owners[index]].append(bucket)
         bucket.append(index)

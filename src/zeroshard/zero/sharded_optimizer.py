@@ -92,7 +92,8 @@ class ShardedOptimizer(Optimizer):
         self.optim: Optimizer
         self._owners: dict[Tensor, int] = {}
         self._loads = [0] * self.comm.world_size
-        self._whole_state: dict[Any, Any] | None = None  # all ranks' states, between a consolidation and a step
+        # All ranks' states on the rank that has them, from a consolidation to the next change
+        self._whole_state: dict[Any, Any] | None = None
         self._consolidated_to: int | None = None
         with agreement(self.comm) as described:
             super().__init__(params, {})
@@ -132,7 +133,7 @@ class ShardedOptimizer(Optimizer):
             del self.param_groups[num_groups:], self.optim.param_groups[num_groups:]
             self._owners, self._loads = owners, loads
             raise
-        self._whole_state = None
+        self._state_has_changed()
         self._start_from_rank_0(added)
 
     def _assign(self, groups: list[dict[str, Any]], described: list[str]) -> list[Tensor]:
@@ -197,7 +198,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._whole_state = None
+        self._state_has_changed()
         self._give_options()
         parcels = self._parcels()
         params = list(self._owners)
@@ -276,16 +277,14 @@ class ShardedOptimizer(Optimizer):
             self.state = self.optim.state
 
     def _why_no_state(self) -> str:
-        rank, to = self.comm.rank, self._consolidated_to
-        if to is not None and to != rank:
-            return (
-                f"state_dict: the state was brought to rank {to}, and this is rank {rank}; call it there, or call "
-                f"consolidate_state_dict(to={rank}) on every rank first"
-            )
-        changed = "has changed since it was brought here" if to == rank else "lies on all ranks"
-        return (
-            f"state_dict: the optimizer's state {changed}; call consolidate_state_dict(to={rank}) on every rank first"
-        )
+        here, there = self.comm.rank, self._consolidated_to
+        todo = f"call consolidate_state_dict(to={here}) on every rank first"
+        if there is not None:
+            return f"state_dict: the state was brought to rank {there}, this is rank {here}; ask there, or {todo}"
+        return f"state_dict: every rank holds a part of the state, changed since it was last brought together; {todo}"
+
+    def _state_has_changed(self) -> None:
+        self._whole_state, self._consolidated_to = None, None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the settings, and copies of the states that this rank owns. Not collective: every rank loads the dict.
@@ -319,7 +318,7 @@ class ShardedOptimizer(Optimizer):
         }
         self.optim.load_state_dict({"state": deepcopy(own), "param_groups": own_groups})
         self._take_options()
-        self._whole_state, self._consolidated_to = None, None
+        self._state_has_changed()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -332,7 +331,7 @@ class ShardedOptimizer(Optimizer):
         twin.comm, twin.bucket_bytes = self.comm, self.bucket_bytes
         twin.optim = deepcopy(self.optim, memo)
         twin._owners, twin._loads = deepcopy(self._owners, memo), list(self._loads)
-        twin._whole_state, twin._consolidated_to = None, None
+        twin._state_has_changed()
         groups = deepcopy(self.param_groups, memo)
         twin.__setstate__({"defaults": twin.optim.defaults, "state": twin.optim.state, "param_groups": groups})
         return twin
