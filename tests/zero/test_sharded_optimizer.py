@@ -435,23 +435,23 @@ def test_sparse_gradients():
         assert all(torch.equal(a, b) for a, b in zip(plain, sharded, strict=True))
 
 
-def test_autograd_sees_weights_change_on_every_rank():
+def _late_backward(comm: Communicator) -> None:
+    """Alone, packed, and packed though its elements lie apart."""
+    params = [*(nn.Parameter(torch.ones(n)) for n in (9, 3, 3, 2, 2)), nn.Parameter(torch.ones(4, 2)[:, 0])]
+    optim = ShardedOptimizer(params, O.SGD, comm=comm, lr=0.1, bucket_bytes=30)
+    losses = [param.square().sum() for param in params]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optim.step()
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_autograd_sees_weights_change_on_every_rank(gloo_ranks):
     """Backward through a forward of the weights before the step is refused, on owners and on the others."""
-
-    def go(comm):
-        weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
-        alone, packed, strided = weights[0], weights[1:], nn.Parameter(torch.ones(4, 2)[:, 0])
-        params = [alone, *packed, strided]
-        optim = ShardedOptimizer(params, O.SGD, comm=comm, lr=0.1, bucket_bytes=13)
-        loss = sum(param.square().sum() for param in params)
-        losses = [param.square().sum() for param in params]
-        loss.backward()
-        optim.step()
-        for late in losses:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                late.backward()
-
-    run_threads(go, 2)
+    run_threads(_late_backward, 2)
+    gloo_ranks(2).run(_late_backward)
 
 
 def test_a_step_of_a_class_that_counts_for_itself_is_one_step():
