@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import zeroshard
 from zeroshard.cli import VERBS, main
@@ -135,7 +136,7 @@ def test_unknown_words_are_refused_and_the_nearest_known_one_is_named(capsys):
     assert refusal(capsys, "train", "--max-tokens", "4").endswith("did you mean --data.max-tokens?")
     assert refusal(capsys, "trian").endswith("did you mean train?")
     assert refusal(capsys, "train", "fast").startswith("error: fast: belongs to no flag")
-    assert refusal(capsys, "doctor", "now").startswith("error: now: `zeroshard doctor` takes no words")
+    assert refusal(capsys, "doctor", "now").startswith("error: now: `zeroshard doctor` does not know it")
 
 
 def test_a_flag_without_its_value_is_refused(capsys):
@@ -221,6 +222,28 @@ def test_doctor_reports_versions_and_what_would_be_used(capsys):
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert rows["zeroshard"] == zeroshard.__version__
     assert {"python", "torch", "numpy", "os", "cpus", "memory", "gloo", "nccl"} <= set(rows)
+
+
+def test_doctor_tells_of_optimizers_that_were_asked_for(capsys, monkeypatch):
+    monkeypatch.setattr("zeroshard.lab.optimizers.torch_optimizers", lambda: [torch.optim.LBFGS])
+    assert main(["doctor", "--optimizers", "torch.optim:Muon"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"LBFGS +refused +closure-driven +it calls the closure again .*", lines[1])
+    assert re.fullmatch(r"Muon +per-tensor +whole tensors, matrices only +(exact *){4}", lines[2])
+
+
+def test_doctor_refuses_what_is_no_optimizer_in_a_line(capsys):
+    assert refusal(capsys, "doctor", "--optimizers", "Muon").startswith(
+        "error: --optimizers: 'Muon' is not of the form"
+    )
+    assert refusal(capsys, "doctor", "--optimizers", "no.such:Thing").startswith(
+        "error: --optimizers: no.such cannot be"
+    )
+    assert refusal(capsys, "doctor", "--optimizers", "torch:nn").startswith(
+        "error: --optimizers: torch has no optimizer"
+    )
+    assert main(["doctor", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: zeroshard doctor [--optimizers [module:Class ...]]\n")
 
 
 def test_a_mistake_that_only_a_worker_sees_is_one_line_too(tmp_path):

@@ -34,6 +34,7 @@ class Verb:
     config: type[BaseModel] | None = None
     positionals: tuple[str, ...] = ()
     reads_file: bool = False  # takes --config
+    usage: str = ""  # of the words that a verb without settings takes
 
 
 class _TerminatedError(BaseException):
@@ -73,12 +74,10 @@ def _dispatch(argv: list[str]) -> int:
         raise UserError(word, "there is no such command", nearest(word, VERBS, f"choose one of {choices}"))
     words = argv[1:]
     if verb.config is None:
-        if words and words[0] not in ("--help", "-h"):
-            raise UserError(words[0], f"`zeroshard {word}` takes no words", "leave it out")
-        if words:
-            print(f"usage: zeroshard {word}\n\n{verb.summary}")
+        if words and words[0] in ("--help", "-h"):
+            print(f"usage: zeroshard {word} {verb.usage}".rstrip() + f"\n\n{verb.summary}")
             return ExitStatus.OK
-        return verb.run(None, argv)
+        return verb.run(None, words)
     path, words = take_option(words, "--config") if verb.reads_file else ("", words)
     raw = _read_file(path, verb.config) if path else {}
     if "--help" in words or "-h" in words:
@@ -139,10 +138,12 @@ def _generate(config: GenerateConfig, argv: Sequence[str]) -> int:
     return run_generate(config)
 
 
-def _doctor(config: None, argv: Sequence[str]) -> int:
-    from zeroshard.doctor import report
+def _doctor(config: None, words: Sequence[str]) -> int:
+    from zeroshard import doctor
 
-    print(report())
+    if words and words[0] != "--optimizers":
+        raise UserError(words[0], "`zeroshard doctor` does not know it", "leave it out, or ask for --optimizers")
+    print(doctor.optimizers(words[1:]) if words else doctor.report())
     return ExitStatus.OK
 
 
@@ -150,7 +151,12 @@ VERBS: dict[str, Verb] = {
     "train": Verb("Train a language model, on one rank or many.", _train, TrainConfig, reads_file=True),
     "prepare": Verb("Cut text into tokens once, for later runs.", _prepare, PrepareConfig, reads_file=True),
     "generate": Verb("Write text with the model of a run.", _generate, GenerateConfig, ("run",)),
-    "doctor": Verb("Say what is installed, what is found, and what would be used; for bug reports.", _doctor),
+    "doctor": Verb(
+        "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "
+        "optimizers of torch, and classes of your own, may be sharded, and what difference sharding makes.",
+        _doctor,
+        usage="[--optimizers [module:Class ...]]",
+    ),
 }
 
 

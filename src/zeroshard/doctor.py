@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -27,6 +28,18 @@ def report() -> str:
     rows.append(("world", "none" if world is None else f"rank {world.rank} of {world.world_size}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def optimizers(specs: Sequence[str] = ()) -> str:
+    """The table of `zeroshard.lab.optimizers`: what torch ships, and the classes that ``module:Class`` names.
+
+    Raises:
+        UserError: a name that leads to no optimizer class.
+    """
+    from zeroshard.lab.optimizers import load_class, measure, table, torch_optimizers
+
+    named = [load_class(spec) for spec in specs]  # first: a mistake need not wait for measurements
+    return table(measure(cls) for cls in (*torch_optimizers(), *named))
 
 
 def _devices() -> list[tuple[str, str]]:

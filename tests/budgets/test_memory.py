@@ -31,6 +31,7 @@ OPTIMIZERS = {
     "Adagrad": (torch.optim.Adagrad, {}),
     "Adadelta": (torch.optim.Adadelta, {}),
     "Adamax": (torch.optim.Adamax, {}),
+    "Adafactor": (torch.optim.Adafactor, {}),
 }
 
 
@@ -79,7 +80,8 @@ def test_ranks_that_talk_hold_what_was_predicted(stage, world_size):
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_optimizer_keeps_what_the_table_says(stage, optimizer):
     model = _model("gpt2-demo")
-    predicted = state_bytes(buffers_of(model, 3), STAGES[stage], 1, OPTIMIZER_STATES[optimizer])
+    whole = model.parameters() if optimizer == "Adafactor" else ()
+    predicted = state_bytes(buffers_of(model, 3, whole=whole), STAGES[stage], 1, OPTIMIZER_STATES[optimizer])
     assert _measured(NullCommunicator(3, 1), model, STAGES[stage], MixedPrecision(), optimizer) == predicted
 
 
@@ -119,3 +121,35 @@ def test_a_row_of_the_table_is_all_that_the_formula_reads(stage):
         "master": 0,
         "optimizer": adam[row.optim.value],
     }
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_optimizers_and_the_padding_of_whole_tensors_are_as_predicted(stage, world_size, precision):
+    policy = PRECISIONS[precision]
+    for rank in range(world_size):
+        model = _model("gpt2-demo")
+        matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
+        predicted = state_bytes(
+            buffers_of(model, world_size, whole=matrices),
+            STAGES[stage],
+            rank,
+            OPTIMIZER_STATES["AdamW"],
+            policy,
+            whole_optimizer=OPTIMIZER_STATES["Muon"],
+        )
+        zero = Zero(model, stage=stage, comm=NullCommunicator(world_size, rank), precision=policy)
+        known = set(matrices)
+        optims = [
+            zero.optimizer(torch.optim.AdamW, [param for param in model.parameters() if param not in known]),
+            zero.optimizer(torch.optim.Muon, matrices),
+        ]
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        for _ in range(2):
+            zero.zero_grad()
+            model(tokens, tokens).backward()
+            found = zero.memory_bytes()
+            for optim in optims:
+                optim.step()
+        assert found == predicted

@@ -69,6 +69,26 @@ def test_neither_prefetch_nor_checkpointing_sends_more(row, checkpointed, accumu
     assert _sent(_third_step(NullCommunicator(2), model, ROWS[row], 2, **kwargs)) == predicted
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("row", ROWS)
+def test_whole_tensors_and_their_padding_travel_as_predicted(row, world_size):
+    model = _model()
+    matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
+    others = [param for param in model.parameters() if not any(param is matrix for matrix in matrices)]
+    found = messages(buffers_of(model, world_size, whole=matrices), ROWS[row])
+    observed = ObservedCommunicator(NullCommunicator(world_size))
+    zero = Zero(model, stage=ROWS[row], comm=observed)
+    optims = [zero.optimizer(torch.optim.AdamW, others), zero.optimizer(torch.optim.Muon, matrices)]
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    for _ in range(3):
+        observed.drain()
+        model(tokens, tokens).backward()
+        for optim in optims:
+            optim.step()
+        zero.zero_grad()
+    assert _sent(observed) == [(m.op, m.num_bytes, f"{m.buffer}/{m.phase}") for m in found]
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_ranks_that_talk_send_what_was_predicted(row):
     by_rank = run_threads(lambda comm: _sent(_third_step(comm, _model(), ROWS[row], 2)), 3)

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -30,3 +31,22 @@ def test_a_model_without_memory_will_do_and_is_left_alone():
     (root, unit) = buffers_of(model, 8, [model[1]])
     assert (root.unit, root.layout.numel, unit.unit, unit.layout.numel) == ("root", 1_001_000, "1", 10_010)
     assert all(param.is_meta for param in model.parameters())
+
+
+def _matrices(model):
+    return [param for name, param in model.named_parameters() if param.dim() == 2 and "blocks.0" not in name]
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_whole_tensors_lie_where_an_engine_puts_them(everything):
+    model = _model()
+    whole = list(model.parameters()) if everything else _matrices(model)
+    predicted = buffers_of(model, 4, whole=whole)
+    zero = Zero(model, comm=NullCommunicator(4))
+    zero.optimizer(torch.optim.Adafactor, whole)
+    made = [(unit.name, group) for unit in zero.units for group in unit.groups]
+    assert [(b.unit, b.name, b.layout, b.dtype, b.trained) for b in predicted] == [
+        (name, group.params.name, group.params.layout, group.params.master.dtype, group.trained) for name, group in made
+    ]
+    assert any(buffer.layout.longest is not None for buffer in predicted)
+    assert everything == all(buffer.layout.longest is not None for buffer in predicted)

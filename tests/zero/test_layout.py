@@ -1,9 +1,12 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.zero import FlatLayout
+from zeroshard.zero.layout import ALIGNMENT, balance
 
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=6)
 
@@ -12,10 +15,18 @@ def _layout(shapes, world_size):
     return FlatLayout.of([(f"p{i}", shape) for i, shape in enumerate(shapes)], world_size)
 
 
+def _whole(shapes, world_size, loads=()):
+    return FlatLayout.whole([(f"p{i}", shape) for i, shape in enumerate(shapes)], world_size, loads)
+
+
+@pytest.mark.parametrize("make", [_layout, _whole])
 @given(shapes, st.integers(1, 9))
-def test_ranks_own_every_element_exactly_once(shapes, world_size):
-    layout = _layout(shapes, world_size)
-    owned = [0] * layout.numel
+def test_ranks_own_every_element_exactly_once(make, shapes, world_size):
+    layout = make(shapes, world_size)
+    owned = [0] * layout.padded_numel
+    for start, stop in layout.padding:
+        assert start < stop
+        owned[start:stop] = [1] * (stop - start)
     for rank in range(world_size):
         for piece in layout.owned(rank):
             slot = layout.slots[piece.slot]
@@ -25,7 +36,7 @@ def test_ranks_own_every_element_exactly_once(shapes, world_size):
             assert piece.offset + piece.numel <= layout.interval(rank)[1]
             for element in range(piece.offset, piece.offset + piece.numel):
                 owned[element] += 1
-    assert owned == [1] * layout.numel
+    assert owned == [1] * layout.padded_numel
 
 
 @given(shapes, st.integers(1, 9))
@@ -47,6 +58,55 @@ def test_views_are_the_parameters_end_to_end(shapes, world_size):
     assert torch.equal(torch.cat([view.reshape(-1) for view in views] or [flat[:0]]), flat[: layout.numel])
 
 
+@given(shapes, st.integers(1, 9))
+def test_whole_tensors_lie_in_one_shard_in_their_shapes(shapes, world_size):
+    layout = _whole(shapes, world_size)
+    pieces = [piece for rank in range(world_size) for piece in layout.owned(rank)]
+    assert sorted(pieces, key=lambda piece: piece.slot) == list(layout.tensors())
+    for piece in pieces:
+        slot = layout.slots[piece.slot]
+        assert (piece.interval, piece.shape, piece.offset) == ((0, slot.numel), slot.shape, slot.offset)
+    assert all(slot.offset % ALIGNMENT == 0 for slot in layout.slots)
+    assert layout.shard_numel % ALIGNMENT == 0
+    flat = torch.full((layout.padded_numel,), 7)
+    for index, view in enumerate(layout.views(flat)):
+        view.fill_(index)
+    layout.zero_padding(flat)
+    assert [tuple(view.shape) for view in layout.views(flat)] == shapes
+    assert all(view.eq(index).all() for index, view in enumerate(layout.views(flat)))
+    assert (flat == 7).sum() == (layout.slots[7].numel if len(layout.slots) > 7 else 0)
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=6), st.integers(1, 3))
+def test_the_longest_shard_is_at_most_a_third_longer_than_it_must_be(numels, world_size):
+    blocks = [-(-numel // ALIGNMENT) for numel in numels]
+    assignments = itertools.product(range(world_size), repeat=len(blocks))
+    best = min(
+        max(
+            sum(size for size, owner in zip(blocks, owners, strict=True) if owner == rank) for rank in range(world_size)
+        )
+        for owners in assignments
+    )
+    longest = _whole([(numel,) for numel in numels], world_size).shard_numel // ALIGNMENT
+    assert best <= longest
+    assert 3 * world_size * longest <= (4 * world_size - 1) * best
+
+
+def test_the_largest_goes_first_and_to_the_shard_with_least():
+    assert balance([16, 64, 32, 48], [0, 0]) == [0, 0, 1, 1]
+    assert balance([16, 16, 16], [0, 0, 0, 0]) == [0, 1, 2]
+    layout = _whole([(4, 4), (8, 8), (4, 8), (6, 8)], 2)
+    assert [slot.offset for slot in layout.slots] == [0, 16, 80, 112]
+    assert (layout.numel, layout.shard_numel, layout.padding) == (160, 80, ())
+
+
+def test_ranks_that_own_less_elsewhere_come_first():
+    assert balance([16, 16], [64, 0, 32]) == [1, 2]
+    layout = _whole([(5, 7)], 3, [9, 9, 0])
+    assert [len(layout.owned(rank)) for rank in range(3)] == [0, 0, 1]
+    assert layout.padding == ((0, 96), (131, 144))
+
+
 def test_one_element_on_four_ranks_belongs_to_the_first():
     layout = _layout([()], 4)
     assert [len(layout.owned(rank)) for rank in range(4)] == [1, 0, 0, 0]
@@ -56,3 +116,5 @@ def test_one_element_on_four_ranks_belongs_to_the_first():
 def test_a_world_has_at_least_one_rank():
     with pytest.raises(ValueError, match="world_size: 0 ranks; give at least 1"):
         FlatLayout((), 0)
+    with pytest.raises(ValueError, match="world_size: 0 ranks; give at least 1"):
+        FlatLayout.whole([], 0)

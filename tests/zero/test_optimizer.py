@@ -1,4 +1,4 @@
-"""Every element-wise optimizer of torch does on pieces what it does on whole tensors; the others are refused."""
+"""Every optimizer of torch does on pieces, or on the tensors that a rank owns, what it does on all; or is refused."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from nets import Net, Turn, assert_every_stage_equals_one_process, backward, one_process, rows
+from nets import Net, Turn, assert_every_stage_equals_one_process, backward, one_process, rows, set_values
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
-from zeroshard.zero import STAGES, Zero
+from zeroshard.zero import STAGES, MixedPrecision, Zero
 
 O = torch.optim  # noqa: E741 -- a table reads better with it
 CLASSES = {
@@ -26,6 +26,7 @@ CLASSES = {
     "Adamax": (O.Adamax, {}),
     "ASGD": (O.ASGD, {"lambd": 0.01, "t0": 1}),
     "Rprop": (O.Rprop, {}),
+    "Adafactor": (O.Adafactor, {}),
 }
 FUSED = {"SGD", "SGD momentum", "SGD nesterov", "Adam", "AdamW", "AdamW amsgrad", "Adagrad"}
 FORMS = [
@@ -42,9 +43,11 @@ def test_optimizers_compute_on_pieces_what_they_compute_on_tensors(name, form):
     assert_every_stage_equals_one_process(Net, num_steps=4, atol=atol, optimizer=cls, **kwargs, **forms[form])
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "SparseAdam", "Muon"])
-def test_optimizers_that_need_whole_tensors_are_refused_by_name(name):
-    zero = Zero(Net(), comm=NullCommunicator(2))
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
+def test_optimizers_that_no_layout_suits_are_refused_by_name_and_change_nothing(name):
+    net = Net()
+    zero = Zero(net, comm=NullCommunicator(2))
+    groups = [group for unit in zero.units for group in unit.groups]
     with pytest.raises(ValueError, match=f"optimizer_cls: {name} cannot be sharded: it "):
         zero.optimizer(getattr(torch.optim, name))
 
@@ -53,6 +56,8 @@ def test_optimizers_that_need_whole_tensors_are_refused_by_name(name):
 
     with pytest.raises(ValueError, match="Mine cannot be sharded"):
         zero.optimizer(Mine)
+    assert [group for unit in zero.units for group in unit.groups] == groups
+    zero.optimizer(torch.optim.SGD, lr=0.1)  # nor are parameters taken
 
 
 def test_the_optimizer_is_exactly_of_the_class_asked_for():
@@ -261,3 +266,283 @@ def test_gradients_that_nobody_forgets_add_up():
     for stage in STAGES:
         found = run_threads(lambda comm, stage=stage: build_and_train(comm, stage), 2)[0]
         torch.testing.assert_close(found, dict(net.state_dict()), rtol=0, atol=1e-6)
+
+
+# -- whole tensors ------------------------------------------------------------------------------------------------
+
+
+def block():
+    return nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.Tanh(), nn.Linear(10, 6))
+
+
+def build_net():
+    net = Net(2, block)
+    net.extra = nn.Parameter(torch.ones(3, 5))  # never used
+    net.blocks[1][3].weight.requires_grad_(False)
+    net.last.weight = net.first.weight
+    set_values(net)
+    return net
+
+
+def matrices(net):
+    return [param for param in net.parameters() if param.dim() == 2]
+
+
+def others(net):
+    return [param for param in net.parameters() if param.dim() != 2]
+
+
+def two_optimizers(net, make, order=("Muon", "AdamW")):
+    """Muon for the matrices, another for the rest, made in either order."""
+    made = {
+        "Muon": lambda: make(torch.optim.Muon, matrices(net), lr=0.05),
+        "AdamW": lambda: make(torch.optim.AdamW, others(net), lr=0.01),
+        "Adagrad": lambda: make(torch.optim.Adagrad, others(net), lr=0.01),
+    }
+    return [made[name]() for name in order]
+
+
+def train_two(comm, *, stage=0, order=("Muon", "AdamW"), num_micro=1, world_size=2, **zero_kwargs):
+    """Weights and norms; without ``comm`` one process that sees every rank's rows."""
+    net = build_net()
+    zero = None if comm is None else Zero(net, stage=stage, comm=comm, **zero_kwargs)
+    optims = two_optimizers(net, (lambda cls, *args, **kw: cls(*args, **kw)) if zero is None else zero.optimizer, order)
+    ranks = range(world_size) if comm is None else [comm.rank]
+    norms = []
+    for step in range(3):
+        for micro in range(num_micro):
+            for rank in ranks:
+                loss = net(rows(rank, step * num_micro + micro)).square().mean() / (num_micro * len(ranks))
+                loss.backward()
+        clip = nn.utils.clip_grad_norm_ if zero is None else None
+        norms.append((clip(net.parameters(), 0.5) if clip else zero.clip_grad_norm_(0.5)).item())
+        for optim in optims:
+            optim.step()
+        for optim in optims:
+            optim.zero_grad()
+    return dict(net.state_dict() if zero is None else zero.state_dict()), norms
+
+
+@pytest.mark.parametrize("order", [("Muon", "AdamW"), ("AdamW", "Muon"), ("Adagrad", "Muon")], ids="+".join)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_two_optimizers_one_of_whole_tensors_step_as_in_one_process(world_size, order):
+    expected, expected_norms = train_two(None, order=order, world_size=world_size)
+    first = None
+    for stage in STAGES:
+        by_rank = run_threads(lambda comm, stage=stage: train_two(comm, stage=stage, order=order), world_size)
+        first = first or by_rank[0]
+        for weights, norms in by_rank:
+            assert norms == first[1]
+            assert norms == pytest.approx(expected_norms, abs=1e-6)
+            for name, whole in expected.items():
+                assert torch.equal(weights[name], first[0][name]), (stage, name)
+                torch.testing.assert_close(weights[name], whole, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+@pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
+def test_whole_tensors_have_the_same_bits_at_every_stage(precision, accumulate):
+    first = None
+    for stage in STAGES:
+        kwargs = {"stage": stage, "precision": precision, "accumulate": accumulate, "num_micro": 2}
+        for weights, norms in run_threads(lambda comm, kwargs=kwargs: train_two(comm, **kwargs), 2):
+            first = first or (weights, norms)
+            assert norms == first[1]
+            assert all(torch.equal(weights[name], first[0][name]) for name in weights)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_owner_sees_whole_matrices_in_their_shapes_and_others_nothing(stage):
+    def go(comm):
+        net = build_net()
+        zero = Zero(net, stage=stage, comm=comm)
+        before = zero.state_dict()
+        muon, adamw = two_optimizers(net, zero.optimizer)
+        after = zero.state_dict()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        assert type(muon) is torch.optim.Muon
+        assert all(shard.dim() == 1 for shard in adamw.param_groups[0]["params"])
+        return [tuple(shard.shape) for shard in muon.param_groups[0]["params"]]
+
+    shapes = [tuple(param.shape) for param in matrices(build_net())]
+    by_rank = run_threads(go, 3)
+    if stage == 0:
+        assert by_rank == [shapes] * 3
+    else:
+        assert sorted(shape for rank in by_rank for shape in rank) == sorted(shapes)
+        assert min(len(rank) for rank in by_rank) >= len(shapes) // 3  # not each unit's first to the same rank
+
+
+def test_what_a_class_refuses_by_shape_leaves_the_layout_as_it_was():
+    net = Net()
+    zero = Zero(net, comm=NullCommunicator(2))
+    groups = [group for unit in zero.units for group in unit.groups]
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+        zero.optimizer(torch.optim.Muon)
+    assert [group for unit in zero.units for group in unit.groups] == groups
+    zero.optimizer(torch.optim.Muon, matrices(net))
+
+
+class ByFlag(torch.optim.Optimizer):
+    """SGD, normalised by tensors where the group says so."""
+
+    def __init__(self, params, lr=0.1, whole=False):
+        super().__init__(params, {"lr": lr, "whole": whole})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    norm = param.grad.norm() if group["whole"] else 1.0
+                    param.add_(param.grad / norm, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_group_of_ones_own_class_gets_the_layout_that_it_needs(stage):
+    def go(comm):
+        net = build_net()
+        zero = None if comm is None else Zero(net, stage=stage, comm=comm)
+        groups = [{"params": matrices(net)[:3], "whole": True}, {"params": others(net), "lr": 0.2}]
+        optim = ByFlag(groups) if zero is None else zero.optimizer(ByFlag, groups)
+        for step in range(3):
+            for rank in range(2) if comm is None else [comm.rank]:
+                (net(rows(rank, step)).square().mean() / (2 if comm is None else 1)).backward()
+            optim.step()
+            optim.zero_grad()
+            if step == 0:
+                optim.add_param_group({"params": matrices(net)[3:]})
+        if zero is not None:
+            assert all(len(shard.shape) == 1 for group in optim.param_groups[1:] for shard in group["params"])
+        return dict(net.state_dict() if zero is None else zero.state_dict())
+
+    torch.testing.assert_close(run_threads(go, 2)[1], go(None), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_tensors_may_join_later_where_nobody_else_has_state(stage):
+    def go(comm):
+        net = build_net()
+        zero = None if comm is None else Zero(net, stage=stage, comm=comm)
+        make = torch.optim.Muon if zero is None else lambda params, **kw: zero.optimizer(torch.optim.Muon, params, **kw)
+        optim = make([net.first.weight], lr=0.05)
+        for step in range(4):
+            for rank in range(2) if comm is None else [comm.rank]:
+                (net(rows(rank, step)).square().mean() / (2 if comm is None else 1)).backward()
+            optim.step()
+            net.zero_grad()
+            if step == 1:
+                optim.add_param_group({"params": [net.blocks[0][0].weight, net.blocks[0][3].weight], "lr": 0.1})
+                net.blocks[1][3].weight.requires_grad_(True)
+                optim.add_param_group({"params": net.blocks[1][3].weight})
+        return dict(net.state_dict() if zero is None else zero.state_dict())
+
+    torch.testing.assert_close(run_threads(go, 2)[1], go(None), rtol=0, atol=1e-6)
+
+
+def test_what_cannot_move_is_said_before_it_moves():
+    net = Net()
+    zero = Zero(net, comm=NullCommunicator(2))
+    groups = [group for unit in zero.units for group in unit.groups]
+    make = lambda: zero.optimizer(torch.optim.Muon, matrices(net))  # noqa: E731
+    net(rows(0)).sum().backward()
+    with pytest.raises(RuntimeError, match="optimizer: gradients wait for a step"):
+        make()
+    zero.zero_grad()
+    with zero.no_sync():
+        net(rows(0)).sum().backward()
+    with pytest.raises(RuntimeError, match="optimizer: gradients wait for a step"):
+        make()
+    zero.zero_grad()
+    with zero.full_params(), pytest.raises(RuntimeError, match=r"outside full_params\(\)"):
+        make()
+    adamw = zero.optimizer(torch.optim.AdamW, others(net))
+    net(rows(0)).sum().backward()
+    adamw.step()
+    zero.zero_grad()
+    with pytest.raises(RuntimeError, match="AdamW has state of parameters beside them; make such optimizers"):
+        make()
+    assert [group for unit in zero.units for group in unit.groups] == groups
+
+
+def test_state_that_was_loaded_cannot_move_either():
+    net = Net()
+    zero = Zero(net, comm=NullCommunicator(2))
+    adamw = zero.optimizer(torch.optim.AdamW, others(net))
+    adamw.load_state_dict(adamw.state_dict())
+    with pytest.raises(RuntimeError, match="AdamW has state of parameters beside them"):
+        zero.optimizer(torch.optim.Muon, matrices(net))
+
+
+def test_state_that_a_class_makes_when_it_is_built_is_made_for_the_new_pieces():
+    class Counting(torch.optim.SGD):
+        def __init__(self, params, **kwargs):
+            super().__init__(params, **kwargs)
+            for param in self.param_groups[0]["params"]:
+                self.state[param]["sum"] = torch.zeros_like(param)
+
+    net = Net()
+    zero = Zero(net, comm=NullCommunicator(2))
+    optim = zero.optimizer(Counting, others(net), lr=0.1)
+    zero.optimizer(torch.optim.Muon, matrices(net))
+    pieces = optim.param_groups[0]["params"]
+    assert list(optim.state) == pieces
+    assert all(optim.state[piece]["sum"].shape == piece.shape for piece in pieces)
+    assert all(any(piece is shard for _, shard in home) for piece, home in zip(pieces, _homes(zero, net), strict=True))
+
+
+def _homes(zero, net):
+    groups = {
+        param: (group, slot)
+        for unit in zero.units
+        for group in unit.groups
+        for slot, param in enumerate(group.params.params)
+    }
+    homes = [groups[param][0].shards_of(groups[param][1]) for param in others(net)]
+    return [home for home in homes for _ in home]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_from_before_the_layout_changed_is_refused_by_autograd(stage):
+    net = Net()
+    zero = Zero(net, stage=stage, comm=NullCommunicator(2))
+    loss = net(rows(0)).sum()
+    zero.optimizer(torch.optim.Muon, matrices(net))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    zero.zero_grad()
+    net(rows(0)).sum().backward()
+
+
+def test_a_model_from_the_meta_device_keeps_its_values():
+    def init(name, tensor):
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
+
+    def go(comm, stage):
+        with torch.device("meta"):
+            net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        zero = Zero(net, stage=stage, units=list(net), comm=comm, init=init)
+        zero.optimizer(torch.optim.Muon, matrices(net))
+        return zero.state_dict()
+
+    for stage in STAGES:
+        for tensor in run_threads(lambda comm, stage=stage: go(comm, stage), 2)[0].values():
+            assert torch.equal(tensor, torch.arange(float(tensor.numel())).view(tensor.shape))
+
+
+def test_an_optimizer_that_calls_its_closure_twice_is_stopped():
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            loss = super().step(closure)
+            return closure() if closure else loss
+
+    net = Net()
+    optim = Zero(net, comm=NullCommunicator(2)).optimizer(Twice, lr=0.1)
+
+    def closure():
+        loss = net(rows(0)).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="calls its closure a second time"):
+        optim.step(closure)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nets import Net, rows
-from zeroshard.comm import run_threads
+from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, NamedShard, Zero
 
 OPTIMIZERS = {
@@ -16,6 +16,8 @@ OPTIMIZERS = {
     "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
     "ASGD": (torch.optim.ASGD, {"lr": 1e-2}),
     "Adam fused": (torch.optim.Adam, {"lr": 1e-2, "fused": True}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "Muon and AdamW": (torch.optim.Muon, {"lr": 1e-2}),
 }
 
 
@@ -59,36 +61,45 @@ def in_order(net, x):
     return x
 
 
-def _steps(comm, zero, optim, steps):
+def _optimizers(zero, name):
+    cls, kwargs = OPTIMIZERS[name]
+    if cls is not torch.optim.Muon:
+        return [zero.optimizer(cls, **kwargs)]
+    params = list(zero.model.parameters())
+    return [
+        zero.optimizer(torch.optim.AdamW, [param for param in params if param.dim() != 2]),
+        zero.optimizer(cls, [param for param in params if param.dim() == 2], **kwargs),
+    ]
+
+
+def _steps(zero, optims, steps):
     for step in steps:
         # Every world sees the same rows, so that worlds of any size take the same steps, but for rounding.
         zero.model(rows(0, step)).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
+        for optim in optims:
+            optim.step()
+        zero.zero_grad()
 
 
 def _save(comm, stage, optimizer):
-    cls, kwargs = OPTIMIZERS[optimizer]
-    net = _net()
-    zero = Zero(net, stage=stage, comm=comm)
-    _steps(comm, zero, zero.optimizer(cls, **kwargs), range(2))
+    zero = Zero(_net(), stage=stage, comm=comm)
+    _steps(zero, _optimizers(zero, optimizer), range(2))
     copied = [NamedShard(s.name, s.kind, s.shape, s.interval, s.tensor.clone()) for s in zero.named_shards()]
     return copied, zero.state_dict()
 
 
 def _load(comm, stage, optimizer, saved, reader):
-    cls, kwargs = OPTIMIZERS[optimizer]
     net = _net()
     with torch.no_grad():
         for tensor in (*net.parameters(), net.table):
             tensor.fill_(7)
     zero = Zero(net, stage=stage, comm=comm)
-    optim = zero.optimizer(cls, **kwargs)
+    optims = _optimizers(zero, optimizer)
     zero.load_named_shards(reader)
     loaded = zero.state_dict()
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
     again = [NamedShard(s.name, s.kind, s.shape, s.interval, s.tensor.clone()) for s in zero.named_shards()]
-    _steps(comm, zero, optim, range(2, 4))
+    _steps(zero, optims, range(2, 4))
     return again, zero.state_dict()
 
 
@@ -120,9 +131,8 @@ def test_any_stage_and_world_reads_what_another_wrote(wrote, reads, optimizer):
     assert all(torch.equal(again.whole[key], saved.whole[key]) for key in saved.whole)
 
     def uninterrupted(comm):
-        cls, kwargs = OPTIMIZERS[optimizer]
         zero = Zero(_net(), stage=reads[0], comm=comm)
-        _steps(comm, zero, zero.optimizer(cls, **kwargs), range(4))
+        _steps(zero, _optimizers(zero, optimizer), range(4))
         return zero.state_dict()
 
     whole_run = run_threads(uninterrupted, reads[1])[0]
@@ -145,3 +155,26 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(stage):
             zero.load_named_shards(saved)
 
     run_threads(go, 2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_factored_state_has_a_shape_of_its_own_and_is_written_by_the_tensors_owner(stage):
+    by_rank = run_threads(lambda comm: _save(comm, stage, "Adafactor")[0], 3)
+    shapes = Saved(by_rank).shapes
+    assert shapes["first.weight"] == {"param": (6, 6), "step": (), "row_var": (6, 1), "col_var": (1, 6)}
+    assert shapes["first.bias"] == {"param": (6,), "step": (), "variance": (6,)}
+    writers = [{shard.kind for shard in shards if shard.name == "first.weight"} for shards in by_rank]
+    assert sorted(map(len, writers)) == [0, 0, 4]
+
+
+def test_a_state_that_a_checkpoint_cannot_hold_is_named():
+    class Listing(torch.optim.SGD):
+        def step(self, closure=None):
+            for param in self.param_groups[0]["params"]:
+                self.state[param]["seen"] = [1]
+            return super().step(closure)
+
+    zero = Zero(_net(), comm=NullCommunicator(2))
+    _steps(zero, [zero.optimizer(Listing, lr=0.1)], range(1))
+    with pytest.raises(ValueError, match="seen: Listing keeps a list in its state"):
+        list(zero.named_shards())

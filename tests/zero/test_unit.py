@@ -1,7 +1,8 @@
+import pytest
 import torch
 from torch import nn
 
-from zeroshard.comm import NullCommunicator
+from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Unit
 from zeroshard.zero.unit import build_groups, memory_of, reduced_whole
 
@@ -64,3 +65,52 @@ def test_bytes_are_counted_by_category():
     assert memory_of(iter(_unit(3).groups)) == {"params": 4 * 4 + 1 * 8 + 3 * 4, "grads": 0, "master": 0}
     policy = MixedPrecision(param_dtype=torch.bfloat16)
     assert memory_of(iter(_unit(2, policy).groups)) == {"params": 16 * 2, "grads": 0, "master": 4 * 4 + 8 + 3 * 4}
+
+
+def _masters(unit):
+    return {
+        slot.name: view
+        for group in unit.groups
+        for slot, view in zip(
+            group.params.layout.slots, group.params.layout.views(group.params.gather_master()), strict=True
+        )
+    }
+
+
+@pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_leave_their_group_for_one_that_keeps_tensors_whole(stage, precision):
+    def go(comm):
+        params = [(name, param) for name, param in _params()]
+        with torch.no_grad():
+            for index, (_, param) in enumerate(params):
+                param.copy_(torch.arange(param.numel()) / 3 + index)  # thirds are no bfloat16
+        values = {name: param.clone() for name, param in params}
+        unit = Unit("u", nn.Identity(), build_groups("u", params, STAGES[stage], comm, precision, {}))
+        loads = [0] * 2
+        chosen = {dict(params)["b"], dict(params)["wide"]}
+        unit.keep_whole(chosen, loads)
+        names = [(group.params.name, group.whole, [s.name for s in group.params.layout.slots]) for group in unit.groups]
+        assert names == [("u", False, ["a"]), ("u#1", True, ["wide"]), ("u#2", False, ["frozen"]), ("u#3", True, ["b"])]
+        assert loads == [4, 2]  # the second went where there was less
+        masters = _masters(unit)
+        assert all(torch.equal(masters[name], value) for name, value in values.items())
+        assert {name: masters[name].dtype for name in values} == {name: value.dtype for name, value in values.items()}
+        unit.unshard()
+        compute = {name: precision.compute_dtype(value.dtype) for name, value in values.items()}
+        assert all(torch.equal(param, values[name].to(compute[name])) for name, param in params)
+        before = list(unit.groups)
+        unit.keep_whole(chosen, loads)
+        assert unit.groups == before
+
+    precision = precision or MixedPrecision()
+    run_threads(go, 2)
+
+
+def test_padding_of_whole_tensors_is_resident_and_counted():
+    unit = _unit(stage=1)
+    before = memory_of(iter(unit.groups))
+    unit.keep_whole({param for name, param, *_ in unit.named_slots() if name in "ab"}, [0, 0])
+    after = memory_of(iter(unit.groups))
+    # 7 fp32 elements padded to 8, and then two shards of 16.
+    assert after["params"] - before["params"] == 4 * (32 - 8)

@@ -7,11 +7,14 @@ With N elements of a buffer, padded to P = W * S, and itemsizes c (compute), m (
     grads       S m, sharded;  P g, whole, and what the optimizer sees beside it where that is no view of it
     optimizer   per element of the pieces that the rank owns, without padding; and scalars per piece
 
+Where an optimizer needs whole tensors, S is the longest shard, and P may be much more than N.
+
 Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054, section 3.1: the 16 bytes for each parameter.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -24,10 +27,26 @@ SCALAR_BYTES = 4  # torch keeps a parameter's step count as one fp32 number
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer remembers: tensors as large as the parameter, in its master's dtype, and single numbers."""
+    """What an optimizer remembers of a parameter, in its master's dtype.
+
+    Attributes:
+        num_per_element: tensors as large as the parameter.
+        num_scalars: single numbers.
+        factored: whether the last of those tensors is kept as two, with the last dimension and the last but one gone,
+            where the parameter has two dimensions or more (Shazeer and Stern 2018, Adafactor,
+            https://arxiv.org/abs/1804.04235, section 3).
+    """
 
     num_per_element: int
     num_scalars: int = 0
+    factored: bool = False
+
+    def numel(self, shape: tuple[int, ...]) -> int:
+        """Elements, without scalars, for a parameter or piece of ``shape``."""
+        numel = math.prod(shape)
+        if not self.factored or len(shape) < 2:
+            return self.num_per_element * numel
+        return (self.num_per_element - 1) * numel + numel // shape[-1] + numel // shape[-2]
 
 
 OPTIMIZER_STATES: dict[str, OptimizerState] = {
@@ -41,6 +60,8 @@ OPTIMIZER_STATES: dict[str, OptimizerState] = {
     "Adadelta": OptimizerState(2, 1),
     "SGD": OptimizerState(0),
     "SGD with momentum": OptimizerState(1),
+    "Muon": OptimizerState(1),
+    "Adafactor": OptimizerState(1, 1, factored=True),
 }
 
 
@@ -51,6 +72,7 @@ def state_bytes(
     optimizer: OptimizerState,
     precision: MixedPrecision | None = None,
     *,
+    whole_optimizer: OptimizerState | None = None,
     num_reductions: int = 1,
     device_type: str = "cpu",
 ) -> dict[str, int]:
@@ -64,6 +86,7 @@ def state_bytes(
         rank: which; ranks differ where padding and borders of parameters fall.
         optimizer: what it keeps.
         precision: the dtype policy.
+        whole_optimizer: what another one keeps, of the buffers that keep tensors whole; None: there is no other.
         num_reductions: how many backwards of a step reduced their gradients; several, where whole gradients
             accumulate, need a second buffer.
         device_type: ``"cpu"`` or ``"cuda"``: where the optimizer is replicated, parameters are cut at shards on CPUs
@@ -87,7 +110,8 @@ def state_bytes(
             total["grads"] += _grad_bytes(
                 layout.padded_numel, seen, strategy, world_size, buffer, precision, num_reductions
             )
-            total["optimizer"] += _optimizer_bytes(buffer, rank if shard_optim else None, optimizer, device_type)
+            kept = optimizer if layout.longest is None or whole_optimizer is None else whole_optimizer
+            total["optimizer"] += _optimizer_bytes(buffer, rank if shard_optim else None, kept, device_type)
     return total
 
 
@@ -111,10 +135,10 @@ def _grad_bytes(
 def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState, device_type: str) -> int:
     """``rank`` None: replicated."""
     layout = buffer.layout
-    ranks = range(layout.world_size) if rank is None else [rank]
-    pieces = [piece for each in ranks for piece in layout.owned(each)]
-    numel = sum(piece.numel for piece in pieces)
-    whole = rank is None and device_type != "cpu"
-    num_pieces = len({piece.slot for piece in pieces}) if whole else len(pieces)
-    per_element = optimizer.num_per_element * buffer.dtype.itemsize
-    return numel * per_element + num_pieces * optimizer.num_scalars * SCALAR_BYTES
+    if rank is None and device_type != "cpu":
+        pieces = layout.tensors()
+    else:
+        ranks = range(layout.world_size) if rank is None else [rank]
+        pieces = tuple(piece for each in ranks for piece in layout.owned(each))
+    numel = sum(optimizer.numel(piece.shape) for piece in pieces)
+    return numel * buffer.dtype.itemsize + len(pieces) * optimizer.num_scalars * SCALAR_BYTES

@@ -1,5 +1,6 @@
-"""The engine: ZeRO stages 0-3 for any module and any element-wise optimizer."""
+"""The engine: ZeRO stages 0-3 for any module, and any optimizer that can do with a part of the tensors."""
 
+from zeroshard.zero.contract import OptimizerKind, Scope, classify
 from zeroshard.zero.engine import Zero
 from zeroshard.zero.layout import FlatLayout, Piece, Slot
 from zeroshard.zero.precision import MixedPrecision
@@ -13,13 +14,16 @@ __all__ = [
     "FlatLayout",
     "MixedPrecision",
     "NamedShard",
+    "OptimizerKind",
     "Piece",
     "Placement",
+    "Scope",
     "ShardReader",
     "ShardedOptimizer",
     "ShardingStrategy",
     "Slot",
     "Unit",
     "Zero",
+    "classify",
     "resolve_strategy",
 ]

@@ -21,7 +21,7 @@ from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, s
 from zeroshard.zero import full_state, grads, shards
 from zeroshard.zero.flat import Init
 from zeroshard.zero.hooks import attach
-from zeroshard.zero.optimizer import ShardedParams, build_optimizer
+from zeroshard.zero.optimizer import PiecewiseOptimizer, ShardedParams
 from zeroshard.zero.partition import UnitSpec, materialise, partition
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.reduction import FlatGrads
@@ -83,7 +83,7 @@ class Zero:
         self.precision = precision or MixedPrecision()
         by_column: Accumulate = "local" if self.strategy.grads is REPLICATE else "sharded"
         self.accumulate: Accumulate = accumulate or by_column
-        self._optimizers: list[tuple[Optimizer, set[nn.Parameter]]] = []
+        self._optimizers: list[PiecewiseOptimizer] = []
 
         meta = materialise(model, _default_device(device)) if any(p.is_meta for p in model.parameters()) else set()
         if meta and init is None:
@@ -115,19 +115,25 @@ class Zero:
         It is a real `torch.optim.Optimizer` of exactly that class: schedulers, hooks and edits of ``param_groups``
         work on it, `zero_grad` and `add_param_group` speak of the model's parameters.
 
+        What the class needs is found out on tiny tensors (`zeroshard.zero.contract`). One that works element by
+        element, such as `torch.optim.AdamW`, is given 1-D slices. For one that looks at whole tensors, such as
+        `torch.optim.Muon`, its parameters are laid out anew, so that each tensor lies on one rank: that is collective,
+        and must happen before the first step of another optimizer of the same units.
+
         Args:
-            optimizer_cls: a class that works element by element, such as `torch.optim.AdamW`.
+            optimizer_cls: the class.
             params: parameters of the model, named or not, or group dicts of them; None: all.
             **kwargs: for the class, ``fused`` and ``foreach`` too.
 
         Raises:
             TypeError: no optimizer class; ``params`` is a tensor or a set.
-            ValueError: a class that cannot work on pieces (named, with the reason); a parameter that is not the
-                model's or is given twice; an empty list.
+            ValueError: a class that no layout suits (named, with the reason); a parameter that is not the model's or
+                is given twice; an empty list.
+            RuntimeError: weights must be laid out anew, but gradients or another optimizer's state are in the way.
         """
-        optimizer, members = build_optimizer(optimizer_cls, params, kwargs, self._sharded_params, self)
-        self._optimizers.append((optimizer, members))
-        return optimizer
+        piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._sharded_params, self)
+        self._optimizers.append(piecewise)
+        return piecewise.optimizer
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -181,6 +187,26 @@ class Zero:
 
     # -- what an optimizer tells us ---------------------------------------------------------------------------
 
+    def keep_whole(self, params: set[nn.Parameter]) -> None:
+        """Lay ``params`` out so that each tensor lies on one rank. Collective.
+
+        Raises:
+            RuntimeError: gradients wait for a step; another optimizer has state of parameters that would move.
+        """
+        moving = {param for group in self._runtime.groups_to_leave(params) for param in group.params.params}
+        affected = [known for known in self._optimizers if not moving.isdisjoint(known.members)]
+        for known in affected:
+            if known.has_state:
+                raise RuntimeError(
+                    f"optimizer: whole tensors need a new layout, but {type(known.optimizer).__name__} has state of "
+                    "parameters beside them; make such optimizers and their groups before the first step"
+                )
+        if moving:
+            self._runtime.keep_whole(params)
+            self._sharded_params.locate(self._runtime.groups())
+        for known in affected:
+            known.take_pieces_anew()
+
     def before_update(self) -> None:
         """Refuse a step that would drop gradients."""
         self._runtime.require_reduced("step")
@@ -188,7 +214,7 @@ class Zero:
     def after_update(self, optimizer: Optimizer) -> None:
         """Mark the weights that ``optimizer`` may have changed, the same on every rank."""
         self._runtime.forget_calls()
-        members = next((members for known, members in self._optimizers if known is optimizer), set())
+        members = next((known.members for known in self._optimizers if known.optimizer is optimizer), set())
         for group in self._runtime.groups():
             used = group.grads.used
             if any(used[slot] and param in members for slot, param in enumerate(group.params.params)):
@@ -239,7 +265,7 @@ class Zero:
 
         Parameters (kind ``"param"``, the masters), the state of every optimizer made here, and on rank 0 buffers.
         """
-        yield from shards.named_shards(self.model, self._runtime, [optimizer for optimizer, _ in self._optimizers])
+        yield from shards.named_shards(self.model, self._runtime, [known.optimizer for known in self._optimizers])
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Take this rank's part of parameters, optimizer states and buffers from ``reader``.
@@ -247,7 +273,7 @@ class Zero:
         Raises:
             ValueError: a parameter that was not saved, or was saved with another shape.
         """
-        optimizers = [optimizer for optimizer, _ in self._optimizers]
+        optimizers = [known.optimizer for known in self._optimizers]
         shards.load_named_shards(self.model, self._runtime, optimizers, reader)
 
     # -- facts ------------------------------------------------------------------------------------------------
@@ -266,8 +292,8 @@ class Zero:
         total = memory_of(self._runtime.groups())
         total["optimizer"] = sum(
             value.numel() * value.element_size()
-            for optimizer, _ in self._optimizers
-            for state in optimizer.state.values()
+            for known in self._optimizers
+            for state in known.optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
         )

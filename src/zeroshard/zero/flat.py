@@ -47,11 +47,12 @@ class FlatParams:
         comm: Communicator,
         precision: MixedPrecision,
         init: Init | None,
+        layout: FlatLayout | None = None,
     ) -> None:
         self.name = name
         self.params = [param for _, param in params]
         self.comm = comm
-        self.layout = FlatLayout.of([(n, p.shape) for n, p in params], comm.world_size)
+        self.layout = layout or FlatLayout.of([(n, p.shape) for n, p in params], comm.world_size)
         self.shard_optim = strategy.optim is SHARD and comm.world_size > 1
         self.shard_params = strategy.params is SHARD and comm.world_size > 1
         self.stale = False
@@ -88,7 +89,7 @@ class FlatParams:
             flat = torch.empty(numel, dtype=dtype, device=device)
         else:
             flat = empty_for(self.comm, numel, dtype, device)
-        flat[self.layout.numel :].zero_()
+        self.layout.zero_padding(flat)
         with torch.no_grad():
             for (name, param), view in zip(params, self.layout.views(flat), strict=True):
                 if init is not None:
@@ -105,8 +106,7 @@ class FlatParams:
         if self.full.device.type == "cpu":
             return tuple(piece for rank in range(self.comm.world_size) for piece in self.layout.owned(rank))
         # A CUDA kernel computes each element alike wherever it lies, so no piece need end where a shard does.
-        slots = enumerate(self.layout.slots)
-        return tuple(Piece(index, (0, slot.numel), slot.offset) for index, slot in slots if slot.numel)
+        return self.layout.tensors()
 
     def _attach(self) -> None:
         for param, view in zip(self.params, self._views, strict=True):
@@ -114,9 +114,9 @@ class FlatParams:
         self._shown = True
 
     def piece_of_master(self, piece: Piece) -> Tensor:
-        """``[piece.numel]`` view of the master."""
+        """View of the master, in the piece's shape."""
         start = piece.offset - self.master_offset
-        return self.master[start : start + piece.numel]
+        return self.master[start : start + piece.numel].view(piece.shape)
 
     def gather(self, *, again: bool = False) -> None:
         """Start to make ``full`` whole and current; nothing to do where that is under way.

@@ -58,7 +58,7 @@ def load_state_dict(
                 source = given.get(params.params[piece.slot])
                 if source is not None:
                     start, stop = piece.interval
-                    params.piece_of_master(piece).copy_(source.reshape(-1)[start:stop])
+                    params.piece_of_master(piece).copy_(source.reshape(-1)[start:stop].view(piece.shape))
             params.mark_stale()
         for tensor, source in given.items():
             if not isinstance(tensor, nn.Parameter):

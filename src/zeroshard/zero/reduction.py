@@ -117,7 +117,7 @@ class FlatGrads:
         for view, written in zip(views, self._written, strict=True):
             if not written:
                 view.zero_()
-        local[self.layout.numel :].zero_()
+        self.layout.zero_padding(local)
         self._written = [False] * len(self._written)
         target = local[self._held]
         if self.reduced is None and not self.keep_local and self.reduce_dtype == self.master_dtype:
@@ -156,10 +156,10 @@ class FlatGrads:
     # -- what the engine reads --------------------------------------------------------------------------------
 
     def piece(self, piece: Piece) -> Tensor:
-        """``[piece.numel]`` view of the reduced gradients."""
+        """View of the reduced gradients, in the piece's shape."""
         assert self.reduced is not None
         start = piece.offset - self.offset
-        return self.reduced[start : start + piece.numel]
+        return self.reduced[start : start + piece.numel].view(piece.shape)
 
     def shards(self) -> list[Tensor]:
         """The reduced gradients that this rank holds, one tensor ``[shard_numel]`` for each rank's shard."""

@@ -74,11 +74,7 @@ class Runtime:
         self._in_flight: deque[Unit] = deque()
         self._unhooked: list[tuple[FlatGroup, int, nn.Parameter]] = []
         self._grad_hooks: list[Any] = []
-        for unit in self.all_units():
-            for _, param, group, slot in unit.named_slots():
-                param.grad = None
-                self._unhooked.append((group, slot, param))
-        self._hook_gradients()
+        self._hook_anew()
 
     def all_units(self) -> list[Unit]:
         """The root unit, then the others."""
@@ -272,6 +268,15 @@ class Runtime:
 
     # -- gradients --------------------------------------------------------------------------------------------
 
+    def _hook_anew(self) -> None:
+        self.detach()
+        self._unhooked = []
+        for unit in self.all_units():
+            for _, param, group, slot in unit.named_slots():
+                param.grad = None
+                self._unhooked.append((group, slot, param))
+        self._hook_gradients()
+
     def _hook_gradients(self) -> None:
         """Take the gradient of every parameter that is trained now; the frozen ones are looked at again later."""
         waiting = []
@@ -317,6 +322,33 @@ class Runtime:
                     if piece.slot in chosen:
                         shard.grad = None
         self.unreduced = self.unreduced and any(group.grads.pending for group in self.groups())
+
+    # -- layout -----------------------------------------------------------------------------------------------
+
+    def groups_to_leave(self, params: set[nn.Parameter]) -> list[FlatGroup]:
+        """The groups of ``params`` that do not keep tensors whole."""
+        return [group for group in self.groups() if not group.whole and not params.isdisjoint(group.params.params)]
+
+    def keep_whole(self, params: set[nn.Parameter]) -> None:
+        """Lay ``params`` out so that each tensor has one owner; see [Note: Laid out anew] in `unit`. Collective.
+
+        Raises:
+            RuntimeError: inside `pinned`, or while gradients of these parameters or their neighbours wait for a step.
+        """
+        leaving = self.groups_to_leave(params)
+        if self._pinned:
+            raise RuntimeError("optimizer: it lays weights out anew; make it outside full_params()")
+        if self.unreduced or any(any(group.grads.used) for group in leaving):
+            raise RuntimeError(
+                "optimizer: gradients wait for a step, and would be lost where weights are laid out anew; "
+                "make it before backward, or after zero_grad()"
+            )
+        loads = [0] * self.comm.world_size
+        for unit in self.all_units():
+            unit.keep_whole(params, loads)
+        # A graph from before holds the old buffers: autograd shall say so if a backward goes through it.
+        torch.autograd.graph.increment_version([param for group in leaving for param in group.params.params])
+        self._hook_anew()
 
     # -- whole weights ----------------------------------------------------------------------------------------
 

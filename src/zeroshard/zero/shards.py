@@ -1,12 +1,14 @@
 """The engine's training state as `NamedShard`s, and from them.
 
 A parameter's pieces and its optimizer's states are cut at the same places. A state that is one number for a whole
-parameter (AdamW's ``step``) is written by the rank that owns the parameter's first element. Where the optimizer is
-replicated each rank writes the part that it would own if it were not.
+parameter (AdamW's ``step``) is written by the rank that owns the parameter's first element, and one that has a shape
+of its own (Adafactor's ``row_var``) whole by the tensor's owner. Where the optimizer is replicated each rank writes the
+part that it would own if it were not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,9 +31,12 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optimizer]
                 if own.slot != piece.slot or not piece.interval[0] <= own.interval[0] < piece.interval[1]:
                     continue
                 cut = slice(own.interval[0] - piece.interval[0], own.interval[1] - piece.interval[0])
-                yield NamedShard(slot.name, "param", slot.shape, own.interval, shard.detach()[cut])
+                yield NamedShard(slot.name, "param", slot.shape, own.interval, shard.detach().view(-1)[cut])
                 for kind, value in _states(optimizers, shard):
-                    if value.shape == shard.shape and kind not in SCALAR_STATES:
+                    if group.whole:
+                        whole = value.contiguous().view(-1)
+                        yield NamedShard(slot.name, kind, tuple(value.shape), (0, value.numel()), whole)
+                    elif value.shape == shard.shape and kind not in SCALAR_STATES:
                         yield NamedShard(slot.name, kind, slot.shape, own.interval, value[cut])
                     elif own.interval[0] == 0:
                         yield NamedShard(slot.name, kind, (), (0, 1), value.reshape(1))
@@ -53,9 +58,11 @@ def load_named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optim
                         f"{slot.name}: saved with shape {kinds.get('param', 'none')}, the model's is {slot.shape}; "
                         "load it into the model that it was saved from"
                     )
-                shard.copy_(reader.read(slot.name, "param", piece.interval))
+                shard.copy_(reader.read(slot.name, "param", piece.interval).view(piece.shape))
                 states[shard] = {
-                    kind: _read_state(reader, slot.name, kind, shape, slot.shape, piece.interval)
+                    kind: _read_whole(reader, slot.name, kind, shape)
+                    if group.whole
+                    else _read_state(reader, slot.name, kind, shape, slot.shape, piece.interval)
                     for kind, shape in kinds.items()
                     if kind not in ("param", "buffer")
                 }
@@ -81,6 +88,10 @@ def _read_state(
     return reader.read(name, kind, interval).clone()
 
 
+def _read_whole(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+    return reader.read(name, kind, (0, math.prod(shape))).view(shape).clone()
+
+
 def _load_optimizer(optimizer: Optimizer, states: Mapping[nn.Parameter, dict[str, Tensor]]) -> None:
     """Through torch's own `load_state_dict`, which knows the dtype and device of each kind of state."""
     current = optimizer.state_dict()
@@ -96,6 +107,11 @@ def _states(optimizers: list[Optimizer], shard: nn.Parameter) -> Iterator[tuple[
                 yield kind, value
             elif isinstance(value, int | float):
                 yield kind, torch.tensor(value)
+            elif value is not None:
+                raise ValueError(
+                    f"{kind}: {type(optimizer).__name__} keeps a {type(value).__name__} in its state, and a checkpoint "
+                    "holds tensors and numbers; keep it as one of these"
+                )
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

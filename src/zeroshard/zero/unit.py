@@ -2,18 +2,24 @@
 
 A unit's parameters are grouped by dtype, device and whether they are trained, because a flat buffer has one of each
 and frozen weights need neither gradients nor refreshing. Nearly every unit has one group.
+
+[Note: Laid out anew]
+    Which layout is right depends on the optimizer, and the optimizer comes after the units. Groups begin with shards
+    that ignore tensors' borders; when an optimizer turns out to need whole tensors (see `contract`), the parameters
+    that it is given leave their groups for new ones that keep tensors whole, before the first step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
 from zeroshard.zero.flat import FlatParams, Init
-from zeroshard.zero.layout import Piece
+from zeroshard.zero.layout import FlatLayout, Piece
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.reduction import FlatGrads
 from zeroshard.zero.strategy import ShardingStrategy
@@ -23,7 +29,8 @@ class FlatGroup:
     """One flat buffer of weights, its gradients, and what the optimizer sees of both.
 
     Attributes:
-        shards: for each of ``params.pieces``, the 1-D `nn.Parameter` that the optimizer updates: a view of the master.
+        shards: for each of ``params.pieces``, the `nn.Parameter` that the optimizer updates: a view of the master, 1-D
+            unless the layout keeps tensors whole.
     """
 
     def __init__(
@@ -34,9 +41,11 @@ class FlatGroup:
         comm: Communicator,
         precision: MixedPrecision,
         init: Init | None,
+        layout: FlatLayout | None = None,
     ) -> None:
         master_dtype, device = params[0][1].dtype, params[0][1].device
-        self.params = FlatParams(name, params, strategy, comm, precision, init)
+        self._again = partial(FlatGroup, strategy=strategy, comm=comm, precision=precision, init=None)
+        self.params = FlatParams(name, params, strategy, comm, precision, init, layout)
         self.grads = FlatGrads(
             name,
             self.params.layout,
@@ -55,6 +64,35 @@ class FlatGroup:
     def trained(self) -> bool:
         """Whether any parameter of the group takes gradients now."""
         return any(param.requires_grad for param in self.params.params)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the layout keeps tensors whole."""
+        return self.params.layout.longest is not None
+
+    def keep_whole(self, chosen: set[nn.Parameter], name: str, loads: list[int]) -> list[FlatGroup]:
+        """The same parameters in new groups: first those that stay as they are laid out, if any, then the chosen.
+
+        Collective. Values are the masters'; gradients there must be none.
+
+        Args:
+            chosen: some of the group's parameters, whose tensors are to be whole.
+            name: of their group, where others stay behind.
+            loads: elements of whole tensors that each rank owns; what it gets here is added.
+        """
+        self.params.wait()
+        layout = self.params.layout
+        named = [(slot.name, param) for slot, param in zip(layout.slots, self.params.params, strict=True)]
+        for (_, param), view in zip(named, layout.views(self.params.gather_master()), strict=True):
+            param.data = view  # in the master's dtype, as before there were groups
+
+        stay = [(name, param) for name, param in named if param not in chosen]
+        leave = [(name, param) for name, param in named if param in chosen]
+        own = FlatLayout.whole([(name, param.shape) for name, param in leave], layout.world_size, loads)
+        for rank in range(layout.world_size):
+            loads[rank] += sum(piece.numel for piece in own.owned(rank))
+        made = [self._again(self.params.name, stay)] if stay else []
+        return [*made, self._again(name if stay else self.params.name, leave, layout=own)]
 
     def expose_grads(self) -> None:
         """Show the optimizer the reduced gradients; None for a parameter that had none on any rank."""
@@ -122,6 +160,15 @@ class Unit:
     def trained_groups(self) -> list[FlatGroup]:
         """Groups that take gradients now."""
         return [group for group in self.groups if group.trained]
+
+    def keep_whole(self, chosen: set[nn.Parameter], loads: list[int]) -> None:
+        """Move the chosen parameters to groups that keep tensors whole. Collective; see `FlatGroup.keep_whole`."""
+        for index, group in enumerate(list(self.groups)):
+            moving = chosen.intersection(group.params.params)
+            if moving and not group.whole:
+                first, *second = group.keep_whole(moving, f"{self.name}#{len(self.groups)}", loads)
+                self.groups[index] = first
+                self.groups += second
 
     @property
     def stale(self) -> bool:
