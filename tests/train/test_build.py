@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -6,7 +5,6 @@ import torch
 
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
-from zeroshard.train import build
 from zeroshard.train.build import build_run, choose_device, make_model
 from zeroshard.train.config import load_config
 from zeroshard.train.loop import run_training
@@ -160,20 +158,6 @@ def test_matrices_decay_and_the_rest_does_not(tiny_config):
     model = make_model(tiny_config(), 256, "cpu")
     expected = [sum(p.numel() for p in model.parameters() if (p.ndim >= 2) == decays) for decays in (True, False)]
     assert sizes == expected
-
-
-def test_compiled_blocks_run_inside_the_engines_hooks(tiny_config, monkeypatch):
-    compiled = []
-
-    def fake_compile(forward):
-        compiled.append(forward)
-        return lambda *args: forward(*args)
-
-    monkeypatch.setattr(build.torch, "compile", fake_compile)
-    config = tiny_config(compile=True, strategy="zero3", max_steps=2)
-    assert run_training(config) == 0
-    assert len(compiled) == 2
-    assert json.loads((Path(config.out) / "summary.json").read_text())["step"] == 2
 
 
 def test_more_ranks_than_the_global_batch_feeds_are_refused(tiny_config):

@@ -77,6 +77,9 @@ def test_a_step_line_holds_every_fact_of_the_record(tmp_path):
         "mfu": None,
         "memory_bytes": {"params": 8},
         "comm": {"all_gather": 4},
+        "skipped": False,
+        "num_skipped": 0,
+        "loss_scale": None,
     }
 
 
@@ -154,3 +157,8 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back(monkeypatch):
     assert "10/20" in shown
     assert "12,345 tok/s" in shown
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+
+
+def test_a_scaled_loss_is_told_with_the_steps_that_it_cost():
+    assert "scale 32768  skipped 2" in facts_of(a_record(loss_scale=32768.0, num_skipped=2))
+    assert "scale" not in facts_of(a_record())

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from zeroshard.errors import UserError
 from zeroshard.models.config import ModelConfig
@@ -113,16 +111,6 @@ def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """
     logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED_TARGET)
-
-
-def run_block(block: Callable[..., Tensor], *inputs: Tensor, recompute: bool, random: bool) -> Tensor:
-    """Call a block; with ``recompute`` keep only its inputs and rerun it in backward (arXiv:1604.06174).
-
-    ``random``: whether it draws random numbers, so that the generator's state must be kept for the second run.
-    """
-    if recompute:
-        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=random)
-    return block(*inputs)
 
 
 @torch.no_grad()

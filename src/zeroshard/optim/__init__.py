@@ -1,6 +1,7 @@
-"""What a training loop needs around an optimizer: parameter groups and the learning-rate schedule."""
+"""What a training loop needs around an optimizer: parameter groups, the learning-rate schedule, the loss's scale."""
 
 from zeroshard.optim.groups import decay_groups
+from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.schedule import Decay, learning_rate
 
-__all__ = ["Decay", "decay_groups", "learning_rate"]
+__all__ = ["Decay", "LossScaler", "decay_groups", "learning_rate"]

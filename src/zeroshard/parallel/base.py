@@ -23,7 +23,8 @@ class Setup:
     """What every strategy is built from.
 
     Attributes:
-        model: the module to train; with ``init`` it may lie on the meta device (ZeRO strategies only).
+        model: the module to train; with ``init`` it may lie on the meta device, where weights are not kept whole by
+            the strategy (`zeroshard.parallel.FROM_META`).
         units: modules whose parameters travel together, usually the transformer blocks.
         comm: the ranks; None for ``torch.distributed`` where initialised, else this process alone.
         optimizer_cls: any ``torch.optim`` optimizer.
@@ -33,6 +34,8 @@ class Setup:
         compute_dtype: dtype of forward and backward; masters, optimizer states and reductions stay fp32.
         init: fills parameter ``name`` of a model on the meta device.
         device: where the parameters live; None for where they are.
+        reshard_after_forward: where weights are sharded, free whole ones between forward and backward; False keeps
+            them: less traffic, more memory.
     """
 
     model: nn.Module
@@ -44,6 +47,7 @@ class Setup:
     compute_dtype: torch.dtype = torch.float32
     init: Callable[[str, Tensor], None] | None = None
     device: torch.device | None = None
+    reshard_after_forward: bool = True
 
 
 class Strategy(Protocol):

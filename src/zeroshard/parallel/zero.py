@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
-from zeroshard.zero import MixedPrecision, Zero
+from zeroshard.zero import STAGES, MixedPrecision, Zero
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -21,7 +22,7 @@ class ZeroStrategy:
         mixed = setup.compute_dtype != torch.float32
         self.zero = Zero(
             setup.model,
-            stage,
+            replace(STAGES[stage], reshard_after_forward=setup.reshard_after_forward),
             units=setup.units,
             comm=setup.comm,
             precision=MixedPrecision(param_dtype=setup.compute_dtype) if mixed else None,

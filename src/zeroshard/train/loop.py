@@ -75,7 +75,7 @@ def train(run: Run, stop_wanted: Callable[[], bool] = lambda: False) -> ExitStat
     while step < schedule.max_steps and status == ExitStatus.OK:
         record, stop = take_step(run, step, stop_wanted)
         _tell(run, lambda observer, record=record: observer.on_step(record))
-        if not (isfinite(record.loss) and isfinite(record.grad_norm)):
+        if not (isfinite(record.loss) and isfinite(record.grad_norm)) and not record.skipped:
             _complain(run, record)
             status = ExitStatus.NOT_FINITE
             break
@@ -103,20 +103,27 @@ def train(run: Run, stop_wanted: Callable[[], bool] = lambda: False) -> ExitStat
 def take_step(run: Run, step: int, stop_wanted: Callable[[], bool]) -> tuple[StepRecord, bool]:
     """One optimizer step, number ``step`` from 0; the weights stay as they were where it is not finite.
 
+    In float16 that is an overflow: the step is skipped on all ranks together. Data go on, the learning rate does not:
+    it belongs to the steps that were taken.
+
     Returns:
         The record, the same on every rank but for times and memory, and whether some rank wants to stop.
     """
-    strategy, schedule = run.strategy, run.schedule
+    strategy, schedule, scaler = run.strategy, run.schedule, run.scaler
     start = perf_counter()
     torch.manual_seed(_step_seed(schedule.seed, step, strategy.comm.rank))
-    lr = run.learning_rate(step)
+    loss_scale = scaler.scale if scaler else None
+    lr = run.learning_rate(step - (scaler.num_skipped if scaler else 0))
     for group in strategy.optimizer.param_groups:
         group["lr"] = lr
     health = _agree(run, _backward(run, step), stop_wanted())
+    finite = scaler.unscale_(strategy.optimizer) if scaler else True
     # The norm is wanted in every record; infinity as the limit measures and clips nothing.
-    grad_norm = float(strategy.clip_grad_norm_(schedule.grad_clip or inf))
+    grad_norm = float(strategy.clip_grad_norm_(schedule.grad_clip or inf)) if finite else inf
     if isfinite(health.loss) and isfinite(grad_norm):
         strategy.optimizer.step()
+    if scaler:
+        scaler.update()
     memory_bytes = strategy.memory_bytes()  # here all of it is alive at once
     strategy.optimizer.zero_grad()
     step_s = perf_counter() - start
@@ -137,6 +144,9 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], bool]) -> tuple[Ste
         ),
         memory_bytes=memory_bytes,
         comm=traffic,
+        skipped=scaler is not None and not finite and not scaler.exhausted,
+        num_skipped=scaler.num_skipped if scaler else 0,
+        loss_scale=loss_scale,
     )
     return record, health.stop
 
@@ -149,7 +159,7 @@ def _backward(run: Run, step: int) -> Tensor:
         tokens_BT, targets_BT = (x.to(run.device, non_blocking=True) for x in run.batches(step, micro_step))
         with run.strategy.micro_batch(last=micro_step == num_micro - 1):
             loss = run.strategy.model(tokens_BT, targets_BT)
-            (loss / num_micro).backward()
+            (run.scaler.scale_loss(loss / num_micro) if run.scaler else loss / num_micro).backward()
         total += loss.detach().to(total)
     return total / num_micro
 
@@ -174,6 +184,8 @@ def _evaluate(run: Run, step: int) -> float:
 def _checkpoint(run: Run, step: int) -> None:
     path = checkpoint_folder(run.folder) / f"step-{step:08d}"
     extra = {"config": run.config or {}, "torch": torch.__version__}
+    if run.scaler:
+        extra["loss_scaler"] = run.scaler.state_dict()
     checkpoint.save(path, run.strategy, step=step, extra=extra)
     _tell(run, lambda observer: observer.on_checkpoint(step, path))
 
@@ -208,7 +220,8 @@ def _tell(run: Run, call: Callable[[Observer], None]) -> None:
 def _complain(run: Run, record: StepRecord) -> None:
     if run.strategy.comm.rank == 0:
         print(
-            f"error: step {record.step}: loss {record.loss} with gradient norm {record.grad_norm} is not finite; "
+            f"error: step {record.step}: loss {record.loss} with gradient norm {record.grad_norm} is not finite"
+            f"{'' if record.loss_scale is None else f' at a loss scale of {record.loss_scale:g}'}; "
             "lower lr, lengthen warmup_steps or set grad_clip, and resume from the last checkpoint",
             file=sys.stderr,
         )

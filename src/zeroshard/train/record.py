@@ -29,7 +29,7 @@ class StepRecord:
     Attributes:
         step: counted from 1, after the update.
         loss: mean over the global batch, in nats per token.
-        grad_norm: global, over all ranks, before clipping.
+        grad_norm: global, over all ranks, before clipping; infinite where a gradient is not finite.
         lr: of this step.
         step_s: wall time.
         tokens: of the global batch, all ranks together, since the run began.
@@ -39,6 +39,9 @@ class StepRecord:
         memory_bytes: of this rank, by category ("params", "grads", "optimizer", ...); empty where not
             measured.
         comm: of this rank in this step, by operation; empty where not observed.
+        skipped: whether gradients overflowed float16 on some rank, so that no rank took the step.
+        num_skipped: steps skipped since the run began.
+        loss_scale: of this step; None where the loss is not scaled.
     """
 
     step: int
@@ -51,6 +54,9 @@ class StepRecord:
     mfu: float | None = None
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     comm: Mapping[str, Any] = field(default_factory=dict)
+    skipped: bool = False
+    num_skipped: int = 0
+    loss_scale: float | None = None
 
 
 class Observer(Protocol):
@@ -204,7 +210,7 @@ class ConsoleRecorder:
 def facts_of(record: StepRecord) -> str:
     """One step in words: ``loss 4.1234  grad_norm 0.98  lr 3.0e-04  12,345 tok/s  mfu 41.2%  mem 10.1GiB``.
 
-    `mfu` and memory are said only where they are known.
+    `mfu`, the loss's scale and memory are said only where they are known.
     """
     facts = [
         f"loss {record.loss:.4f}",
@@ -214,6 +220,8 @@ def facts_of(record: StepRecord) -> str:
     ]
     if record.mfu is not None:
         facts.append(f"mfu {record.mfu:.1%}")
+    if record.loss_scale is not None:
+        facts.append(f"scale {record.loss_scale:g}  skipped {record.num_skipped}")
     if record.memory_bytes:
         facts.append(f"mem {bytes_in_words(sum(record.memory_bytes.values()))}")
     return "  ".join(facts)

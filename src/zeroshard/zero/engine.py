@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, scope
 from zeroshard.zero import full_state, grads, shards
+from zeroshard.zero.ema import Ema
 from zeroshard.zero.flat import Init
 from zeroshard.zero.hooks import attach
 from zeroshard.zero.optimizer import PiecewiseOptimizer, ShardedParams
@@ -84,6 +85,7 @@ class Zero:
         by_column: Accumulate = "local" if self.strategy.grads is REPLICATE else "sharded"
         self.accumulate: Accumulate = accumulate or by_column
         self._optimizers: list[PiecewiseOptimizer] = []
+        self._ema: Ema | None = None
 
         meta = materialise(model, _default_device(device)) if any(p.is_meta for p in model.parameters()) else set()
         if meta and init is None:
@@ -181,6 +183,19 @@ class Zero:
         self._runtime.require_reduced("full_grads")
         return full_state.full_grads(self.model, self._runtime)
 
+    def ema(self, decay: float = 0.999) -> Ema:
+        """A moving average of the weights, sharded like the masters, saved and loaded with the rest.
+
+        Call ``update()`` on it after each step; inside ``with ema.weights():`` the module computes with it.
+
+        Raises:
+            ValueError: a decay outside [0, 1), or there is an average already.
+        """
+        if self._ema is not None:
+            raise ValueError("ema: this engine keeps an average already")
+        self._ema = Ema(self._runtime, decay)
+        return self._ema
+
     def zero_grad(self) -> None:
         """Forget all gradients."""
         self.clear_grads(None)
@@ -191,7 +206,8 @@ class Zero:
         """Lay ``params`` out so that each tensor lies on one rank. Collective.
 
         Raises:
-            RuntimeError: gradients wait for a step; another optimizer has state of parameters that would move.
+            RuntimeError: gradients wait for a step; another optimizer has state of parameters that would move; an
+                average of them is kept already.
         """
         moving = {param for group in self._runtime.groups_to_leave(params) for param in group.params.params}
         affected = [known for known in self._optimizers if not moving.isdisjoint(known.members)]
@@ -201,6 +217,11 @@ class Zero:
                     f"optimizer: whole tensors need a new layout, but {type(known.optimizer).__name__} has state of "
                     "parameters beside them; make such optimizers and their groups before the first step"
                 )
+        if moving and self._ema is not None:
+            raise RuntimeError(
+                "optimizer: whole tensors need a new layout, but the average is laid out already; "
+                "make such optimizers and their groups before Zero.ema"
+            )
         if moving:
             self._runtime.keep_whole(params)
             self._sharded_params.locate(self._runtime.groups())
@@ -208,8 +229,10 @@ class Zero:
             known.take_pieces_anew()
 
     def before_update(self) -> None:
-        """Refuse a step that would drop gradients."""
+        """Refuse a step that would drop gradients, or change an average instead of the weights."""
         self._runtime.require_reduced("step")
+        if self._ema is not None:
+            self._ema.require_away("step")
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Mark the weights that ``optimizer`` may have changed, the same on every rank."""
@@ -263,9 +286,14 @@ class Zero:
     def named_shards(self) -> Iterator[NamedShard]:
         """What this rank writes to a checkpoint: over all ranks each tensor is tiled exactly once.
 
-        Parameters (kind ``"param"``, the masters), the state of every optimizer made here, and on rank 0 buffers.
+        Parameters (kind ``"param"``, the masters), the state of every optimizer made here, the average (kind
+        ``"ema"``) where there is one, and on rank 0 buffers.
         """
-        yield from shards.named_shards(self.model, self._runtime, [known.optimizer for known in self._optimizers])
+        stateful: list[shards.Stateful] = [known.optimizer for known in self._optimizers]
+        if self._ema is not None:
+            self._ema.require_away("named_shards")
+            stateful.append(self._ema)
+        yield from shards.named_shards(self.model, self._runtime, stateful)
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Take this rank's part of parameters, optimizer states and buffers from ``reader``.
@@ -275,6 +303,8 @@ class Zero:
         """
         optimizers = [known.optimizer for known in self._optimizers]
         shards.load_named_shards(self.model, self._runtime, optimizers, reader)
+        if self._ema is not None:
+            self._ema.load(reader)
 
     # -- facts ------------------------------------------------------------------------------------------------
 
@@ -284,7 +314,7 @@ class Zero:
         return self._runtime.all_units()
 
     def memory_bytes(self) -> dict[str, int]:
-        """Resident bytes of training state on this rank, now: params, grads, master, optimizer.
+        """Resident bytes of training state on this rank, now: params, grads, master, optimizer; ema where there is one.
 
         ``master`` counts masters of another dtype than the weights that compute; a master of the same dtype is (a
         shard of) the weights and counts as ``params``.
@@ -297,6 +327,8 @@ class Zero:
             for value in state.values()
             if isinstance(value, Tensor)
         )
+        if self._ema is not None:
+            total["ema"] = self._ema.num_bytes
         return total
 
     # -- construction -----------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ part that it would own if it were not.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,19 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.optimizer import SCALAR_STATES
 from zeroshard.zero.runtime import Runtime
-from zeroshard.zero.state import NamedShard, ShardReader
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
 
 
-def named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optimizer]) -> Iterator[NamedShard]:
+class Stateful(Protocol):
+    """What has state for the pieces that it is given: an optimizer, an average."""
+
+    @property
+    def state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
+        """By piece, then by kind."""
+        ...
+
+
+def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Stateful]) -> Iterator[NamedShard]:
     """See `Zero.named_shards`."""
     rank = runtime.comm.rank
     for group in runtime.groups():
@@ -64,7 +73,7 @@ def load_named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optim
                     if group.whole
                     else _read_state(reader, slot.name, kind, shape, slot.shape, piece.interval)
                     for kind, shape in kinds.items()
-                    if kind not in ("param", "buffer")
+                    if kind not in MODEL_KINDS
                 }
             group.params.mark_stale()
         for name, buffer in persistent_buffers(model).items():
@@ -100,7 +109,7 @@ def _load_optimizer(optimizer: Optimizer, states: Mapping[nn.Parameter, dict[str
     optimizer.load_state_dict({"state": loaded, "param_groups": current["param_groups"]})
 
 
-def _states(optimizers: list[Optimizer], shard: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+def _states(optimizers: Sequence[Stateful], shard: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
     for optimizer in optimizers:
         for kind, value in optimizer.state.get(shard, {}).items():
             if isinstance(value, Tensor):
