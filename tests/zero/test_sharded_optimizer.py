@@ -649,10 +649,27 @@ def test_optimizers_that_need_all_parameters_at_once_are_refused_by_name():
     class Mine(O.LBFGS):
         pass
 
+    class Together(O.SGD):
+        """Divides by the norm of all gradients, where it is told to."""
+
+        def __init__(self, params, lr, together=True):
+            super().__init__(params, lr)
+            for group in self.param_groups:
+                group.setdefault("together", together)
+
+        def step(self, closure=None):
+            params = [p for group in self.param_groups for p in group["params"] if group["together"]]
+            nn.utils.clip_grad_norm_(params, 0.1)
+            return super().step(closure)
+
     params = [nn.Parameter(torch.ones(2))]
-    for cls in (O.LBFGS, Mine):
-        with pytest.raises(ValueError, match=rf"optimizer_cls: {cls.__name__} cannot be sharded: it needs all param"):
-            alone(params, cls)
+    for cls, reason in ((O.LBFGS, "it calls the closure again"), (Mine, "it calls"), (Together, "it lets the gradients")):
+        with pytest.raises(ValueError, match=f"optimizer_cls: {cls.__name__} cannot be sharded: {reason}"):
+            alone(params, cls, lr=0.1)
+    optim = alone(params, Together, lr=0.1, together=False)
+    with pytest.raises(ValueError, match="Together cannot be sharded: it lets the gradients"):
+        optim.add_param_group({"params": [nn.Parameter(torch.ones(2))], "together": True})
+    assert len(optim.param_groups) == len(optim.optim.param_groups) == 1
     with pytest.raises(TypeError, match=r"optimizer_cls: 'AdamW' is not a torch.optim.Optimizer class"):
         alone(params, "AdamW")
     with pytest.raises(ValueError, match="cannot be sharded again"):

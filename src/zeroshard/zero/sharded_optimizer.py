@@ -35,12 +35,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zeroshard.comm import CONTROL, Communicator, LocalCommunicator, TorchCommunicator, scope
 from zeroshard.zero.agreement import agreement
 from zeroshard.zero.carry import Flight, gather_to
+from zeroshard.zero.contract import Scope, classify
 from zeroshard.zero.ownership import Parcel, assign, pack
 
 BUCKET_BYTES = 16 << 20
 
-# By name, the classes of torch that cannot work on one tensor at a time.
-CROSS_TENSOR = {"LBFGS": "it needs all parameters in one vector and calls the closure several times a step"}
+# What no rank can do with some of the tensors alone. A class that fails on dense gradients may have sparse ones, and
+# random numbers that only the owner draws are the same weights everywhere.
+_REFUSED = (Scope.CROSS_TENSOR, Scope.CLOSURE_DRIVEN)
 
 _PER_RANK = ("params", "param_names")  # what differs between a group here and the inner optimizer's
 
@@ -60,7 +62,8 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         params: parameters, named or not, or group dicts of them, as for any optimizer.
-        optimizer_cls: a class that works tensor by tensor: all of `torch.optim` but LBFGS.
+        optimizer_cls: a class that works tensor by tensor, which is found out by trying it on tiny ones
+            (`contract.classify`): all of `torch.optim` but LBFGS.
         process_group: among which ranks; None: `torch.distributed`'s default group if initialised, else one process.
         comm: a `Communicator` instead of a process group.
         bucket_bytes: parameters smaller than this travel packed in messages of at most so many bytes, of which
@@ -98,6 +101,8 @@ class ShardedOptimizer(Optimizer):
         with agreement(self.comm) as described:
             super().__init__(params, {})
             added = self._assign(self.param_groups, described)
+            self._kwargs = kwargs
+            _check_reach(optimizer_cls, kwargs, self.param_groups)
             self.optim = optimizer_cls([self._own_part(group) for group in self.param_groups], **kwargs)
             self._take_options()
         self._start_from_rank_0(added)
@@ -127,6 +132,7 @@ class ShardedOptimizer(Optimizer):
             with agreement(self.comm) as described:
                 super().add_param_group(param_group)
                 added = self._assign(self.param_groups[num_groups:], described)
+                _check_reach(type(self.optim), self._kwargs, [param_group])
                 self.optim.add_param_group(self._own_part(self.param_groups[-1]))
                 _set_options(self.param_groups[-1], self.optim.param_groups[-1])
         except BaseException:
@@ -328,7 +334,7 @@ class ShardedOptimizer(Optimizer):
         """A copy over copies of the parameters, among the same ranks; as with any optimizer, hooks stay behind."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin.comm, twin.bucket_bytes = self.comm, self.bucket_bytes
+        twin.comm, twin.bucket_bytes, twin._kwargs = self.comm, self.bucket_bytes, self._kwargs
         twin.optim = deepcopy(self.optim, memo)
         twin._owners, twin._loads = deepcopy(self._owners, memo), list(self._loads)
         twin._state_has_changed()
@@ -351,12 +357,18 @@ def _check_class(optimizer_cls: type[Optimizer], kwargs: dict[str, Any]) -> None
         raise TypeError(f"optimizer_cls: {optimizer_cls!r} is not a torch.optim.Optimizer class; give the class itself")
     if issubclass(optimizer_cls, ShardedOptimizer):
         raise ValueError("optimizer_cls: a ShardedOptimizer cannot be sharded again; give the optimizer's own class")
-    for base in optimizer_cls.__mro__:
-        if base.__module__.startswith("torch.optim.") and base.__name__ in CROSS_TENSOR:
-            reason = CROSS_TENSOR[base.__name__]
-            raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {reason}")
     if kwargs.get("differentiable"):
         raise ValueError("differentiable: autograd cannot follow weights from rank to rank; leave it False")
+
+
+def _check_reach(optimizer_cls: type[Optimizer], kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Refuse a class that lets tensors influence each other, with the settings of any of the groups."""
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key not in _PER_RANK}
+        device = group["params"][0].device if group["params"] else "cpu"
+        kind = classify(optimizer_cls, kwargs, settings, device)
+        if kind.scope in _REFUSED:
+            raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}")
 
 
 def _check_param(param: Tensor) -> None:
