@@ -36,6 +36,8 @@ class Setup:
         device: where the parameters live; None for where they are.
         reshard_after_forward: where weights are sharded, free whole ones between forward and backward; False keeps
             them: less traffic, more memory.
+        find_unused_parameters: for those that stand on DDP, which must be told where some parameters may take no part
+            in a forward, and then walks the graph after each; ours and FSDP2 need not be.
     """
 
     model: nn.Module
@@ -48,6 +50,7 @@ class Setup:
     init: Callable[[str, Tensor], None] | None = None
     device: torch.device | None = None
     reshard_after_forward: bool = True
+    find_unused_parameters: bool = False
 
 
 class Strategy(Protocol):

@@ -11,6 +11,8 @@ a backward:
 [Note: The mean]
     Gradients are scaled by ``1 / world_size`` as they are copied in, in the pass that has to be made anyway, and
     then summed over ranks. Every stage does so, and reduces the same buffer in the same order, hence the same bits.
+    Where the factor is no power of two, the product is rounded before it is added to what is there: then gradients
+    of two micro-batches that cancel leave exactly nothing, as they would unscaled.
 
 [Note: Unused parameters]
     A parameter without a gradient on this rank contributes zeros. Whether any rank had one is agreed once per
@@ -18,6 +20,8 @@ a backward:
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -61,6 +65,7 @@ class FlatGrads:
         self._work: Work | None = None
         self._arriving: Tensor | None = None
         self._scale = 1.0 / comm.world_size
+        self._scale_is_exact = math.frexp(self._scale)[0] == 0.5
         start, stop = layout.interval(comm.rank)
         self._held = slice(start, stop) if self.shard_optim else slice(0, layout.padded_numel)
         self.offset = self._held.start  # of `reduced` in the flat buffer
@@ -79,8 +84,10 @@ class FlatGrads:
             grad = grad.to_dense()
         self._own_reduced()
         view = self._local_views()[slot]
-        if self._written[slot]:
+        if self._written[slot] and self._scale_is_exact:
             view.add_(grad, alpha=self._scale)
+        elif self._written[slot]:
+            view.add_(grad.to(view.dtype).mul(self._scale))
         elif grad.dtype == view.dtype and self._scale != 1.0:
             torch.mul(grad, self._scale, out=view)
         else:
