@@ -63,7 +63,8 @@ class Result:
     """A cell of the table.
 
     Attributes:
-        outcome: ``exact``; ``differs``; ``refused`` before it trained; ``fails`` or ``hangs`` while it does.
+        outcome: ``exact``; ``differs``; ``refused`` before it trained, or in the words of one process; ``fails`` or
+            ``hangs`` while it trains.
         difference: largest absolute difference of any weight on any rank, the larger of the next two; 0.0 where exact.
         on_grid: where sums of gradients are exact in every order, after the first step that shows a difference.
         ordinary: on ordinary gradients, after the last step.
@@ -243,11 +244,14 @@ def measure(ranks: Ranks, cell: Cell) -> Result:
     found: list[float] = []
     for on_grid, each_step in ((True, False), (True, True), (False, False)):
         by_rank = ranks.train(cell, on_grid=on_grid, each_step=each_step)
-        if isinstance(by_rank, Failure):
-            return Result(**asdict(cell), outcome=by_rank.outcome, reason=by_rank.reason)
         expected = _expected(cell, on_grid, each_step)
+        if isinstance(by_rank, Failure):
+            if isinstance(expected, Failure) and expected.reason == by_rank.reason:
+                return Result(**asdict(cell), outcome="refused", reason=f"as in one process: {by_rank.reason}")
+            return Result(**asdict(cell), outcome=by_rank.outcome, reason=by_rank.reason)
         if isinstance(expected, Failure):
-            return Result(**asdict(cell), outcome="fails", reason=f"one process: {expected.reason}")
+            reason = f"it trains where one process raises {expected.reason}"
+            return Result(**asdict(cell), outcome="fails", reason=reason)
         found.append(max(difference(states, expected) for states in by_rank))
         if found == [0.0]:
             return Result(**asdict(cell), outcome="exact", difference=0.0)
@@ -327,53 +331,68 @@ def _summary(results: Sequence[Result]) -> str:
 _OTHERS = {"refused": "refused", "fails": "fail", "hangs": "hang"}
 
 
+ABOUT = """\
+# Conformance
+
+Does every strategy train as one process does? {num_cells} cells, each {num_steps} steps on gloo ranks (processes on
+one CPU), {worlds} of them. Written by `python benchmarks/conformance.py` in {seconds:.0f} s with torch {torch} and
+Python {python}; `conformance.json` beside it has the same numbers and more.
+
+**The reference** is one process with whole tensors and torch's own optimizer. It runs each rank's rows through the
+same model, adds the gradients rank after rank, and divides by the number of ranks. Clipping scales by a norm taken
+in float64.
+
+**exact**: after the last step every weight on every rank has the reference's bits (`torch.equal`). Ranks may add in
+any order and divide before or after, each of which rounds otherwise; so for this the model rounds its own gradients to
+multiples of 3/128 below 2, of which every order gives the same sum and the same mean.
+
+**A number**: those bits differ, and this is the largest absolute difference of any weight: on ordinary gradients, not
+rounded, after the last step, or on the rounded ones after the first step that shows any, whichever is more. Weights
+are about 0.4 and move by about 0.01 a step. Above {tolerance:.0e} it is more than rounding, and **bold**.
+
+**refused**: the strategy says before it trains that it will not, and why, or fails in the words of one process.
+**fails** and **hangs**: it raises while it trains, or some ranks wait for ever. Numbers in brackets are reasons, listed
+at the end. Where the worlds differ, a cell reads {places}.
+
+Optimizers have these settings: {settings}. Muon takes matrices only: in its cells everything else is frozen. LBFGS is
+given a closure. SparseAdam takes no dense gradients, in one process either.
+
+`ddp`, `zero1-torch` and `ddp + ShardedOptimizer` compute in bf16 under autocast, the others with bf16 weights; each is
+held against a reference of its own kind. Where parameters are unused, DDP is told to look for them.
+
+What rounds otherwise than one process: a norm is a sum, so clipping scales by another last bit; and a fused kernel
+treats the last elements of a tensor, which fill no vector, otherwise than those in its middle, so that pieces of a
+tensor have other last bits than the whole (`ddp + ShardedOptimizer` keeps tensors whole).
+
+## Summary
+
+Cells of all optimizers and world sizes; a number is the largest difference among them.
+
+"""
+
+
 def markdown(results: Sequence[Result], seconds: float) -> str:
     """The document: what is compared, a summary, a table for each feature, the reasons."""
     strategies = [name for name in CONTESTANTS if any(result.strategy == name for result in results)]
     features = [name for name in FEATURES if any(result.feature == name for result in results)]
     optimizers = [name for name in OPTIMIZERS if any(result.optimizer == name for result in results)]
     world_sizes = sorted({result.world_size for result in results})
-    worlds = " and ".join(str(world_size) for world_size in world_sizes)
     reasons = Reasons()
-    text = [
-        "# Conformance",
-        "",
-        f"Does every strategy train as one process does? {len(results)} cells, each {NUM_STEPS} steps on gloo ranks"
-        f" (processes on one CPU), on {worlds} of them. Written by `python benchmarks/conformance.py` in"
-        f" {seconds:.0f} s with torch {torch.__version__.partition('+')[0]} and Python {platform.python_version()};"
-        " the same numbers and more lie beside it in `conformance.json`.",
-        "",
-        "**The reference** is one process with whole tensors and torch's own optimizer. It runs each rank's rows through"
-        " the same model, adds the gradients rank after rank, and divides by the number of ranks. Clipping scales by a"
-        " norm taken in float64.",
-        "",
-        "**exact**: every weight on every rank has the reference's bits (`torch.equal`) after the last step. Ranks may"
-        " add in any order and divide before or after, each of which rounds otherwise, so for this the model rounds its"
-        " gradients to multiples of 3/128 below 2: then every order gives the same sum and the same mean.",
-        "",
-        "**A number**: those bits differ, and on ordinary gradients (not rounded) the largest absolute difference of any"
-        f" weight is this. Weights are about 0.4 and move by about 0.01 a step. Above {TOLERANCE:.0e} it is more than"
-        " rounding, and **bold**.",
-        "",
-        "**refused**: the strategy says before it trains that it will not, and why. **fails** and **hangs**: it raises, or"
-        " waits for ever, while it trains. Numbers in brackets are reasons, listed at the end. Where the worlds differ,"
-        f" a cell reads {' / '.join(f'{world_size} ranks' for world_size in world_sizes)}.",
-        "",
-        "Optimizers have these settings: "
-        + "; ".join(
-            f"{name} {', '.join(f'{key}={value}' for key, value in OPTIMIZERS[name][1].items())}" for name in optimizers
-        )
-        + ". Muon takes matrices only: in its cells everything else is frozen. LBFGS is given a closure. SparseAdam takes"
-        " no dense gradients, in one process either.",
-        "",
-        "`ddp`, `zero1-torch` and `ddp + ShardedOptimizer` compute in bf16 under autocast, the others with bf16 weights;"
-        " each is held against a reference of its own kind.",
-        "",
-        "## Summary",
-        "",
-        "Cells of all optimizers and world sizes; a number is the largest difference among them.",
-        "",
-    ]
+    settings = "; ".join(
+        f"{name} {', '.join(f'{key}={value}' for key, value in OPTIMIZERS[name][1].items())}" for name in optimizers
+    )
+    about = ABOUT.format(
+        num_cells=len(results),
+        num_steps=NUM_STEPS,
+        worlds=" and ".join(str(world_size) for world_size in world_sizes),
+        places=" / ".join(f"{world_size} ranks" for world_size in world_sizes),
+        seconds=seconds,
+        torch=torch.__version__.partition("+")[0],
+        python=platform.python_version(),
+        tolerance=TOLERANCE,
+        settings=settings,
+    )
+    text = about.splitlines()
     by_place: dict[tuple[str, str, str], list[Result]] = {}
     for result in results:
         by_place.setdefault((result.strategy, result.feature, result.optimizer), []).append(result)

@@ -663,7 +663,8 @@ def test_optimizers_that_need_all_parameters_at_once_are_refused_by_name():
             return super().step(closure)
 
     params = [nn.Parameter(torch.ones(2))]
-    for cls, reason in ((O.LBFGS, "it calls the closure again"), (Mine, "it calls"), (Together, "it lets the gradients")):
+    refused = {O.LBFGS: "it calls the closure again", Mine: "it calls", Together: "it lets the gradients"}
+    for cls, reason in refused.items():
         with pytest.raises(ValueError, match=f"optimizer_cls: {cls.__name__} cannot be sharded: {reason}"):
             alone(params, cls, lr=0.1)
     optim = alone(params, Together, lr=0.1, together=False)

@@ -227,11 +227,12 @@ class _OnGrid(torch.autograd.Function):
     """The identity, with a gradient that is rounded: [Note: Exact means exact]."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:  # noqa: ARG004 -- autograd's signature
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,) = grads
         return (grad.float() / GRID).round().clamp(-MOST, MOST).mul(GRID).to(grad.dtype)
 
 
@@ -273,7 +274,8 @@ class Net(nn.Module):
         super().__init__()
         feature = FEATURES[cell.feature]
         self.first = _Dense(WIDTH, WIDTH, on_grid=on_grid)
-        self.blocks = nn.ModuleList(_Block(unused=feature.unused, on_grid=on_grid) for _ in range(2))
+        blocks = [_Block(unused=feature.unused, on_grid=on_grid) for _ in range(2)]
+        self.blocks = nn.ModuleList(blocks)
         self.last = _Dense(WIDTH, WIDTH, on_grid=on_grid)
         if feature.tied:
             self.last.weight = self.first.weight
@@ -285,14 +287,15 @@ class Net(nn.Module):
             for param in self.parameters():
                 param.copy_(torch.randn(param.shape, generator=generator) * 0.4)
         if feature.frozen:
-            self.blocks[0].up.weight.requires_grad_(False)
+            blocks[0].up.weight.requires_grad_(False)
             self.last.bias.requires_grad_(False)
         if cell.optimizer in MATRICES_ALONE:
             for param in self.parameters():
                 if param.dim() != 2:
                     param.requires_grad_(False)
 
-    def forward(self, x: Tensor, all_of_it: bool = True) -> Tensor:  # [rows, WIDTH] -> loss
+    def forward(self, x: Tensor, all_of_it: bool = True) -> Tensor:
+        """The loss on ``x`` [rows, WIDTH]; ``all_of_it``: with the layer that only some ranks use, if there is one."""
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
