@@ -208,6 +208,89 @@ def test_a_loaded_strategy_goes_on_to_the_bit(name, gloo_ranks, tmp_path):
     assert gloo_ranks(2).run(goes_on, name, tmp_path / "c") == [True, True]
 
 
+EMA_DECAY = 0.75
+
+
+def _average(strategy):
+    with strategy.ema.weights():
+        return dict(strategy.state_dict())
+
+
+def averaged(comm, name, path, resumed):
+    """Four steps with an average, its validation loss, and a checkpoint in the middle that others may start from."""
+    strategy = build_strategy(name, _setup(comm, _net(seed=1 if resumed else 0), ema_decay=EMA_DECAY))
+    if resumed:
+        checkpoint.load(path, strategy)
+        start = _average(strategy)
+    else:
+        for step in range(2):
+            _steps(strategy, [step])
+            strategy.ema.update()
+        checkpoint.save(path, strategy, step=2)
+        start = _average(strategy)
+    for step in range(2, 4):
+        _steps(strategy, [step])
+        strategy.ema.update()
+    weights, average = dict(strategy.state_dict()), _average(strategy)
+    with torch.no_grad():  # FSDP2 keeps the root's weights after such a forward
+        before = float(strategy.model(_rows(9)[0]))
+        with strategy.ema.weights():
+            loss = float(strategy.model(_rows(9)[0]))
+        assert float(strategy.model(_rows(9)[0])) == before != loss
+    with strategy.ema.weights(), strategy.full_params(), torch.no_grad():
+        assert float(strategy.model(_rows(9)[0])) == loss
+        with pytest.raises(RuntimeError, match=r"leave ema\.weights"):
+            list(strategy.named_shards())
+        with pytest.raises(RuntimeError, match=r"leave ema\.weights"):
+            strategy.load_named_shards(None)
+    assert all(torch.equal(strategy.state_dict()[key], tensor) for key, tensor in weights.items())
+    strategy.model(_rows(4)[0]).backward()  # with the weights, not with the average
+    norm = float(strategy.clip_grad_norm_(1e9))
+    return {"start": start, "average": average, "loss": loss, "norm": norm}, strategy.memory_bytes()["ema"]
+
+
+@pytest.fixture(scope="module")
+def average_by_hand():
+    """Of one process, by torch's own average: after two steps and after four, and its loss."""
+    strategy, found = build_strategy("ddp", _setup(LocalCommunicator())), {}
+    swa = torch.optim.swa_utils
+    average = swa.AveragedModel(strategy.model, multi_avg_fn=swa.get_ema_multi_avg_fn(EMA_DECAY))
+    average.update_parameters(strategy.model)
+    for step in range(4):
+        _steps(strategy, [step])
+        average.update_parameters(strategy.model)
+        found["start" if step == 1 else "average"] = {k: v.clone() for k, v in average.module.state_dict().items()}
+    with torch.no_grad():
+        return {**found, "loss": float(average.module(_rows(9)[0]))}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("fsdp2", 3), ("fsdp2", 2)),
+        (("fsdp2", 2), ("zero3", 3)),
+        (("zero3", 2), ("zero1-torch", 3)),
+        (("zero1-torch", 2), ("ddp", 3)),
+        (("ddp", 3), ("zero2", 2)),
+        (("zero0", 2), ("fsdp2", 3)),
+    ],
+    ids=lambda case: f"{case[0]}@{case[1]}",
+)
+def test_an_average_is_torchs_and_goes_on_at_any_strategy_and_world(
+    first, second, average_by_hand, gloo_ranks, tmp_path
+):
+    whole = gloo_ranks(first[1]).run(averaged, first[0], tmp_path / "c", False)
+    parts = gloo_ranks(second[1]).run(averaged, second[0], tmp_path / "c", True)
+    for found, num_bytes in whole + parts:
+        _assert_close(found["start"], average_by_hand["start"])
+        _assert_close(found["average"], average_by_hand["average"])
+        assert found["loss"] == pytest.approx(average_by_hand["loss"], rel=1e-5)
+        assert found["norm"] == pytest.approx(whole[0][0]["norm"], rel=1e-5)
+        assert num_bytes > 0
+    for found, _ in parts:
+        assert all(torch.equal(found["start"][key], tensor) for key, tensor in whole[0][0]["start"].items())
+
+
 def whole_inside(comm, name):
     strategy = build_strategy(name, _setup(comm))
     found = []

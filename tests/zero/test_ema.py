@@ -6,7 +6,8 @@ from torch import nn
 
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.zero import STAGES, MixedPrecision, Zero
+from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy, Zero
+from zeroshard.zero.ema import Ema
 
 DECAY = 0.9
 
@@ -159,7 +160,14 @@ def test_what_would_change_the_average_for_the_weights_is_refused():
     model, zero, optim, ema = _engine(LocalCommunicator(), 3)
     model(_rows(0)).square().mean().backward()
     with ema.weights():
-        for act in (optim.step, ema.update, lambda: list(zero.named_shards()), lambda: ema.weights().__enter__()):
+        for act in (
+            optim.step,
+            ema.update,
+            lambda: list(zero.named_shards()),
+            lambda: zero.load_state_dict({}),
+            lambda: zero.load_named_shards(None),
+            lambda: ema.weights().__enter__(),
+        ):
             with pytest.raises(RuntimeError, match=r"leave ema.weights\(\) first"):
                 act()
     optim.step()
@@ -168,3 +176,63 @@ def test_what_would_change_the_average_for_the_weights_is_refused():
     for decay in (-0.1, 1.0, float("nan")):
         with pytest.raises(ValueError, match="outside"):
             Zero(_model(), comm=LocalCommunicator()).ema(decay)
+
+
+KEEP_WEIGHTS = ShardingStrategy("shard", "shard", "shard", reshard_after_forward=False)
+
+
+@pytest.mark.parametrize("stage", [*STAGES, KEEP_WEIGHTS], ids=[*map(str, STAGES), "keep"])
+def test_an_evaluation_between_forward_and_backward_leaves_the_gradients_as_they_are(stage):
+    def rank_main(comm):
+        grads = []
+        for evaluated in (False, True):
+            model, zero, optim, ema = _engine(comm, stage)
+            _steps(model, optim, ema, range(2))
+            loss = model(_rows(2)).square().mean()
+            if evaluated:
+                with ema.weights(), torch.no_grad():
+                    model(_rows(3))
+            loss.backward()
+            grads.append(zero.full_grads())
+        return grads
+
+    for without, after in run_threads(rank_main, 2):
+        assert all(torch.equal(without[name], after[name]) for name in without)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_weights_follow_the_average_in_and_out(stage):
+    def rank_main(comm):
+        model, zero, optim, ema = _engine(comm, stage)
+        _steps(model, optim, ema, range(2))
+        weights = zero.state_dict()
+        with ema.weights():
+            average = zero.state_dict()
+        with zero.full_params():
+            assert all(torch.equal(param, weights[name]) for name, param in model.named_parameters())
+            with ema.weights():
+                assert all(torch.equal(param, average[name]) for name, param in model.named_parameters())
+            assert all(torch.equal(param, weights[name]) for name, param in model.named_parameters())
+        assert not torch.equal(weights["0.weight"], average["0.weight"])
+
+    run_threads(rank_main, 2)
+
+
+def test_the_weights_are_back_where_an_evaluation_fails():
+    model, zero, optim, ema = _engine(LocalCommunicator(), 2)
+    _steps(model, optim, ema, range(2))
+    before = zero.state_dict()
+    with pytest.raises(ZeroDivisionError), ema.weights():
+        raise ZeroDivisionError
+    assert all(torch.equal(before[name], tensor) for name, tensor in zero.state_dict().items())
+    ema.update()
+
+
+def test_integers_have_no_average():
+    weights = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.arange(3), requires_grad=False)]
+    ema = Ema(weights, 0.5)
+    assert list(ema.state) == weights[:1]
+    with torch.no_grad():
+        weights[0].fill_(3.0)
+    ema.update()
+    assert ema.state[weights[0]]["ema"].tolist() == [2.0, 2.0]

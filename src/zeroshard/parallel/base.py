@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
+from zeroshard.zero.ema import Ema
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -38,6 +39,7 @@ class Setup:
             them: less traffic, more memory.
         find_unused_parameters: for those that stand on DDP, which must be told where some parameters may take no part
             in a forward, and then walks the graph after each; ours and FSDP2 need not be.
+        ema_decay: of a moving average of the weights; None for no average.
     """
 
     model: nn.Module
@@ -51,6 +53,7 @@ class Setup:
     device: torch.device | None = None
     reshard_after_forward: bool = True
     find_unused_parameters: bool = False
+    ema_decay: float | None = None
 
 
 class Strategy(Protocol):
@@ -64,6 +67,11 @@ class Strategy(Protocol):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """A real torch optimizer: step it, zero it, edit its ``param_groups``."""
+        ...
+
+    @property
+    def ema(self) -> Ema | None:
+        """The moving average of the weights, saved and loaded with them; None where `Setup` asked for none."""
         ...
 
     @property
@@ -100,5 +108,5 @@ class Strategy(Protocol):
         ...
 
     def memory_bytes(self) -> dict[str, int]:
-        """Resident bytes of this rank by category: params, grads, master, optimizer."""
+        """Resident bytes of this rank by category: params, grads, master, optimizer, and ema where there is one."""
         ...

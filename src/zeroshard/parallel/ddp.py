@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import Replica
+from zeroshard.zero.ema import Ema
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -26,6 +27,11 @@ class Ddp:
         self._replica = Replica(setup, "ddp")
         self.model: nn.Module = self._replica.model
         self.optimizer = setup.optimizer_cls(setup.param_groups(self._replica.module), **setup.optimizer_kwargs)
+
+    @property
+    def ema(self) -> Ema | None:
+        """The average of the weights, whole on every rank; None where none was asked for."""
+        return self._replica.ema
 
     @property
     def comm(self) -> Communicator:
@@ -55,7 +61,7 @@ class Ddp:
     def named_shards(self) -> Iterator[NamedShard]:
         """An even share of every flattened tensor."""
         yield from self._replica.model_shards()
-        for name, kind, tensor in self._replica.states(self.optimizer):
+        for name, kind, tensor in self._replica.states(self.optimizer.state):
             yield from self._replica.even_share(name, kind, tensor)
 
     def load_named_shards(self, reader: ShardReader) -> None:

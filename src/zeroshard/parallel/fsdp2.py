@@ -11,9 +11,10 @@ https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from zeroshard.comm import Communicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import is_grouped, require_group
+from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.full_state import named_state
 from zeroshard.zero.shards import persistent_buffers
 from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
@@ -78,6 +80,8 @@ class Fsdp2:
         if on_meta and setup.init is not None:
             self._fill(setup.init, device)
         self.optimizer = setup.optimizer_cls(setup.param_groups(model), **setup.optimizer_kwargs)
+        decay = setup.ema_decay
+        self.ema: Ema | None = None if decay is None else Ema(self._params.values(), decay, self._masters_replaced)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate whole gradients on each rank, without communication."""
@@ -127,9 +131,14 @@ class Fsdp2:
 
     def named_shards(self) -> Iterator[NamedShard]:
         """This rank's rows of every tensor; scalars and buffers on rank 0."""
+        averages: Mapping[Tensor, Mapping[str, Any]] = {}
+        if self.ema is not None:
+            self.ema.require_away("named_shards")
+            averages = self.ema.state
         for name, param in self._params.items():
             yield from self._rows_of(name, "param", param)
-            for kind, value in self.optimizer.state.get(param, {}).items():
+            states: dict[str, Any] = {**self.optimizer.state.get(param, {}), **averages.get(param, {})}
+            for kind, value in states.items():
                 if isinstance(value, DTensor):
                     yield from self._rows_of(name, kind, value)
                 elif isinstance(value, Tensor | int | float) and self.comm.rank == 0:
@@ -139,12 +148,14 @@ class Fsdp2:
                 yield _whole(name, "buffer", buffer)
 
     def load_named_shards(self, reader: ShardReader) -> None:
-        """Read this rank's rows of every tensor.
+        """Read this rank's rows of every tensor; an average that was not saved starts from the weights.
 
         Raises:
             ValueError: a parameter was not saved, or has another shape; a state has neither its parameter's shape
                 nor is one number.
         """
+        if self.ema is not None:
+            self.ema.require_away("load_named_shards")
         states: dict[DTensor, dict[str, Tensor]] = {}
         with torch.no_grad():
             for name, param in self._params.items():
@@ -163,9 +174,16 @@ class Fsdp2:
             for name, buffer in persistent_buffers(self.model).items():
                 if "buffer" in reader.kinds(name):
                     buffer.copy_(reader.read(name, "buffer", (0, buffer.numel())).reshape(buffer.shape))
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # whole weights left from an evaluation are old now
+        self._masters_replaced()
+        if self.ema is not None:
+            names = {id(param): name for name, param in self._params.items()}
+
+            def read(param: Tensor) -> Tensor | None:
+                assert isinstance(param, DTensor)
+                name = names[id(param)]
+                return self._read(reader, name, EMA, param) if EMA in reader.kinds(name) else None
+
+            self.ema.load(read)
         members = [param for group in self.optimizer.param_groups for param in group["params"]]
         state = {index: states[param] for index, param in enumerate(members) if states[param]}
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
@@ -180,12 +198,13 @@ class Fsdp2:
         whole = [param for param in self.model.parameters() if not isinstance(param, DTensor)]
         states = [state for per_param in self.optimizer.state.values() for state in per_param.values()]
         shards = _storage_bytes(params)
-        return {
+        total = {
             "params": _storage_bytes(whole) + (0 if self._master_is_copy else shards),
             "grads": _storage_bytes(param.grad for param in params if param.grad is not None),
             "master": shards if self._master_is_copy else 0,
             "optimizer": _storage_bytes(state for state in states if isinstance(state, Tensor)),
         }
+        return total if self.ema is None else {**total, "ema": self.ema.num_bytes}
 
     # -- how it is built --------------------------------------------------------------------------------------
 
@@ -193,6 +212,12 @@ class Fsdp2:
     def _root(self) -> FSDPModule:
         assert isinstance(self.model, FSDPModule)
         return self.model
+
+    def _masters_replaced(self) -> None:
+        """Free whole weights that are left from an evaluation: they are old now."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @torch.no_grad()
     def _take_from_rank_zero(self, tensor: Tensor, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
+from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.shards import persistent_buffers
 from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
 
@@ -32,6 +33,7 @@ class Replica:
         module: what was given, on its device.
         model: what the loop calls.
         comm: the ranks.
+        ema: the average of the whole weights, the same on every rank; None where none was asked for.
 
     Raises:
         ValueError: several ranks without ``torch.distributed``, or a model on the meta device.
@@ -53,6 +55,7 @@ class Replica:
         self.model: nn.Module = self._ddp or self.module
         if setup.compute_dtype != torch.float32:
             self.model = _Autocast(self.model, setup.compute_dtype)
+        self.ema = None if setup.ema_decay is None else Ema(self.module.parameters(), setup.ema_decay)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without communication."""
@@ -67,9 +70,14 @@ class Replica:
         return {name: value.detach().to("cpu", copy=True) for name, value in self.module.state_dict().items()}
 
     def model_shards(self) -> Iterator[NamedShard]:
-        """An even share of every flattened parameter and buffer."""
+        """An even share of every flattened parameter, buffer and average."""
+        if self.ema is not None:
+            self.ema.require_away("named_shards")
         for name, kind, tensor in self._tensors():
             yield from self.even_share(name, kind, tensor)
+        if self.ema is not None:
+            for name, kind, tensor in self.states(self.ema.state):
+                yield from self.even_share(name, kind, tensor)
 
     def even_share(self, name: str, kind: str, tensor: Tensor) -> Iterator[NamedShard]:
         """This rank's part of a tensor that every rank holds; nothing where the tensor is shorter than the world."""
@@ -79,23 +87,33 @@ class Replica:
             piece = tensor.detach().reshape(-1)[start:stop]
             yield NamedShard(name, kind, tuple(tensor.shape), (start, stop), piece)
 
-    def states(self, optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
-        """``(parameter's name, kind, whole tensor)`` of every state that ``optimizer`` has on this rank."""
+    def states(self, state: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[str, str, Tensor]]:
+        """``(parameter's name, kind, whole tensor)`` of what an optimizer or average has in ``state`` on this rank."""
         for name, param in self.module.named_parameters():
-            per_param: Mapping[str, Any] = optimizer.state.get(param, {})
+            per_param = state.get(param, {})
             for kind, value in per_param.items():
                 if isinstance(value, Tensor | int | float):
                     yield name, kind, torch.as_tensor(value)
 
     def load_model(self, reader: ShardReader) -> None:
-        """Read every parameter and buffer whole.
+        """Read every parameter, buffer and average whole; an average that was not saved starts from the weights.
 
         Raises:
             ValueError: a tensor of the model was not saved, or has another shape.
         """
+        if self.ema is not None:
+            self.ema.require_away("load_named_shards")
         with torch.no_grad():
             for name, kind, tensor in self._tensors():
                 tensor.copy_(_read_whole(reader, name, kind, tuple(tensor.shape)))
+        if self.ema is not None:
+            names = {id(param): name for name, param in self.module.named_parameters()}
+
+            def read(param: Tensor) -> Tensor | None:
+                name = names[id(param)]
+                return _read_whole(reader, name, EMA, tuple(param.shape)) if EMA in reader.kinds(name) else None
+
+            self.ema.load(read)
 
     def load_states(self, reader: ShardReader, optimizer: Optimizer) -> None:
         """Read the states of the parameters that ``optimizer`` has."""
@@ -114,12 +132,13 @@ class Replica:
         """Resident bytes of this rank by category, with the states of ``optimizer``."""
         params = list(self.module.parameters())
         states = [state for per_param in optimizer.state.values() for state in per_param.values()]
-        return {
+        total = {
             "params": _num_bytes(params),
             "grads": _num_bytes(param.grad for param in params if param.grad is not None),
             "master": 0,
             "optimizer": _num_bytes(state for state in states if isinstance(state, Tensor)),
         }
+        return total if self.ema is None else {**total, "ema": self.ema.num_bytes}
 
     def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         yield from ((name, "param", param) for name, param in self.module.named_parameters())

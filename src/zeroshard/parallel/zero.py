@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
 from zeroshard.zero import STAGES, MixedPrecision, Zero
+from zeroshard.zero.ema import Ema
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -32,6 +33,7 @@ class ZeroStrategy:
         self.model: nn.Module = setup.model
         groups = setup.param_groups(setup.model)
         self.optimizer = self.zero.optimizer(setup.optimizer_cls, groups, **setup.optimizer_kwargs)
+        self.ema: Ema | None = None if setup.ema_decay is None else self.zero.ema(setup.ema_decay)
 
     @property
     def comm(self) -> Communicator:

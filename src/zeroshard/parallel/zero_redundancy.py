@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import Replica, require_group
+from zeroshard.zero.ema import Ema
 from zeroshard.zero.state import NamedShard, ShardReader
 
 with warnings.catch_warnings():  # the package compiles optimizers that nobody asked for, in a way it deprecates
@@ -46,6 +47,11 @@ class ZeroRedundancy:
             parameters_as_bucket_view=True,  # one broadcast a rank, not one a parameter
             **setup.optimizer_kwargs,
         )
+
+    @property
+    def ema(self) -> Ema | None:
+        """The average of the weights, whole on every rank; None where none was asked for."""
+        return self._replica.ema
 
     @property
     def comm(self) -> Communicator:
@@ -80,7 +86,7 @@ class ZeroRedundancy:
     def named_shards(self) -> Iterator[NamedShard]:
         """An even share of the model, and the whole states of the parameters that this rank updates."""
         yield from self._replica.model_shards()
-        for name, kind, tensor in self._replica.states(self._local):
+        for name, kind, tensor in self._replica.states(self._local.state):
             yield NamedShard(name, kind, tuple(tensor.shape), (0, tensor.numel()), tensor.detach().reshape(-1))
 
     def load_named_shards(self, reader: ShardReader) -> None:

@@ -259,6 +259,7 @@ def _model_and_strategy(
         init=init if from_meta else None,
         device=device,
         reshard_after_forward=config.reshard_after_forward,
+        ema_decay=config.ema_decay or None,
     )
     return model, build_strategy(config.strategy, setup)
 

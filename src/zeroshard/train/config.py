@@ -130,6 +130,10 @@ class TrainConfig(_Config):
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean squared gradient.")
     grad_clip: float = Field(1.0, ge=0, allow_inf_nan=False, description="Largest global norm; 0: off.")
 
+    ema_decay: float = Field(
+        0.0, ge=0, lt=1, description="Decay of a moving average of the weights, evaluated too; 0: none."
+    )
+
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Compute type; masters are float32. float16 scales the loss."
     )
@@ -178,6 +182,7 @@ class GenerateConfig(_Config):
     """What `zeroshard generate` writes, and from which run."""
 
     run: str = Field(min_length=1, description="Run folder, as in runs/NAME.")
+    weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
     prompt: str = Field("", description="Text to go on from; empty: a line break.")
     max_new_tokens: int = Field(200, ge=1, description="Tokens to write.")
     temperature: float = Field(0.8, ge=0, allow_inf_nan=False, description="0: always the likeliest token.")

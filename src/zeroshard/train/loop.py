@@ -9,6 +9,7 @@ Steps are counted by how many are done: the first record has ``step`` 1, and ``s
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import signal
 import sys
@@ -66,14 +67,25 @@ def train(run: Run, stop_wanted: Callable[[], bool] = lambda: False) -> ExitStat
         run: what to train.
         stop_wanted: asked on each rank at each step; one yes stops all after that step, with a checkpoint.
     """
+    try:
+        return _train(run, stop_wanted)
+    finally:
+        gc.unfreeze()
+
+
+def _train(run: Run, stop_wanted: Callable[[], bool]) -> ExitStatus:
     schedule, step = run.schedule, run.first_step
-    status, saved_at, val_loss = ExitStatus.OK, run.first_step, None
+    status, saved_at = ExitStatus.OK, run.first_step
+    val_loss: float | None = None
+    ema_val_loss: float | None = None
     loss, started = None, perf_counter()
     _tell(run, lambda observer: observer.on_start(_start_info(run)))
     if step == 0 and schedule.eval_interval:
-        val_loss = _evaluate(run, step)
+        val_loss, ema_val_loss = _evaluate(run, step)
     while step < schedule.max_steps and status == ExitStatus.OK:
         record, stop = take_step(run, step, stop_wanted)
+        if step == run.first_step:
+            gc.freeze()  # what lives from here on is not searched for garbage again and again
         _tell(run, lambda observer, record=record: observer.on_step(record))
         if not (isfinite(record.loss) and isfinite(record.grad_norm)) and not record.skipped:
             _complain(run, record)
@@ -83,7 +95,7 @@ def train(run: Run, stop_wanted: Callable[[], bool] = lambda: False) -> ExitStat
         status = ExitStatus.TERMINATED if stop else ExitStatus.OK
         at_end = step == schedule.max_steps
         if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
-            val_loss = _evaluate(run, step)
+            val_loss, ema_val_loss = _evaluate(run, step)
         if stop or at_end or _is_due(step, schedule.checkpoint_interval):
             _checkpoint(run, step)
             saved_at = step
@@ -92,6 +104,7 @@ def train(run: Run, stop_wanted: Callable[[], bool] = lambda: False) -> ExitStat
         "step": step,
         "loss": loss,
         "val_loss": val_loss,
+        **({} if run.strategy.ema is None else {"ema_val_loss": ema_val_loss}),
         "tokens": step * run.tokens_per_step,
         "last_checkpoint_step": saved_at,
         "wall_s": perf_counter() - started,
@@ -122,6 +135,8 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], bool]) -> tuple[Ste
     grad_norm = float(strategy.clip_grad_norm_(schedule.grad_clip or inf)) if finite else inf
     if isfinite(health.loss) and isfinite(grad_norm):
         strategy.optimizer.step()
+        if strategy.ema is not None:
+            strategy.ema.update()
     if scaler:
         scaler.update()
     memory_bytes = strategy.memory_bytes()  # here all of it is alive at once
@@ -129,6 +144,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], bool]) -> tuple[Ste
     step_s = perf_counter() - start
     tokens_per_s = run.tokens_per_step / step_s
     traffic = run.comm.totals() if run.comm else {}
+    exposed_s = run.comm.exposed.take() if run.comm and run.comm.world_size > 1 else {}
     if run.comm:
         run.comm.drain()
     record = StepRecord(
@@ -147,6 +163,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], bool]) -> tuple[Ste
         skipped=scaler is not None and not finite and not scaler.exhausted,
         num_skipped=scaler.num_skipped if scaler else 0,
         loss_scale=loss_scale,
+        exposed_s=exposed_s,
     )
     return record, health.stop
 
@@ -173,12 +190,19 @@ def _agree(run: Run, loss: Tensor, stop: bool) -> _Health:
     return _Health(mean_loss, num_stopping > 0)
 
 
-def _evaluate(run: Run, step: int) -> float:
-    val_loss = evaluate(run.strategy.model, run.eval_batches, run.strategy.comm, run.device)
-    _tell(run, lambda observer: observer.on_eval(step, val_loss))
+def _evaluate(run: Run, step: int) -> tuple[float, float | None]:
+    """The validation loss of the weights, and of their moving average where there is one."""
+    strategy = run.strategy
+    loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device)
+    ema_loss = None
+    if strategy.ema is not None:
+        with strategy.ema.weights():
+            ema_loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device)
+    _tell(run, lambda observer: observer.on_eval(step, loss, ema_loss))
     if run.comm:
         run.comm.drain()  # an evaluation's traffic is no step's
-    return val_loss
+        run.comm.exposed.take()
+    return loss, ema_loss
 
 
 def _checkpoint(run: Run, step: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any, Protocol, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from zeroshard.comm import by_kind
 
 GIB = 2**30
 
@@ -42,6 +45,9 @@ class StepRecord:
         skipped: whether gradients overflowed float16 on some rank, so that no rank took the step.
         num_skipped: steps skipped since the run began.
         loss_scale: of this step; None where the loss is not scaled.
+        exposed_s: seconds that this rank's computation stood still for communication, by unit, what was sent and
+            phase ("blocks.3/weights/backward", ..., "control"); empty where not observed. On CUDA what the device has
+            not reached yet is in the next step's.
     """
 
     step: int
@@ -57,6 +63,7 @@ class StepRecord:
     skipped: bool = False
     num_skipped: int = 0
     loss_scale: float | None = None
+    exposed_s: Mapping[str, float] = field(default_factory=dict)
 
 
 class Observer(Protocol):
@@ -70,8 +77,8 @@ class Observer(Protocol):
         """A step is done."""
         ...
 
-    def on_eval(self, step: int, loss: float) -> None:
-        """The validation loss after `step`, in nats per token."""
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
+        """The validation loss after `step`, in nats per token; that of the moving average, where one is kept."""
         ...
 
     def on_checkpoint(self, step: int, path: Path) -> None:
@@ -100,12 +107,13 @@ class JsonlWriter:
         self._write("start", info)
 
     def on_step(self, record: StepRecord) -> None:
-        """Write a ``step`` line."""
-        self._write("step", asdict(record))
+        """Write a ``step`` line; exposed communication by kind, all units together."""
+        self._write("step", asdict(record) | {"exposed_s": by_kind(record.exposed_s)})
 
-    def on_eval(self, step: int, loss: float) -> None:
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
         """Write an ``eval`` line."""
-        self._write("eval", {"step": step, "loss": loss})
+        average = {} if ema_loss is None else {"ema_loss": ema_loss}
+        self._write("eval", {"step": step, "loss": loss, **average})
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Write a ``checkpoint`` line."""
@@ -129,22 +137,30 @@ class SummaryWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._exposed_s: defaultdict[str, float] = defaultdict(float)
+        self._num_steps = 0
 
     def on_start(self, info: Mapping[str, Any]) -> None:
         """Nothing yet."""
 
     def on_step(self, record: StepRecord) -> None:
-        """Nothing yet."""
+        """Add up the communication that nothing hid; the first step, which warms up, is left out."""
+        for label, seconds in record.exposed_s.items() if self._num_steps else ():
+            self._exposed_s[label] += seconds
+        self._num_steps += 1
 
-    def on_eval(self, step: int, loss: float) -> None:
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
         """Nothing yet."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Nothing yet."""
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Write the file whole, or leave the old one."""
-        text = json.dumps(finite_or_null(summary), indent=2, allow_nan=False) + "\n"
+        """Write the file whole, or leave the old one; with the exposed seconds a step, by unit, kind and phase."""
+        largest_first = sorted(self._exposed_s.items(), key=lambda item: -item[1])
+        exposed = {label: seconds / (self._num_steps - 1) for label, seconds in largest_first}
+        whole = {**summary, "exposed_s_per_step": exposed}
+        text = json.dumps(finite_or_null(whole), indent=2, allow_nan=False) + "\n"
         unfinished = self._path.with_suffix(".tmp")
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(self._path)
@@ -183,9 +199,10 @@ class ConsoleRecorder:
         elif record.step in (1, self._max_steps) or record.step % self._log_interval == 0:
             self._print(f"step {record.step}  {facts_of(record)}")
 
-    def on_eval(self, step: int, loss: float) -> None:
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
         """Print the validation loss."""
-        self._print(f"step {step}  val_loss {loss:.4f}")
+        average = "" if ema_loss is None else f"  ema_val_loss {ema_loss:.4f}"
+        self._print(f"step {step}  val_loss {loss:.4f}{average}")
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Print where the checkpoint lies."""
@@ -208,9 +225,10 @@ class ConsoleRecorder:
 
 
 def facts_of(record: StepRecord) -> str:
-    """One step in words: ``loss 4.1234  grad_norm 0.98  lr 3.0e-04  12,345 tok/s  mfu 41.2%  mem 10.1GiB``.
+    """One step in words: ``loss 4.1234  grad_norm 0.98  lr 3.0e-04  12,345 tok/s  mfu 41.2%  mem 10.1GiB  comm 3%``.
 
-    `mfu`, the loss's scale and memory are said only where they are known.
+    `mfu`, the loss's scale, memory and the share of the step that waited for communication are said only where they
+    are known.
     """
     facts = [
         f"loss {record.loss:.4f}",
@@ -224,6 +242,8 @@ def facts_of(record: StepRecord) -> str:
         facts.append(f"scale {record.loss_scale:g}  skipped {record.num_skipped}")
     if record.memory_bytes:
         facts.append(f"mem {bytes_in_words(sum(record.memory_bytes.values()))}")
+    if record.exposed_s:
+        facts.append(f"comm {sum(record.exposed_s.values()) / record.step_s:.0%}")
     return "  ".join(facts)
 
 

@@ -1,68 +1,70 @@
-"""An exponential moving average of the weights, sharded as the masters are.
+"""An exponential moving average of the weights, kept where the optimizer's states are.
 
-    average <- decay * average + (1 - decay) * master                   after each step, on each rank's own pieces
+    average <- decay * average + (1 - decay) * weight        after each step, on what this rank's optimizer updates
 
-Averaged weights often evaluate better than the last ones (Polyak and Juditsky 1992). Nothing is sent to keep them;
-to be used, they change places with the masters, and the engine gathers them as it gathers any weights.
+Averaged weights often evaluate better than the last ones (Polyak and Juditsky 1992, "Acceleration of Stochastic
+Approximation by Averaging"). Nothing is sent to keep them: an average is as sharded as the masters are. To be used
+they change places with the weights, which costs no second model, and travel as weights do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
-
-from zeroshard.zero.runtime import Runtime
-from zeroshard.zero.state import ShardReader
+from torch import Tensor
 
 EMA = "ema"  # the kind of its tensors in a checkpoint
 
 
 class Ema:
-    """The average of one engine's weights; made by `Zero.ema`.
+    """The average of some weights, from their values of now on; `Zero.ema` makes it for an engine.
+
+    Args:
+        weights: what an optimizer on this rank updates, each tensor once: pieces of masters, parameters, `DTensor`s.
+            Those that are not of a floating type have no average.
+        decay: how much of the old average an update keeps, in [0, 1).
+        replaced: called when other values have come into the place of the weights. Collective if it likes.
 
     Attributes:
-        decay: how much of the old average an update keeps, in [0, 1).
-        state: this rank's averages, by the pieces of the masters that they belong to: ``{"ema": [numel]}``, laid out
-            like an optimizer's state so that a checkpoint saves them alike.
+        decay: may be changed between updates; a low one early forgets the initial values sooner.
+        state: ``{weight: {"ema": average}}``, of the weight's shape and dtype; laid out like an optimizer's state, so
+            that a checkpoint saves them alike.
         applied: whether the averages are in the place of the weights now.
 
     Raises:
         ValueError: a decay outside [0, 1).
     """
 
-    def __init__(self, runtime: Runtime, decay: float) -> None:
+    def __init__(self, weights: Iterable[Tensor], decay: float, replaced: Callable[[], None] = lambda: None) -> None:
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"decay: {decay} is outside [0, 1)")
-        self._runtime = runtime
         self.decay = decay
         self.applied = False
-        self.state: dict[nn.Parameter, dict[str, Tensor]] = {
-            shard: {EMA: shard.detach().clone()}
-            for group in runtime.groups()
-            for shard in group.shards
-            if shard.dtype.is_floating_point
+        self.state: dict[Tensor, dict[str, Tensor]] = {
+            weight: {EMA: weight.detach().clone()} for weight in weights if weight.dtype.is_floating_point
         }
+        self._replaced = replaced
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights of now into the average: once after each step.
+        """Take the weights of now into the average: once after each step that was taken.
 
         Raises:
             RuntimeError: inside `weights`.
         """
         self.require_away("update")
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for shard in self.state:
-            by_dtype.setdefault(shard.dtype, []).append(shard)
-        for shards in by_dtype.values():
-            torch._foreach_lerp_([self.state[shard][EMA] for shard in shards], shards, 1.0 - self.decay)
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for weight in self.state:
+            by_kind.setdefault((weight.device, weight.dtype), []).append(weight)
+        for weights in by_kind.values():
+            averages = [_local(self.state[weight][EMA]) for weight in weights]
+            torch._foreach_lerp_(averages, [_local(weight) for weight in weights], 1.0 - self.decay)
 
     @contextmanager
     def weights(self) -> Generator[None]:
-        """In this block the module computes with the averages: evaluate it, or take `Zero.state_dict`.
+        """In this block the model computes with the averages: evaluate it, read its ``state_dict``. Collective.
 
         Raises:
             RuntimeError: inside another such block.
@@ -81,31 +83,38 @@ class Ema:
         if self.applied:
             raise RuntimeError(f"{what}: the averages are in the place of the weights; leave ema.weights() first")
 
-    def load(self, reader: ShardReader) -> None:
-        """Read this rank's averages; where none were saved they start anew from the weights.
+    @torch.no_grad()
+    def load(self, read: Callable[[Tensor], Tensor | None]) -> None:
+        """Take saved averages; where ``read(weight)`` is None none was saved, and the average starts from the weight.
+
+        Args:
+            read: the average of a weight, with as many elements as the weight has on this rank.
 
         Raises:
             RuntimeError: inside `weights`.
         """
         self.require_away("load")
-        for group in self._runtime.groups():
-            for piece, shard in zip(group.params.pieces, group.shards, strict=True):
-                if shard in self.state:
-                    name = group.params.layout.slots[piece.slot].name
-                    saved = EMA in reader.kinds(name)
-                    source = reader.read(name, EMA, piece.interval) if saved else shard.detach()
-                    self.state[shard][EMA].copy_(source.view(shard.shape))
+        for weight, state in self.state.items():
+            average, saved = _local(state[EMA]), read(weight)
+            average.copy_(_local(weight) if saved is None else saved.view(average.shape))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the averages on this rank."""
-        return sum(state[EMA].numel() * state[EMA].element_size() for state in self.state.values())
+        averages = [_local(state[EMA]) for state in self.state.values()]
+        return sum(average.numel() * average.element_size() for average in averages)
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for shard, state in self.state.items():
-            weights = shard.detach().clone()
-            shard.copy_(state[EMA])
-            state[EMA].copy_(weights)
-        for group in self._runtime.groups():
-            group.params.mark_stale()
+        for weight, state in self.state.items():
+            here, average = _local(weight.detach()), _local(state[EMA])
+            held = here.clone()
+            here.copy_(average)
+            average.copy_(held)
+        self._replaced()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part in this process's memory: of a `DTensor`, whose import takes most of a second, its own."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, scope
 from zeroshard.zero import full_state, grads, shards
-from zeroshard.zero.ema import Ema
+from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.flat import Init
 from zeroshard.zero.hooks import attach
 from zeroshard.zero.optimizer import PiecewiseOptimizer, ShardedParams
@@ -186,14 +186,19 @@ class Zero:
     def ema(self, decay: float = 0.999) -> Ema:
         """A moving average of the weights, sharded like the masters, saved and loaded with the rest.
 
-        Call ``update()`` on it after each step; inside ``with ema.weights():`` the module computes with it.
+        Call ``update()`` on it after each step; inside ``with ema.weights():`` the module computes with it, and
+        `full_params` and `state_dict` show it.
+
+        Args:
+            decay: how much of the old average an update keeps, in [0, 1).
 
         Raises:
             ValueError: a decay outside [0, 1), or there is an average already.
         """
         if self._ema is not None:
             raise ValueError("ema: this engine keeps an average already")
-        self._ema = Ema(self._runtime, decay)
+        masters = [shard for group in self._runtime.groups() for shard in group.shards]
+        self._ema = Ema(masters, decay, self._runtime.masters_replaced)
         return self._ema
 
     def zero_grad(self) -> None:
@@ -279,8 +284,10 @@ class Zero:
             ``missing_keys`` and ``unexpected_keys``, as `nn.Module.load_state_dict`.
 
         Raises:
-            RuntimeError: shapes that differ; with ``strict``, names missing or unexpected.
+            RuntimeError: shapes that differ; with ``strict``, names missing or unexpected; inside `Ema.weights`.
         """
+        if self._ema is not None:
+            self._ema.require_away("load_state_dict")
         return full_state.load_state_dict(self.model, self._runtime, state, strict=strict)
 
     def named_shards(self) -> Iterator[NamedShard]:
@@ -288,6 +295,9 @@ class Zero:
 
         Parameters (kind ``"param"``, the masters), the state of every optimizer made here, the average (kind
         ``"ema"``) where there is one, and on rank 0 buffers.
+
+        Raises:
+            RuntimeError: inside `Ema.weights`.
         """
         stateful: list[shards.Stateful] = [known.optimizer for known in self._optimizers]
         if self._ema is not None:
@@ -296,15 +306,20 @@ class Zero:
         yield from shards.named_shards(self.model, self._runtime, stateful)
 
     def load_named_shards(self, reader: ShardReader) -> None:
-        """Take this rank's part of parameters, optimizer states and buffers from ``reader``.
+        """Take this rank's part of parameters, optimizer states, averages and buffers from ``reader``.
+
+        An average that was not saved starts from the loaded weights.
 
         Raises:
             ValueError: a parameter that was not saved, or was saved with another shape.
+            RuntimeError: inside `Ema.weights`.
         """
+        if self._ema is not None:
+            self._ema.require_away("load_named_shards")
         optimizers = [known.optimizer for known in self._optimizers]
         shards.load_named_shards(self.model, self._runtime, optimizers, reader)
         if self._ema is not None:
-            self._ema.load(reader)
+            self._ema.load(shards.reader_of(self._runtime, reader, EMA))
 
     # -- facts ------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ part that it would own if it were not.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ class Stateful(Protocol):
     """What has state for the pieces that it is given: an optimizer, an average."""
 
     @property
-    def state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
+    def state(self) -> Mapping[Any, Mapping[str, Any]]:
         """By piece, then by kind."""
         ...
 
@@ -81,6 +81,21 @@ def load_named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optim
                 buffer.copy_(reader.read(name, "buffer", (0, buffer.numel())).reshape(buffer.shape))
     for optimizer in optimizers:
         _load_optimizer(optimizer, states)
+
+
+def reader_of(runtime: Runtime, reader: ShardReader, kind: str) -> Callable[[Tensor], Tensor | None]:
+    """From this rank's piece of a master to the saved values of ``kind`` that belong to it; None where none were."""
+    places = {
+        shard: (group.params.layout.slots[piece.slot].name, piece.interval)
+        for group in runtime.groups()
+        for piece, shard in zip(group.params.pieces, group.shards, strict=True)
+    }
+
+    def read(shard: Tensor) -> Tensor | None:
+        name, interval = places[cast(nn.Parameter, shard)]
+        return reader.read(name, kind, interval) if kind in reader.kinds(name) else None
+
+    return read
 
 
 def _read_state(

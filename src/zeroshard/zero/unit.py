@@ -31,6 +31,7 @@ class FlatGroup:
     Attributes:
         shards: for each of ``params.pieces``, the `nn.Parameter` that the optimizer updates: a view of the master, 1-D
             unless the layout keeps tensors whole.
+        awaited: whether some rank may have gradients that wait for a reduction; the same on every rank.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class FlatGroup:
         self.shards = [
             nn.Parameter(self.params.piece_of_master(piece), requires_grad=floating) for piece in self.params.pieces
         ]
+        self.awaited = False
 
     @property
     def trained(self) -> bool:
@@ -158,8 +160,8 @@ class Unit:
             group.grads.settle()
 
     def trained_groups(self) -> list[FlatGroup]:
-        """Groups that take gradients now."""
-        return [group for group in self.groups if group.trained]
+        """Groups that take gradients now, or did in a backward of this step that reduced none."""
+        return [group for group in self.groups if group.trained or group.awaited]
 
     def keep_whole(self, chosen: set[nn.Parameter], loads: list[int]) -> None:
         """Move the chosen parameters to groups that keep tensors whole. Collective; see `FlatGroup.keep_whole`."""
