@@ -39,8 +39,8 @@ def _model(name):
     return build_model(name, vocab_size=31, seq_len=8, overrides=MODELS[name])
 
 
-def _measured(comm, model, strategy, precision, optimizer, num_reductions=1):
-    zero = Zero(model, stage=strategy, comm=comm, precision=precision)
+def _measured(comm, model, strategy, precision, optimizer, num_reductions=1, **zero_kwargs):
+    zero = Zero(model, stage=strategy, comm=comm, precision=precision, **zero_kwargs)
     cls, kwargs = OPTIMIZERS[optimizer]
     optim = zero.optimizer(cls, lr=1e-3, **kwargs)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
@@ -121,6 +121,19 @@ def test_a_row_of_the_table_is_all_that_the_formula_reads(stage):
         "master": 0,
         "optimizer": adam[row.optim.value],
     }
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("world_size", "shard_size"), [(4, 1), (4, 2), (4, 4), (6, 3)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_replica_holds_what_a_world_of_its_size_does(stage, world_size, shard_size, precision):
+    policy = PRECISIONS[precision]
+    for rank in range(world_size):
+        model = _model("gpt2-demo")
+        buffers = buffers_of(model, shard_size)
+        predicted = state_bytes(buffers, STAGES[stage], rank % shard_size, OPTIMIZER_STATES["AdamW"], policy)
+        comm = NullCommunicator(world_size, rank)
+        assert _measured(comm, model, STAGES[stage], policy, "AdamW", shard_size=shard_size) == predicted
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

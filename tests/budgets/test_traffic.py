@@ -95,6 +95,47 @@ def test_ranks_that_talk_send_what_was_predicted(row):
     assert by_rank == [_predicted(_model(), 3, ROWS[row], 2)] * 3
 
 
+def _hybrid(comm, row, shard_size, num_micro, accumulate, precision=None):
+    kwargs = {"shard_size": shard_size, "accumulate": accumulate}
+    observed = _third_step(comm, _model(), row, num_micro, precision, **kwargs)
+    found = [(r.op, r.num_bytes, r.scope, r.world_size) for r in observed.records if r.scope != CONTROL]
+    planned = messages(
+        buffers_of(_model(), shard_size),
+        row,
+        precision,
+        num_micro=num_micro,
+        accumulate=accumulate,
+        num_replicas=comm.world_size // shard_size,
+    )
+    return found, [(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in planned]
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("num_micro", "accumulate"), [(1, None), (3, "local"), (3, "sharded")])
+@pytest.mark.parametrize(("world_size", "shard_size"), [(4, 1), (4, 2), (4, 4), (6, 3), (8, 2)])
+@pytest.mark.parametrize("row", [row for row in ROWS if row != "stage 0"])
+def test_replicas_add_a_shard_to_each_reduction(row, world_size, shard_size, num_micro, accumulate, precision):
+    comm = NullCommunicator(world_size, world_size - 1)
+    found, planned = _hybrid(comm, ROWS[row], shard_size, num_micro, accumulate, precision)
+    assert found == planned
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row != "stage 0"])
+def test_replicas_that_talk_send_what_was_predicted(row):
+    for found, planned in run_threads(lambda comm: _hybrid(comm, ROWS[row], 2, 2, None), 4):
+        assert found == planned
+
+
+def test_what_crosses_between_groups_is_one_shard_of_the_model():
+    buffers = buffers_of(_model(), 4)
+    total = sum(buffer.layout.padded_numel * 4 for buffer in buffers)
+    for stage in (1, 2, 3):
+        found = messages(buffers, STAGES[stage], num_replicas=8)
+        across = [message for message in found if message.world_size == 8]
+        assert bytes_by_op(across) == {"all_reduce": total // 4}
+        assert [message for message in found if message.world_size == 4] == messages(buffers, STAGES[stage])
+
+
 def test_the_totals_are_those_of_the_stage_table():
     buffers = buffers_of(_model(), 4)
     padded = {b.name: b.layout.padded_numel * 4 for b in buffers}

@@ -21,6 +21,7 @@ from zeroshard.comm import (
     SharedMemoryCommunicator,
     TorchCommunicator,
     run_threads,
+    split,
     thread_transports,
 )
 
@@ -185,6 +186,39 @@ def arguments_that_do_not_fit_are_refused(comm):
             comm.broadcast(torch.zeros(2), src=src)
 
 
+def parts_talk_among_themselves(comm):
+    size, rank = comm.world_size, comm.rank
+    for groups in ([[r for r in range(size) if r % 2 == odd] for odd in (0, 1)], [[r] for r in range(size)]):
+        groups = [ranks for ranks in groups if ranks]
+        ranks = next(ranks for ranks in groups if rank in ranks)
+        part = split(comm, groups)
+        assert (part.rank, part.world_size) == (ranks.index(rank), len(ranks))
+        for case in (all_reduce_is_the_reduction, all_gather_works_in_place, several_operations_are_in_flight):
+            case(part)
+        # What a part sends is its own, whatever else is under way.
+        everyone, few = torch.ones(9), torch.ones(9)
+        works = [comm.all_reduce(everyone), part.all_reduce(few)]
+        for work in works:
+            work.wait()
+        assert (everyone[0], few[0]) == (size, len(ranks))
+        part.barrier()
+        if len(ranks) > 1:
+            pair = split(part, [list(range(len(ranks) - 1)), [len(ranks) - 1]])
+            assert pair.world_size == (1 if part.rank == len(ranks) - 1 else len(ranks) - 1)
+            broadcast_sends_from_any_rank(pair)
+    assert split(comm, [range(size)]) is comm
+
+
+def groups_that_do_not_share_out_the_world_are_refused(comm):
+    size = comm.world_size
+    for groups in ([], [[0], [0]], [[*range(size), size]], [list(range(1, size + 1))], [[0], []]):
+        with pytest.raises(ValueError, match=f"do not share out a world of {size}|are not lists of ascending ranks"):
+            split(comm, groups)
+    if size > 1:
+        with pytest.raises(ValueError, match="are not lists of ascending ranks"):
+            split(comm, [list(reversed(range(size)))])
+
+
 def it_is_a_communicator(comm):
     assert isinstance(comm, Communicator)
     assert 0 <= comm.rank < comm.world_size
@@ -207,6 +241,8 @@ CASES = {
         several_operations_are_in_flight,
         empty_tensors_are_nothing,
         arguments_that_do_not_fit_are_refused,
+        parts_talk_among_themselves,
+        groups_that_do_not_share_out_the_world_are_refused,
     )
 }
 WRAPPERS = {"bare": lambda comm: comm, "observed": ObservedCommunicator}

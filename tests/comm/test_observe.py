@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from zeroshard.comm import CONTROL, Communicator, NullCommunicator, ObservedCommunicator, scope
+from zeroshard.comm import CONTROL, Communicator, NullCommunicator, ObservedCommunicator, scope, split
 
 
 @pytest.fixture
@@ -82,3 +82,14 @@ def test_observers_can_be_stacked(observed):
     assert [r.num_bytes for r in outer.records] == [r.num_bytes for r in observed.records] == [8]
     assert isinstance(outer, Communicator)
     assert (outer.rank, outer.world_size, outer.uniform_order) == (1, 4, True)
+
+
+def test_what_parts_send_is_recorded_in_order_with_the_ranks_that_took_part():
+    comm = ObservedCommunicator(NullCommunicator(4, 1))
+    part = split(comm, [[0, 1], [2, 3]])
+    comm.all_reduce(torch.zeros(1))
+    part.all_reduce(torch.zeros(2))
+    split(part, [[0], [1]]).all_reduce(torch.zeros(3))
+    assert [(record.num_bytes, record.world_size) for record in comm.drain()] == [(4, 4), (8, 2), (12, 1)]
+    part.barrier()
+    assert [record.op for record in comm.drain()] == ["barrier"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import NullCommunicator, scope, sentinel
+from zeroshard.comm import NullCommunicator, scope, sentinel, split
 from zeroshard.comm.sentinel import MemoryBoard, SentinelCommunicator, StoreBoard, first_difference
 
 
@@ -56,6 +56,22 @@ def test_ranks_that_do_the_same_are_left_alone():
     assert watched.told == [[], [], []]
 
 
+def test_what_parts_do_is_watched_under_the_ranks_of_the_world():
+    watched = Watched(6)
+    rows = [split(comm, [[0, 1, 2], [3, 4, 5]]) for comm in watched.ranks]
+    for comm, row in zip(watched.ranks, rows, strict=True):
+        comm.barrier()
+        work(row, ["blocks.0"])
+    assert not any(event.wait(0.1) for event in watched.heard)
+    for rank, row in enumerate(rows):
+        work(row, ["blocks.2" if rank == 3 else "blocks.1"])
+    assert all(event.wait(5.0) for event in watched.heard)
+    watched.close()
+    (line,) = {line for told in watched.told for line in told}
+    assert line.startswith("ranks diverged at operation 2: ")
+    assert "rank 3 issued reduce_scatter" in line
+
+
 @pytest.mark.parametrize("board", [MemoryBoard, lambda: StoreBoard(dist.HashStore())])
 def test_a_rank_that_skips_a_layer_is_named_with_the_layer_on_every_rank(board):
     watched = Watched(3, board())
@@ -93,7 +109,7 @@ def test_operations_of_another_order_or_kind_differ():
     for calls in (["x", "y", "z"], ["x", "z", "y"]):
         comm = SentinelCommunicator(NullCommunicator(3), MemoryBoard(), lambda line, found_here: None)
         work(comm, calls)
-        pages.append(comm._diary.page())
+        pages.append(comm._watch.diary.page())
         comm.close()
     assert first_difference(pages[0], pages[0]) is None
     place, one, other = first_difference(*pages)

@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from zeroshard.comm import PeerError, run_threads, scope
+from zeroshard.comm import PeerError, run_threads, scope, split
 
 
 def test_results_come_back_by_rank():
@@ -97,3 +97,22 @@ def test_a_collective_keeps_no_tensor():
     refs = run_threads(go, 2)
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
+
+
+def test_a_rank_that_fails_stops_those_who_meet_in_parts():
+    def go(comm):
+        part = split(comm, [[0, 1], [2, 3]])
+        part.barrier()
+        if comm.rank == 3:
+            raise KeyError("rank 3")
+        part.barrier()
+
+    start = time.perf_counter()
+    with pytest.raises(KeyError, match="rank 3"):
+        run_threads(go, 4)
+    assert time.perf_counter() - start < 5
+
+
+def test_ranks_that_split_otherwise_are_told():
+    with pytest.raises(RuntimeError, match="ranks diverged"):
+        run_threads(lambda comm: split(comm, [[0], [1, 2]] if comm.rank else [[0, 1], [2]]), 3)

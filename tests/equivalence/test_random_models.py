@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -29,6 +29,7 @@ KINDS = [
     "reentrant-some-ranks",
 ]
 NUM_STEPS, NUM_ROWS = 3, 2
+KEEP_WEIGHTS = ShardingStrategy(Placement.SHARD, Placement.SHARD, Placement.SHARD, reshard_after_forward=False)
 
 
 @dataclass(frozen=True)
@@ -147,11 +148,12 @@ def one_process(case: Case) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-def sharded(comm: Communicator, case: Case, stage: int | ShardingStrategy):
+def sharded(comm: Communicator, case: Case, stage: int | ShardingStrategy, shard_size: int | None = None):
     model = Model(case)
-    zero = Zero(model, stage=stage, comm=comm, accumulate=case.accumulate, prefetch=case.prefetch)
-    cls, kwargs = _optimizer(case)
-    optim = zero.optimizer(cls, **kwargs)
+    kwargs = {"accumulate": case.accumulate, "prefetch": case.prefetch, "shard_size": shard_size}
+    zero = Zero(model, stage=stage, comm=comm, **kwargs)
+    cls, settings = _optimizer(case)
+    optim = zero.optimizer(cls, **settings)
     facts = []
     for step in range(NUM_STEPS):
         for micro in range(case.num_micro):
@@ -165,18 +167,52 @@ def sharded(comm: Communicator, case: Case, stage: int | ShardingStrategy):
     return facts, dict(zero.state_dict())
 
 
+RECOMPUTED_WHERE_OTHERS_RUN_LATER_UNITS = Case(
+    width=1,
+    kinds=("reentrant-some-ranks", "some-ranks"),
+    bias=False,
+    world_size=2,
+    num_micro=1,
+    two_forwards=False,
+    num_again=0,
+    accumulate="local",
+    prefetch=0,
+    optimizer="SGD",
+)
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
+@example(RECOMPUTED_WHERE_OTHERS_RUN_LATER_UNITS)
 @given(cases)
 def test_all_stages_give_the_same_bits_and_one_process_the_same_numbers(case):
     expected = one_process(case)
     stage_zero = run_threads(lambda comm: sharded(comm, case, 0), case.world_size)
-    keep = ShardingStrategy(Placement.SHARD, Placement.SHARD, Placement.SHARD, reshard_after_forward=False)
-    for stage in (1, 2, 3, keep):
+    for stage in (1, 2, 3, KEEP_WEIGHTS):
         by_rank = run_threads(lambda comm, stage=stage: sharded(comm, case, stage), case.world_size)
-        for (facts, weights), (same_facts, same_weights) in zip(by_rank, stage_zero, strict=True):
-            assert facts == same_facts
-            assert all(torch.equal(weights[name], same_weights[name]) for name in expected)
+        _assert_same_bits(by_rank, stage_zero)
+    _assert_close(case, stage_zero[0][1], expected)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(cases, st.sampled_from([1, 2, 4]))
+def test_so_do_they_where_groups_of_ranks_are_replicas(case, shard_size):
+    case = replace(case, world_size=4)
+    stage_one = run_threads(lambda comm: sharded(comm, case, 1, shard_size), 4, timeout_s=20)
+    for stage in (2, 3, KEEP_WEIGHTS):
+        by_rank = run_threads(lambda comm, stage=stage: sharded(comm, case, stage, shard_size), 4, timeout_s=20)
+        _assert_same_bits(by_rank, stage_one)
+    _assert_close(case, stage_one[0][1], one_process(case))
+
+
+def _assert_same_bits(ours, others):
+    for (facts, weights), (same_facts, same_weights) in zip(ours, others, strict=True):
+        assert facts == same_facts
+        assert all(torch.equal(weights[name], same_weights[name]) for name in same_weights)
+        assert all(torch.equal(weights[name], ours[0][1][name]) for name in weights)
+
+
+def _assert_close(case, weights, expected):
     if case.optimizer != "SGD":
         return  # they divide by a gradient's size, and where it should be zero, rounding decides
     for name, whole in expected.items():
-        torch.testing.assert_close(stage_zero[0][1][name], whole, rtol=0, atol=2e-5)
+        torch.testing.assert_close(weights[name], whole, rtol=0, atol=2e-5)

@@ -62,6 +62,21 @@ def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(tiny_config, tmp_p
     _assert_same(resumed_weights, whole_weights)
 
 
+@pytest.mark.parametrize("shard_size", [1, 2, 4])
+def test_so_is_one_whose_groups_of_ranks_are_replicas(tiny_config, tmp_path, shard_size):
+    options = {"shard_size": shard_size, "grad_accum_steps": 2}
+    parts = str(tmp_path / "parts")
+    _train(tiny_config(**options, strategy="zero3", out=parts), 4, until=3)
+    _, manifest = checkpoint.open_manifest(checkpoint.latest(Path(parts) / "checkpoints"))
+    written = {piece.file for entry in manifest.tensors for piece in entry.pieces}
+    assert written == {f"rank-{rank:05d}-of-00004.safetensors" for rank in range(shard_size)}
+    resumed_weights, resumed = _train(tiny_config(**options, strategy="zero3", out=parts, resume="auto"), 4)
+    for strategy in ("zero2", "zero3"):
+        whole_weights, whole = _train(tiny_config(**options, strategy=strategy, out=str(tmp_path / strategy)), 4)
+        assert resumed == whole
+        _assert_same(resumed_weights, whole_weights)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_losses_norms_and_weights_are_the_same_bits_at_every_stage(tiny_config, tmp_path, world_size):
     runs = [
@@ -88,15 +103,21 @@ def test_ddp_and_stage_zero_agree_in_one_process(tiny_config, tmp_path):
         (("zero1", 3), ("zero0", 1)),
         (("zero2", 2), ("ddp", 1)),
         (("ddp", 1), ("zero3", 4)),
+        (("zero3", 4, 2), ("zero1", 3)),
+        (("zero1", 2), ("zero2", 4, 2)),
     ],
 )
 def test_state_saved_by_one_strategy_and_world_is_loaded_by_another_to_the_bit(tiny_config, tmp_path, saved, loaded):
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    weights, _ = _train(tiny_config(strategy=saved[0], out=first, max_steps=3), saved[1])
+    (strategy, world_size, *shard_size), (next_strategy, next_world_size, *next_shard_size) = saved, loaded
+    config = tiny_config(strategy=strategy, shard_size=sum(shard_size), out=first, max_steps=3)
+    weights, _ = _train(config, world_size)
     path = Path(first) / "checkpoints" / "step-00000003"
 
     def rank_main(comm):
-        config = tiny_config(strategy=loaded[0], out=second, max_steps=3, resume=str(path))
+        config = tiny_config(
+            strategy=next_strategy, shard_size=sum(next_shard_size), out=second, max_steps=3, resume=str(path)
+        )
         run = build_run(config, comm, CPU)
         assert run.first_step == 3
         again = Path(second) / "again"
@@ -104,7 +125,7 @@ def test_state_saved_by_one_strategy_and_world_is_loaded_by_another_to_the_bit(t
         run.close()
         return run.strategy.state_dict()
 
-    for state in run_threads(rank_main, loaded[1]):
+    for state in run_threads(rank_main, next_world_size):
         _assert_same(state, weights)
     before, after = _all_tensors(path), _all_tensors(Path(second) / "again")
     assert {kind for _, kind in before} == {"param", "exp_avg", "exp_avg_sq", "step"}

@@ -167,6 +167,14 @@ def test_more_ranks_than_the_global_batch_feeds_are_refused(tiny_config):
     assert line.startswith("global_batch_size: 6 is no multiple of 2 (micro_batch_size) x 2 ranks")
 
 
+@pytest.mark.parametrize("shard_size", [3, 4, 8])
+def test_a_shard_size_that_does_not_share_out_the_world_is_refused(tiny_config, shard_size):
+    line = _refusal(tiny_config(shard_size=shard_size), world_size=2)
+    todo = "choose one of 1, 2, or 0 for all ranks"
+    assert line == f"shard_size: {shard_size} does not divide a world of 2; {todo}"
+    assert not Path(tiny_config().out).exists()
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_global_batch_is_the_same_number_of_rows_at_any_world_size(tiny_config, world_size):
     config = tiny_config(global_batch_size=8, micro_batch_size=2)

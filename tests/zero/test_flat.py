@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm import LocalCommunicator, NullCommunicator
-from zeroshard.zero import STAGES, MixedPrecision
+from zeroshard.zero import STAGES, Levels, MixedPrecision
 from zeroshard.zero.flat import FlatParams
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
@@ -11,7 +11,8 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 
 def _flat(stage, comm=None, precision=None, init=None):
     params = [("a", nn.Parameter(torch.arange(6.0).view(2, 3))), ("b", nn.Parameter(torch.tensor(6.0)))]
-    return FlatParams("unit", params, STAGES[stage], comm or NullCommunicator(2), precision or MixedPrecision(), init)
+    levels = Levels.of(comm or NullCommunicator(2))
+    return FlatParams("unit", params, STAGES[stage], levels, precision or MixedPrecision(), init)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -120,7 +121,7 @@ def test_init_fills_each_parameter_in_place_and_in_the_masters_dtype():
 
 def test_frozen_integers_are_zero_where_they_are_freed():
     params = [("n", nn.Parameter(torch.tensor([1, 2, 3]), requires_grad=False))]
-    flat = FlatParams("unit", params, STAGES[3], NullCommunicator(2), BF16, None)
+    flat = FlatParams("unit", params, STAGES[3], Levels.of(NullCommunicator(2)), BF16, None)
     assert flat.params[0].tolist() == [0, 0, 0]
     flat.gather()
     flat.wait()

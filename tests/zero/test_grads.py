@@ -6,7 +6,7 @@ from torch import nn
 
 from nets import Net, rows
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.zero import STAGES, FlatLayout, Zero
+from zeroshard.zero import STAGES, FlatLayout, Levels, Zero
 from zeroshard.zero.grads import clip_, global_norm
 from zeroshard.zero.reduction import FlatGrads
 
@@ -18,7 +18,9 @@ def _buffers(stage, comm, dtype=torch.float32):
     found = []
     for size in SIZES:
         layout = FlatLayout.of([("a", (size,))], comm.world_size)
-        grads = FlatGrads("unit", layout, STAGES[stage], comm, device=CPU, master_dtype=dtype, reduce_dtype=dtype)
+        grads = FlatGrads(
+            "unit", layout, STAGES[stage], Levels.of(comm), device=CPU, master_dtype=dtype, reduce_dtype=dtype
+        )
         grads.accumulate(0, torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype))
         grads.reduce()
         grads.settle()

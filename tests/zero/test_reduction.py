@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
-from zeroshard.zero import STAGES, FlatLayout
+from zeroshard.zero import STAGES, FlatLayout, Levels
 from zeroshard.zero.reduction import FlatGrads
 
 SHAPES = [("a", (2, 2)), ("b", (3,))]
@@ -13,7 +13,7 @@ def _grads(stage, comm, reduce_dtype=torch.float32, master_dtype=torch.float32):
         "unit",
         FlatLayout.of(SHAPES, comm.world_size),
         STAGES[stage],
-        comm,
+        Levels.of(comm),
         device=torch.device("cpu"),
         master_dtype=master_dtype,
         reduce_dtype=reduce_dtype,

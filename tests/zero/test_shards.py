@@ -81,19 +81,19 @@ def _steps(zero, optims, steps):
         zero.zero_grad()
 
 
-def _save(comm, stage, optimizer):
-    zero = Zero(_net(), stage=stage, comm=comm)
+def _save(comm, stage, optimizer, shard_size=None):
+    zero = Zero(_net(), stage=stage, comm=comm, shard_size=shard_size)
     _steps(zero, _optimizers(zero, optimizer), range(2))
     copied = [NamedShard(s.name, s.kind, s.shape, s.interval, s.tensor.clone()) for s in zero.named_shards()]
     return copied, zero.state_dict()
 
 
-def _load(comm, stage, optimizer, saved, reader):
+def _load(comm, stage, optimizer, saved, reader, shard_size=None):
     net = _net()
     with torch.no_grad():
         for tensor in (*net.parameters(), net.table):
             tensor.fill_(7)
-    zero = Zero(net, stage=stage, comm=comm)
+    zero = Zero(net, stage=stage, comm=comm, shard_size=shard_size)
     optims = _optimizers(zero, optimizer)
     zero.load_named_shards(reader)
     loaded = zero.state_dict()
@@ -140,6 +140,34 @@ def test_any_stage_and_world_reads_what_another_wrote(wrote, reads, optimizer):
         torch.testing.assert_close(loaded[0][1][name], tensor, rtol=0, atol=1e-5)
         if wrote[1] == reads[1]:
             assert torch.equal(loaded[0][1][name], tensor)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("wrote", "reads"),
+    [
+        ((3, 4, 2), (1, 3, None)),
+        ((1, 4, 2), (0, 2, None)),
+        ((0, 3, None), (2, 4, 2)),
+        ((2, 4, 4), (3, 4, 2)),
+        ((3, 4, 1), (3, 6, 3)),
+    ],
+    ids=str,
+)
+def test_one_replica_writes_and_any_stage_world_and_shard_size_reads(wrote, reads, optimizer):
+    stage, world_size, shard_size = wrote
+    by_rank = run_threads(lambda comm: _save(comm, stage, optimizer, shard_size), world_size)
+    assert [bool(shards) for shards, _ in by_rank] == [rank < (shard_size or world_size) for rank in range(world_size)]
+    saved, state = Saved([shards for shards, _ in by_rank]), by_rank[0][1]
+    assert saved.tiled
+    stage, world_size, shard_size = reads
+    loaded = run_threads(lambda comm: _load(comm, stage, optimizer, state, saved, shard_size), world_size)
+    again = Saved([shards for shards, _ in loaded])
+    assert again.tiled
+    assert again.shapes == saved.shapes
+    assert all(torch.equal(again.whole[key], saved.whole[key]) for key in saved.whole)
+    for _, weights in loaded[1:]:
+        assert all(torch.equal(weights[name], whole) for name, whole in loaded[0][1].items())
 
 
 @pytest.mark.parametrize("stage", STAGES)

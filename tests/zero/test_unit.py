@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm import NullCommunicator, run_threads
-from zeroshard.zero import STAGES, MixedPrecision, Unit
+from zeroshard.zero import STAGES, Levels, MixedPrecision, Unit
 from zeroshard.zero.unit import build_groups, memory_of, reduced_whole
 
 
@@ -17,7 +17,9 @@ def _params():
 
 
 def _unit(stage=3, precision=None):
-    groups = build_groups("u", _params(), STAGES[stage], NullCommunicator(2), precision or MixedPrecision(), {})
+    groups = build_groups(
+        "u", _params(), STAGES[stage], Levels.of(NullCommunicator(2)), precision or MixedPrecision(), {}
+    )
     return Unit("u", nn.Identity(), groups)
 
 
@@ -86,7 +88,7 @@ def test_parameters_leave_their_group_for_one_that_keeps_tensors_whole(stage, pr
             for index, (_, param) in enumerate(params):
                 param.copy_(torch.arange(param.numel()) / 3 + index)  # thirds are no bfloat16
         values = {name: param.clone() for name, param in params}
-        unit = Unit("u", nn.Identity(), build_groups("u", params, STAGES[stage], comm, precision, {}))
+        unit = Unit("u", nn.Identity(), build_groups("u", params, STAGES[stage], Levels.of(comm), precision, {}))
         loads = [0] * 2
         chosen = {dict(params)["b"], dict(params)["wide"]}
         unit.keep_whole(chosen, loads)

@@ -9,7 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroshard.comm.base import Allocator, Communicator, Done, PeerError, ReduceOp, Work, empty_for
+    from zeroshard.comm.base import (
+        Allocator,
+        Communicator,
+        Done,
+        Groups,
+        PeerError,
+        ReduceOp,
+        Splittable,
+        Work,
+        empty_for,
+        split,
+    )
     from zeroshard.comm.exposed import Exposed, by_kind
     from zeroshard.comm.labels import CONTROL, current_scope, scope
     from zeroshard.comm.local import LocalCommunicator
@@ -25,10 +36,13 @@ _HOME = {
     "Allocator": "base",
     "Communicator": "base",
     "Done": "base",
+    "Groups": "base",
     "PeerError": "base",
     "ReduceOp": "base",
+    "Splittable": "base",
     "Work": "base",
     "empty_for": "base",
+    "split": "base",
     "Exposed": "exposed",
     "by_kind": "exposed",
     "LocalCommunicator": "local",
@@ -57,6 +71,7 @@ __all__ = [
     "Communicator",
     "Done",
     "Exposed",
+    "Groups",
     "LocalCommunicator",
     "NullCommunicator",
     "ObservedCommunicator",
@@ -64,6 +79,7 @@ __all__ = [
     "ReduceOp",
     "RingCommunicator",
     "SharedMemoryCommunicator",
+    "Splittable",
     "ThreadCommunicator",
     "ThreadTransport",
     "TorchCommunicator",
@@ -76,6 +92,7 @@ __all__ = [
     "ranks_share_host",
     "run_threads",
     "scope",
+    "split",
     "thread_transports",
 ]
 

@@ -14,12 +14,14 @@ and that `tests/comm/test_contract.py` checks:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
 
 ReduceOp = Literal["sum", "max", "min", "product"]
+Groups = Sequence[Sequence[int]]
 
 
 class PeerError(RuntimeError):
@@ -103,6 +105,43 @@ def empty_for(comm: Communicator, numel: int, dtype: torch.dtype, device: torch.
     if device.type == "cpu" and isinstance(comm, Allocator):
         return comm.empty(numel, dtype)
     return torch.empty(numel, dtype=dtype, device=device)
+
+
+@runtime_checkable
+class Splittable(Protocol):
+    """A communicator some of whose ranks can talk among themselves."""
+
+    def split(self, groups: Groups) -> Communicator:
+        """See the function `split`, which is what to call."""
+        ...
+
+
+def split(comm: Communicator, groups: Groups) -> Communicator:
+    """The part of ``comm`` that this rank is in. Collective.
+
+    Operations of a part are independent of those of ``comm`` and of other parts. It is closed with ``comm``.
+
+    Args:
+        comm: the whole world.
+        groups: the ranks of each part, in ascending order; together each rank once. The same on every rank.
+
+    Raises:
+        ValueError: ``groups`` are something else, or this kind of communicator has no parts.
+    """
+    if any(list(ranks) != sorted(ranks) for ranks in groups) or not all(groups):
+        raise ValueError(f"groups: {groups} are not lists of ascending ranks; name at least one rank in each")
+    if sorted(rank for ranks in groups for rank in ranks) != list(range(comm.world_size)):
+        raise ValueError(f"groups: {groups} do not share out a world of {comm.world_size}; name each rank once")
+    if len(groups) == 1:
+        return comm
+    if not isinstance(comm, Splittable):
+        raise ValueError(f"groups: a {type(comm).__name__} cannot be split; give it a method split(groups)")
+    return comm.split(groups)
+
+
+def own_group(groups: Groups, rank: int) -> tuple[int, list[int]]:
+    """The index of the group that ``rank`` is in, and its ranks."""
+    return next((index, list(ranks)) for index, ranks in enumerate(groups) if rank in ranks)
 
 
 def check_op(op: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, ReduceOp, Work, check_op, check_rank, check_shards
+from zeroshard.comm.base import DONE, Groups, ReduceOp, Work, check_op, check_rank, check_shards, own_group
 
 
 class NullCommunicator:
@@ -63,3 +63,8 @@ class NullCommunicator:
 
     def barrier(self) -> None:
         """Return at once."""
+
+    def split(self, groups: Groups) -> NullCommunicator:
+        """A smaller world without peers."""
+        _, ranks = own_group(groups, self.rank)
+        return type(self)(len(ranks), ranks.index(self.rank))

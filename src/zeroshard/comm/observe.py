@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import Communicator, ReduceOp, Work, empty_for
+from zeroshard.comm.base import Communicator, Groups, ReduceOp, Work, empty_for, split
 from zeroshard.comm.exposed import Exposed
 from zeroshard.comm.labels import CONTROL, current_scope
 
@@ -25,6 +26,7 @@ class CommRecord:
             must send follows from it: ``(W-1)/W`` of it for a reduce-scatter or all-gather, twice that for an
             all-reduce.
         scope: the caller's label, see `scope`.
+        world_size: W, how many ranks took part.
         issue_s: seconds spent in the call.
         wait_s: seconds that the host spent in `Work.wait`. On CUDA neither blocks the host; `exposed` tells what the
             device paid.
@@ -33,6 +35,7 @@ class CommRecord:
     op: str
     num_bytes: int
     scope: str
+    world_size: int
     issue_s: float = 0.0
     wait_s: float = 0.0
 
@@ -49,7 +52,7 @@ class _ObservedWork:
 
 
 class ObservedCommunicator:
-    """``inner``, with a record of every operation in ``records`` (in the order of issue).
+    """``inner``, with a record of every operation in ``records`` (in the order of issue), its parts' among them.
 
     Records accumulate until `drain` takes them; what nothing hid accumulates in ``exposed``, until its own `take`.
     """
@@ -88,7 +91,8 @@ class ObservedCommunicator:
         start, label = time.perf_counter(), current_scope()
         with self.exposed.timed(label, tensor.device, issuing=True):
             work = issue()
-        record = CommRecord(op, tensor.numel() * tensor.element_size(), label, time.perf_counter() - start)
+        num_bytes = tensor.numel() * tensor.element_size()
+        record = CommRecord(op, num_bytes, label, self.world_size, issue_s=time.perf_counter() - start)
         self.records.append(record)
         return _ObservedWork(work, record, self.exposed, tensor.device)
 
@@ -113,11 +117,18 @@ class ObservedCommunicator:
         start, label = time.perf_counter(), current_scope()
         with self.exposed.timed(label, self.control_device, issuing=True):
             self.inner.barrier()
-        self.records.append(CommRecord("barrier", 0, label, time.perf_counter() - start))
+        self.records.append(CommRecord("barrier", 0, label, self.world_size, issue_s=time.perf_counter() - start))
+
+    def split(self, groups: Groups) -> ObservedCommunicator:
+        """A part of the inner communicator, which records here."""
+        part = copy.copy(self)
+        part.inner = split(self.inner, groups)
+        return part
 
     def drain(self) -> list[CommRecord]:
         """Take the records so far."""
-        records, self.records = self.records, []
+        records = list(self.records)
+        self.records.clear()  # parts write into the same list
         return records
 
     def totals(self, *, control: bool = False) -> dict[str, int]:

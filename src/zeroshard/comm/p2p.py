@@ -12,6 +12,7 @@ import queue
 import re
 import threading
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import PeerError, Work
+from zeroshard.comm.base import Groups, PeerError, Work, own_group
 
 CPU = torch.device("cpu")
 _GLOO_LINE = re.compile(r"^(?:\[[^]]*:\d+\] )?(.*?)(?:\. .*)?$")  # [file:line] what. advice
@@ -48,6 +49,10 @@ class Transport(Protocol):
 
         Receives from one rank are waited on in the order in which they were posted.
         """
+        ...
+
+    def split(self, groups: Groups) -> Transport:
+        """Messages of their own among the ranks of a group; see `zeroshard.comm.base.split`."""
         ...
 
     def close(self) -> None:
@@ -88,10 +93,15 @@ class TorchTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
-        parent, self.rank, self.world_size = members(group)
+        parent, rank, world_size = members(group)
+        self._connect(own_store(parent), rank, range(world_size), timeout_s)
+
+    def _connect(self, store: dist.Store, rank: int, names: Sequence[int], timeout_s: float) -> None:
+        """``names``: what each rank is called in messages to the user."""
+        self.rank, self.world_size = rank, len(names)
+        self._store, self._names, self._timeout_s, self._num_splits = store, names, timeout_s, 0
         self._group: Any = None  # a ProcessGroupGloo, whose stub lacks send and recv
         if self.world_size > 1:
-            self._store = own_store(parent)
             timeout = timedelta(seconds=timeout_s)
             self._group = dist.ProcessGroupGloo(self._store, self.rank, self.world_size, timeout)
             # who has connected may not leave before all have: the others would find it gone
@@ -116,6 +126,7 @@ class TorchTransport:
         """What to raise after ``error`` in a message to or from ``peer``; tells the other ranks."""
         if isinstance(error, PeerError):
             return error
+        peer, own = self._names[peer], self._names[self.rank]
         reason = _GLOO_LINE.sub(r"\1", str(error).splitlines()[0])
         # Only a neighbour sees that a rank is gone; the next one sees that neighbour leave. The store knows the first.
         try:
@@ -123,9 +134,18 @@ class TorchTransport:
         except (RuntimeError, ValueError):  # the store went with the rank that kept it
             first = peer
         self.close()  # our neighbours wait for us in vain, and learn it so
-        if first == self.rank:
-            return PeerError(f"rank {self.rank}: rank {peer} gave this rank up, which did not answer ({reason})")
-        return PeerError(f"rank {self.rank}: rank {first} is gone or did not answer; see what it printed ({reason})")
+        if first == own:
+            return PeerError(f"rank {own}: rank {peer} gave this rank up, which did not answer ({reason})")
+        return PeerError(f"rank {own}: rank {first} is gone or did not answer; see what it printed ({reason})")
+
+    def split(self, groups: Groups) -> TorchTransport:
+        """A gloo group for each group of ranks, which meets in a corner of the same store."""
+        index, ranks = own_group(groups, self.rank)
+        part = object.__new__(TorchTransport)
+        store = dist.PrefixStore(f"part/{self._num_splits}/{index}", self._store)
+        self._num_splits += 1
+        part._connect(store, ranks.index(self.rank), [self._names[rank] for rank in ranks], self._timeout_s)
+        return part
 
     def close(self) -> None:
         """Leave the group."""
@@ -133,7 +153,7 @@ class TorchTransport:
 
     def _open(self) -> Any:
         if self._group is None:
-            raise PeerError(f"rank {self.rank}: the transport is closed")
+            raise PeerError(f"rank {self._names[self.rank]}: the transport is closed")
         return self._group
 
 
@@ -170,26 +190,41 @@ class _ThreadRecv:
         parcel.taken.set()
 
 
+_Queues = dict[tuple[int, ...], queue.SimpleQueue[_Parcel]]  # by part, sender and receiver
+
+
 class ThreadTransport:
     """One rank's end of the queues that `thread_transports` makes."""
 
     def __init__(
-        self, rank: int, world_size: int, queues: dict[tuple[int, int], queue.SimpleQueue[_Parcel]], timeout_s: float
+        self, rank: int, world_size: int, queues: _Queues, timeout_s: float, part: tuple[int, ...] = ()
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._queues = queues
         self._timeout_s = timeout_s
+        self._part = part
+        self._num_splits = 0
+
+    def _queue(self, source: int, to: int) -> queue.SimpleQueue[_Parcel]:
+        return self._queues.setdefault((*self._part, source, to), queue.SimpleQueue())  # atomic: ranks are threads
 
     def send(self, message: Tensor, to: int) -> Work:
         """Put ``message`` itself, not a copy, where rank ``to`` finds it."""
         parcel = _Parcel(message)
-        self._queues[self.rank, to].put(parcel)
+        self._queue(self.rank, to).put(parcel)
         return _ThreadSend(parcel, to, self._timeout_s)
 
     def recv(self, buffer: Tensor, source: int) -> Work:
         """Copy the next message from rank ``source`` when waited on."""
-        return _ThreadRecv(self._queues[source, self.rank], buffer, source, self._timeout_s)
+        return _ThreadRecv(self._queue(source, self.rank), buffer, source, self._timeout_s)
+
+    def split(self, groups: Groups) -> ThreadTransport:
+        """Queues of their own for the ranks of a group."""
+        index, ranks = own_group(groups, self.rank)
+        part = (*self._part, self._num_splits, index)
+        self._num_splits += 1
+        return ThreadTransport(ranks.index(self.rank), len(ranks), self._queues, self._timeout_s, part)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -207,9 +242,8 @@ def thread_transports(world_size: int, *, timeout_s: float = 120.0) -> list[Thre
     """
     if world_size < 1:
         raise ValueError(f"world_size: {world_size} ranks; give at least 1")
-    ranks = range(world_size)
-    queues = {(a, b): queue.SimpleQueue[_Parcel]() for a in ranks for b in ranks}
-    return [ThreadTransport(rank, world_size, queues, timeout_s) for rank in ranks]
+    queues: _Queues = {}
+    return [ThreadTransport(rank, world_size, queues, timeout_s) for rank in range(world_size)]
 
 
 def members(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, int, int]:

@@ -18,13 +18,14 @@ caller's tensors and nothing else: partial sums are made in the input, and gathe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import ReduceOp, Work, check_op, check_rank, check_shards
+from zeroshard.comm.base import Groups, ReduceOp, Work, check_op, check_rank, check_shards
 from zeroshard.comm.p2p import CPU, TorchTransport, Transport, require_cpu
 from zeroshard.comm.pieces import COMBINE, copy, on_flat, shard_interval
 from zeroshard.comm.worker import Operation, Worker
@@ -61,6 +62,7 @@ class RingCommunicator:
         self.world_size = self.transport.world_size
         self._worker = Worker(f"ring-{self.rank}")
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._parts: weakref.WeakSet[RingCommunicator] = weakref.WeakSet()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce ``tensor`` in place; any strides, at the cost of copies where its elements do not lie in order."""
@@ -89,8 +91,16 @@ class RingCommunicator:
         """Return when every rank has called it and all that was issued before is done."""
         self._worker.submit(self._barrier).wait()
 
+    def split(self, groups: Groups) -> RingCommunicator:
+        """A ring of each group of ranks, with connections and a thread of its own."""
+        part = RingCommunicator(transport=self.transport.split(groups))
+        self._parts.add(part)
+        return part
+
     def close(self) -> None:
-        """Finish what was issued, end the thread and leave the group; harmless twice."""
+        """Finish what was issued, end the thread and leave the group, parts first; harmless twice."""
+        for part in list(self._parts):
+            part.close()
         self._worker.close()
         self.transport.close()
 

@@ -16,19 +16,21 @@ Whoever finds a fault posts it as the verdict, and every rank acts on that one.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import Communicator, PeerError, ReduceOp, Work, empty_for
+from zeroshard.comm.base import Communicator, Groups, PeerError, ReduceOp, Work, empty_for, split
 from zeroshard.comm.labels import current_scope
 
 PULSE_S = 1.0
@@ -110,35 +112,15 @@ def first_difference(one: list[tuple[int, str, str]], other: list[tuple[int, str
     return None
 
 
-class _WatchedWork:
-    def __init__(self, work: Work, sentinel: SentinelCommunicator) -> None:
-        self._work, self._sentinel = work, sentinel
-
-    def wait(self) -> None:
-        with self._sentinel.waiting():
-            self._work.wait()
-
-
-class SentinelCommunicator:
-    """``inner``, watched.
-
-    Args:
-        inner: the communicator to watch.
-        board: shared by its ranks.
-        on_fault: called on the watching thread with one line, which names the first rank and unit that differ or the
-            rank that is lost, and with whether this rank was the one to find it. The caller may sit in a collective
-            that never returns, so this must end the process or break the collective; raising is of no use there.
-        stall_s: how long a wait may last before a silent rank is taken for lost.
-
-    Call `close` at the end of training.
-    """
+class _Watch:
+    """The thread beside one rank, its diary and the board."""
 
     def __init__(
-        self, inner: Communicator, board: Board, on_fault: Callable[[str, bool], None], *, stall_s: float = 8.0
+        self, rank: int, world_size: int, board: Board, on_fault: Callable[[str, bool], None], stall_s: float
     ) -> None:
-        self.inner = inner
+        self.rank, self.world_size = rank, world_size
+        self.diary = _Diary()
         self._board, self._on_fault, self._stall_s = board, on_fault, stall_s
-        self._diary = _Diary()
         self._waiting_since: float | None = None
         self._last_pulse: dict[int, tuple[int, float]] = {}  # of each rank: its number, when it changed
         self._pulse = 0
@@ -146,11 +128,9 @@ class SentinelCommunicator:
         self._thread = threading.Thread(target=self._watch, name="sentinel", daemon=True)
         self._thread.start()
 
-    # -- the watch --------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
-    def waiting(self):  # noqa: ANN201 -- a generator-based context manager of no value
-        """Around a wait: how long it lasts, and a fault's name where one is known by then."""
+    def waiting(self) -> Generator[None]:
+        """See `SentinelCommunicator.waiting`."""
         self._waiting_since = time.monotonic()
         try:
             yield
@@ -185,7 +165,7 @@ class SentinelCommunicator:
 
     def _post(self) -> None:
         self._pulse += 1
-        page = {"pulse": self._pulse, "count": self._diary.count, "page": self._diary.page()}
+        page = {"pulse": self._pulse, "count": self.diary.count, "page": self.diary.page()}
         self._board.post(f"rank{self.rank}", json.dumps(page).encode())
 
     def _page_of(self, rank: int) -> list[tuple[int, str, str]]:
@@ -198,7 +178,7 @@ class SentinelCommunicator:
         return [tuple(entry) for entry in content["page"]]
 
     def _divergence(self, ranks: range | list[int]) -> str | None:
-        own = self._diary.page()
+        own = self.diary.page()
         for rank in ranks:
             difference = first_difference(self._page_of(rank), own) if rank != self.rank else None
             if difference is not None:
@@ -233,6 +213,50 @@ class SentinelCommunicator:
         self._closed.set()
         self._thread.join()
 
+
+class _WatchedWork:
+    def __init__(self, work: Work, sentinel: SentinelCommunicator) -> None:
+        self._work, self._sentinel = work, sentinel
+
+    def wait(self) -> None:
+        with self._sentinel.waiting():
+            self._work.wait()
+
+
+class SentinelCommunicator:
+    """``inner``, watched.
+
+    Args:
+        inner: the communicator to watch.
+        board: shared by its ranks.
+        on_fault: called on the watching thread with one line, which names the first rank and unit that differ or the
+            rank that is lost, and with whether this rank was the one to find it. The caller may sit in a collective
+            that never returns, so this must end the process or break the collective; raising is of no use there.
+        stall_s: how long a wait may last before a silent rank is taken for lost.
+
+    Call `close` at the end of training.
+    """
+
+    def __init__(
+        self, inner: Communicator, board: Board, on_fault: Callable[[str, bool], None], *, stall_s: float = 8.0
+    ) -> None:
+        self.inner = inner
+        self._watch = _Watch(inner.rank, inner.world_size, board, on_fault, stall_s)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around a wait: how long it lasts, and a fault's name where one is known by then."""
+        return self._watch.waiting()
+
+    def close(self) -> None:
+        """End the watch."""
+        self._watch.close()
+
+    def split(self, groups: Groups) -> SentinelCommunicator:
+        """A part of the inner communicator under the same watch: all parts must do alike at the same time."""
+        part = copy.copy(self)
+        part.inner = split(self.inner, groups)
+        return part
+
     # -- the communicator -------------------------------------------------------------------------------------
 
     @property
@@ -261,7 +285,7 @@ class SentinelCommunicator:
 
     def _note(self, op: str, tensor: Tensor | None) -> None:
         num_bytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
-        self._diary.write(op, num_bytes, current_scope())
+        self._watch.diary.write(op, num_bytes, current_scope())
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Note and pass on."""

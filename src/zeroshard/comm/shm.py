@@ -14,13 +14,15 @@ Sums run in the order of ranks, ``((x0 + x1) + x2) + ...``, whoever owns the sha
 from __future__ import annotations
 
 import socket
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import ReduceOp, Work, check_op, check_rank, check_shards
+from zeroshard.comm.base import Groups, ReduceOp, Work, check_op, check_rank, check_shards, own_group
 from zeroshard.comm.mapped import Segment
 from zeroshard.comm.p2p import CPU, members, own_store, require_cpu
 from zeroshard.comm.pieces import COMBINE, Combine, copy, on_flat, shard_interval
@@ -53,10 +55,17 @@ class SharedMemoryCommunicator:
     control_device = CPU
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
-        parent, self.rank, self.world_size = members(group)
-        segments = _map_segments(parent, self.rank, self.world_size) if self.world_size > 1 else []
-        self._slots = Slots(segments, self.rank, timeout_s)
-        self._worker = Worker(f"shm-{self.rank}")
+        parent, rank, world_size = members(group)
+        self._join(own_store(parent), rank, range(world_size), timeout_s)
+
+    def _join(self, store: dist.Store, rank: int, names: Sequence[int], timeout_s: float) -> None:
+        """``names``: what each rank is called in messages to the user."""
+        self.rank, self.world_size = rank, len(names)
+        self._store, self._names, self._timeout_s, self._num_splits = store, names, timeout_s, 0
+        segments = _map_segments(store, rank, names) if self.world_size > 1 else []
+        self._slots = Slots(segments, rank, timeout_s)
+        self._worker = Worker(f"shm-{names[rank]}")
+        self._parts: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """``[numel]``, not filled, in memory that all ranks map; ordinary memory where there is no room for it."""
@@ -90,8 +99,20 @@ class SharedMemoryCommunicator:
         """Return when every rank has called it and all that was issued before is done."""
         self._worker.submit(self._barrier).wait()
 
+    def split(self, groups: Groups) -> SharedMemoryCommunicator:
+        """Memory of their own, and a thread, for each group of ranks."""
+        index, ranks = own_group(groups, self.rank)
+        part = object.__new__(SharedMemoryCommunicator)
+        store = dist.PrefixStore(f"part/{self._num_splits}/{index}", self._store)
+        self._num_splits += 1
+        part._join(store, ranks.index(self.rank), [self._names[rank] for rank in ranks], self._timeout_s)
+        self._parts.add(part)
+        return part
+
     def close(self) -> None:
-        """Finish what was issued, end the thread and let the memory go; harmless twice."""
+        """Finish what was issued, end the thread and let the memory go, parts first; harmless twice."""
+        for part in list(self._parts):
+            part.close()
         self._worker.close()
         self._slots.close()
 
@@ -239,29 +260,30 @@ def _tell_all(store: dist.Store, what: str, rank: int, world_size: int, word: st
     return [store.get(f"{what}/{r}").decode() for r in range(world_size)]
 
 
-def _map_segments(parent: dist.ProcessGroup, rank: int, world_size: int) -> list[Segment]:
+def _map_segments(store: dist.Store, rank: int, names: Sequence[int]) -> list[Segment]:
     """All ranks' segments, mapped here; no file is left behind. Every rank raises if one cannot take part."""
-    store = own_store(parent)
+    world_size = len(names)
     hosts = _tell_all(store, "host", rank, world_size, _host())
-    for other, host in enumerate(hosts):
+    for name, host in zip(names, hosts, strict=True):
         if host != hosts[0]:
-            what = f"shared memory joins ranks of one host, and rank {other} is on {host}, rank 0 on {hosts[0]}"
+            what = f"shared memory joins ranks of one host, and rank {name} is on {host}, rank {names[0]} on {hosts[0]}"
             raise UserError("comm", what, "use ring")
     own: Segment | None = None
     segments: list[Segment] = []
     try:
         try:
-            own = Segment.create(rank, NUM_COUNTERS, NUM_SLOTS * SLOT_BYTES)
+            own = Segment.create(names[rank], NUM_COUNTERS, NUM_SLOTS * SLOT_BYTES)
             found = str(own.path)
         except UserError as error:
             found = f"{_FAILED}{error.what}"
         paths = _agreed(_tell_all(store, "path", rank, world_size, found))
         try:
             for other, path in enumerate(paths):
-                segments.append(own if other == rank and own else Segment.attach(Path(path), other, NUM_COUNTERS))
+                is_own = other == rank and own is not None
+                segments.append(own if is_own else Segment.attach(Path(path), names[other], NUM_COUNTERS))
             state = "mapped"
         except OSError as error:
-            state = f"{_FAILED}rank {rank} cannot open another rank's memory ({error})"
+            state = f"{_FAILED}rank {names[rank]} cannot open another rank's memory ({error})"
         _agreed(_tell_all(store, "state", rank, world_size, state))
     finally:
         if own is not None:

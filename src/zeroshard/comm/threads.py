@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, PeerError, ReduceOp, Work, check_op, check_rank, check_shards
+from zeroshard.comm.base import DONE, Groups, PeerError, ReduceOp, Work, check_op, check_rank, check_shards, own_group
 from zeroshard.comm.labels import current_scope
 
 T = TypeVar("T")
@@ -34,6 +34,25 @@ class _Table:
         self.tensors: list[Tensor | None] = [None] * world_size
         self.calls: list[tuple[object, ...]] = [()] * world_size
         self.barrier = threading.Barrier(world_size, timeout=timeout_s)
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._parts: dict[tuple[int, int], _Table] = {}
+
+    def part(self, key: tuple[int, int], world_size: int) -> _Table:
+        """Where a part of the ranks meets: the same table for all who ask by one key."""
+        with self._lock:
+            if key not in self._parts:
+                self._parts[key] = _Table(world_size, self._timeout_s)
+                if self.barrier.broken:
+                    self._parts[key].abort()
+            return self._parts[key]
+
+    def abort(self) -> None:
+        """Stop whoever meets here, as all or in parts, now or later."""
+        with self._lock:
+            self.barrier.abort()
+            for part in self._parts.values():
+                part.abort()
 
     def meet(self) -> None:
         try:
@@ -52,6 +71,7 @@ class ThreadCommunicator:
         self.rank = rank
         self.world_size = world_size
         self._table = table
+        self._num_splits = 0
 
     def _exchange(self, tensor: Tensor, *call: object) -> list[Tensor]:
         """Every rank's tensor; raise on every rank if they did not all make the same call."""
@@ -117,6 +137,15 @@ class ThreadCommunicator:
         """Return when every rank has called it."""
         self._table.meet()
 
+    def split(self, groups: Groups) -> ThreadCommunicator:
+        """The ranks of a group, with a table of their own."""
+        self._exchange(torch.empty(0), "split", [list(ranks) for ranks in groups])
+        self._leave()
+        index, ranks = own_group(groups, self.rank)
+        table = self._table.part((self._num_splits, index), len(ranks))
+        self._num_splits += 1
+        return ThreadCommunicator(ranks.index(self.rank), len(ranks), table)
+
 
 def run_threads(fn: Callable[[ThreadCommunicator], T], world_size: int, *, timeout_s: float = 120.0) -> list[T]:
     """Run ``fn(comm)`` on ``world_size`` thread ranks and return their results by rank.
@@ -143,7 +172,7 @@ def run_threads(fn: Callable[[ThreadCommunicator], T], world_size: int, *, timeo
             results[rank] = fn(ThreadCommunicator(rank, world_size, table))
         except BaseException as error:  # noqa: BLE001 -- handed to the caller below, whatever it is
             errors[rank] = error
-            table.barrier.abort()
+            table.abort()
 
     threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank{r}") for r in range(world_size)]
     for thread in threads:

@@ -7,13 +7,14 @@ the copies. And it moves only some dtypes, so gathers and broadcasts travel as b
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, PeerError, ReduceOp, Work, check_op, check_rank, check_shards
+from zeroshard.comm.base import DONE, Groups, PeerError, ReduceOp, Work, check_op, check_rank, check_shards, own_group
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -126,3 +127,26 @@ class TorchCommunicator:
     def barrier(self) -> None:
         """Return when every rank has called it."""
         dist.barrier(self.group)
+
+    def split(self, groups: Groups) -> TorchCommunicator:
+        """A process group for each group of ranks, which lives as long as torch's default group."""
+        named = dist.get_process_group_ranks(self.group)
+        index, _ = own_group(groups, self.rank)
+        # Members of another group than the default one cannot ask the rest of the world to take part.
+        whole = self.group is dist.group.WORLD
+        made: list[Any] = [
+            dist.new_group(
+                [named[rank] for rank in ranks],
+                backend=None if whole else dist.get_backend_config(self.group),
+                timeout=self._timeout(),
+                use_local_synchronization=not whole,
+            )
+            for ranks in groups
+        ]
+        return TorchCommunicator(made[index])
+
+    def _timeout(self) -> timedelta | None:
+        """How long the group waits for a peer; None: as torch likes, where this version does not tell."""
+        device = torch.device("cpu") if self._cpu_backend else self.control_device
+        group: Any = self.group
+        return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)

@@ -49,7 +49,7 @@ def buffers_of(
 
     Args:
         model: read, not changed.
-        world_size: number of shards.
+        world_size: number of shards: of all ranks, or the ``shard_size`` where there is one.
         units: as `Zero` takes them, in the order in which they run.
         whole: the parameters of an optimizer that needs whole tensors, such as `torch.optim.Muon`.
     """

@@ -81,9 +81,10 @@ def state_bytes(
     Optimizer states are those after the first step. While a unit runs, its full weights and gradients come on top.
 
     Args:
-        buffers: of the model, laid out for the world size in question; every trained parameter has a gradient.
+        buffers: of the model, laid out for the world size in question, or the ``shard_size`` where there is one:
+            replicas hold the same. Every trained parameter has a gradient.
         strategy: the row.
-        rank: which; ranks differ where padding and borders of parameters fall.
+        rank: which, among those that shard together; ranks differ where padding and borders of parameters fall.
         optimizer: what it keeps.
         precision: the dtype policy.
         whole_optimizer: what another one keeps, of the buffers that keep tensors whole; None: there is no other.

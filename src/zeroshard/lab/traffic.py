@@ -8,6 +8,9 @@ all buffers and M micro-batches, the totals are those of the stage table:
     stage 2     reduce-scatter M P, all-gather P
     stage 3     reduce-scatter M P, all-gather M (2 P - root)
 
+With R replicas, of state sharded over W / R ranks, these are what travels among the ranks that shard together; and each
+reduce-scatter is followed by an all-reduce of the shard, P R / W bytes, over the replicas.
+
 Control messages (which parameters were used, the norm) are a few bytes a step and not part of it.
 """
 
@@ -35,12 +38,14 @@ class Message:
         num_bytes: of the whole buffer, as `zeroshard.comm.CommRecord` counts them.
         buffer: its name.
         phase: ``"weights"`` or ``"grads"``.
+        world_size: how many ranks take part.
     """
 
     op: str
     num_bytes: int
     buffer: str
     phase: str
+    world_size: int
 
 
 def messages(
@@ -52,21 +57,24 @@ def messages(
     accumulate: Accumulate | None = None,
     prefetch: int = 1,
     uniform_order: bool = True,
+    num_replicas: int = 1,
 ) -> list[Message]:
     """The collectives of a step that follows another, in the order of issue.
 
     It holds for a model that calls each unit once, in the order of ``buffers``, and trains each parameter.
 
     Args:
-        buffers: of the model, root first, laid out for the world size in question.
+        buffers: of the model, root first, laid out for the world size in question, or the ``shard_size`` where there
+            is one.
         strategy: the row.
         precision: the dtype policy.
         num_micro: micro-batches of the step.
         accumulate: as `Zero` takes it.
         prefetch: as `Zero` takes it; it moves messages and adds none.
         uniform_order: of the communicator.
+        num_replicas: ranks that hold the same shard: the world size by ``shard_size``.
     """
-    plan = _Plan(buffers, strategy, precision or MixedPrecision(), uniform_order)
+    plan = _Plan(buffers, strategy, precision or MixedPrecision(), uniform_order, num_replicas)
     by_column: Accumulate = "sharded" if strategy.grads is SHARD else "local"
     found: list[Message] = []
     for micro in range(num_micro):
@@ -88,9 +96,15 @@ class _Plan:
     """The messages of one forward and of one backward."""
 
     def __init__(
-        self, buffers: Sequence[Buffer], strategy: ShardingStrategy, precision: MixedPrecision, uniform_order: bool
+        self,
+        buffers: Sequence[Buffer],
+        strategy: ShardingStrategy,
+        precision: MixedPrecision,
+        uniform_order: bool,
+        num_replicas: int,
     ) -> None:
         self.strategy, self.precision, self.uniform_order = strategy, precision, uniform_order
+        self.num_replicas = num_replicas
         units: dict[str, list[Buffer]] = {"root": []}
         for buffer in buffers:
             units.setdefault(buffer.unit, []).append(buffer)
@@ -108,24 +122,36 @@ class _Plan:
 
     def backward(self, prefetch: int, *, sync: bool) -> Iterator[Message]:
         gather = self.shard_params and self.strategy.reshard_after_forward
+        reduced: list[Buffer] = []  # in this rank's group: what the replicas add up next
         for op in backward_ops(len(self.units), prefetch=prefetch, gather=gather):
             unit = self.root if op.place == ROOT else self.units[op.place]
-            for buffer in unit:
-                if op.action == "gather":
-                    yield self._gather(buffer)
-                elif sync and buffer.trained:
+            if op.action == "gather":
+                yield from map(self._gather, unit)
+            elif sync:
+                trained = [buffer for buffer in unit if buffer.trained]
+                for buffer in trained:
                     yield from self._reduce(buffer)
+                yield from map(self._reduce_across, reduced)
+                reduced = trained if self.num_replicas > 1 else []
+        yield from map(self._reduce_across, reduced)
 
     def _gather(self, buffer: Buffer) -> Message:
         itemsize = self.precision.compute_dtype(buffer.dtype).itemsize
-        return Message("all_gather", buffer.layout.padded_numel * itemsize, buffer.name, "weights")
+        num_bytes = buffer.layout.padded_numel * itemsize
+        return Message("all_gather", num_bytes, buffer.name, "weights", buffer.layout.world_size)
 
     def _reduce(self, buffer: Buffer) -> Iterator[Message]:
-        num_bytes = buffer.layout.padded_numel * self.precision.gradient_dtype(buffer.dtype).itemsize
+        layout = buffer.layout
+        num_bytes = layout.padded_numel * self.precision.gradient_dtype(buffer.dtype).itemsize
         if self.strategy.optim is SHARD:
-            yield Message("reduce_scatter", num_bytes, buffer.name, "grads")
+            if layout.world_size > 1 or self.num_replicas == 1:
+                yield Message("reduce_scatter", num_bytes, buffer.name, "grads", layout.world_size)
         elif self.uniform_order:
-            yield Message("all_reduce", num_bytes, buffer.name, "grads")
+            yield Message("all_reduce", num_bytes, buffer.name, "grads", layout.world_size)
         else:
-            yield Message("reduce_scatter", num_bytes, buffer.name, "grads")
-            yield Message("all_gather", num_bytes, buffer.name, "grads")
+            yield Message("reduce_scatter", num_bytes, buffer.name, "grads", layout.world_size)
+            yield Message("all_gather", num_bytes, buffer.name, "grads", layout.world_size)
+
+    def _reduce_across(self, buffer: Buffer) -> Message:
+        num_bytes = buffer.layout.shard_numel * self.precision.gradient_dtype(buffer.dtype).itemsize
+        return Message("all_reduce", num_bytes, buffer.name, "grads", self.num_replicas)

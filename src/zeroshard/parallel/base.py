@@ -40,6 +40,7 @@ class Setup:
         find_unused_parameters: for those that stand on DDP, which must be told where some parameters may take no part
             in a forward, and then walks the graph after each; ours and FSDP2 need not be.
         ema_decay: of a moving average of the weights; None for no average.
+        shard_size: over how many neighbouring ranks state is sharded; None for all (ZeRO strategies only).
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class Setup:
     reshard_after_forward: bool = True
     find_unused_parameters: bool = False
     ema_decay: float | None = None
+    shard_size: int | None = None
 
 
 class Strategy(Protocol):

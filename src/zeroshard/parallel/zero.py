@@ -29,6 +29,7 @@ class ZeroStrategy:
             precision=MixedPrecision(param_dtype=setup.compute_dtype) if mixed else None,
             init=setup.init,
             device=setup.device,
+            shard_size=setup.shard_size,
         )
         self.model: nn.Module = setup.model
         groups = setup.param_groups(setup.model)

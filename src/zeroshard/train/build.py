@@ -62,6 +62,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
         UserError: as `built`.
     """
     check_model(config)
+    check_shard_size(config, comm.world_size)
     grad_accum_steps = accumulation_steps(config, comm.world_size)
     folder, spec = Path(config.out), data_spec(config.data)
     tokens_folder = Path(config.data.dir) if config.data.dir else data_dir(spec)
@@ -149,6 +150,14 @@ def check_model(config: TrainConfig) -> None:
     if config.seq_len > longest:
         what = f"{config.seq_len} is above the {longest} of {config.model.name}"
         raise UserError("seq_len", what, f"use {longest} or less, or a model with longer sequences")
+
+
+def check_shard_size(config: TrainConfig, world_size: int) -> None:
+    """Raise UserError where the world cannot be shared out to groups of ``shard_size``."""
+    if config.shard_size and world_size % config.shard_size:
+        sizes = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        what = f"{config.shard_size} does not divide a world of {world_size}"
+        raise UserError("shard_size", what, f"choose one of {sizes}, or 0 for all ranks")
 
 
 def accumulation_steps(config: TrainConfig, world_size: int) -> int:
@@ -260,6 +269,7 @@ def _model_and_strategy(
         device=device,
         reshard_after_forward=config.reshard_after_forward,
         ema_decay=config.ema_decay or None,
+        shard_size=config.shard_size or None,
     )
     return model, build_strategy(config.strategy, setup)
 

@@ -3,6 +3,7 @@
 from zeroshard.zero.contract import OptimizerKind, Scope, classify
 from zeroshard.zero.engine import Zero
 from zeroshard.zero.layout import FlatLayout, Piece, Slot
+from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.sharded_optimizer import ShardedOptimizer
 from zeroshard.zero.state import NamedShard, ShardReader
@@ -12,6 +13,7 @@ from zeroshard.zero.unit import Unit
 __all__ = [
     "STAGES",
     "FlatLayout",
+    "Levels",
     "MixedPrecision",
     "NamedShard",
     "OptimizerKind",

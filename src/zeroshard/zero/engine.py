@@ -22,6 +22,7 @@ from zeroshard.zero import full_state, grads, shards
 from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.flat import Init
 from zeroshard.zero.hooks import attach
+from zeroshard.zero.levels import Levels, check_row
 from zeroshard.zero.optimizer import PiecewiseOptimizer, ShardedParams
 from zeroshard.zero.partition import UnitSpec, materialise, partition
 from zeroshard.zero.precision import MixedPrecision
@@ -53,10 +54,15 @@ class Zero:
             reduction at the last, or ``"sharded"``, each reduced at once. None: as the row's `grads` column says.
             It directs `micro_batch`.
         device: where meta parameters are made; None: the current CUDA device if there is one, else the CPU.
+        shard_size: over how many neighbouring ranks (a node's, say) training state is sharded; the world is as many
+            replicas as that leaves. None: over all ranks. See `zeroshard.zero.levels`.
+
+    Attributes:
+        levels: the ranks that shard together, and those that hold the same shard.
 
     Raises:
         ValueError: an unknown stage; a unit that is not the model's; a model that has an engine already; meta
-            parameters without ``init``.
+            parameters without ``init``; a ``shard_size`` that does not divide the world, or at stage 0.
         TypeError: ``model`` is not a module.
 
     Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054; the vocabulary is FSDP2's.
@@ -74,13 +80,17 @@ class Zero:
         prefetch: int = 1,
         accumulate: Accumulate | None = None,
         device: torch.device | str | None = None,
+        shard_size: int | None = None,
     ) -> None:
         self.strategy = resolve_strategy(stage)
+        if shard_size is not None:
+            check_row(self.strategy)
         _check_arguments(model, prefetch, accumulate)
         if comm is None:
             comm = TorchCommunicator() if dist.is_available() and dist.is_initialized() else LocalCommunicator()
         self.model = model
         self.comm: Communicator = comm
+        self.levels = Levels.of(comm, shard_size)
         self.precision = precision or MixedPrecision()
         by_column: Accumulate = "local" if self.strategy.grads is REPLICATE else "sharded"
         self.accumulate: Accumulate = accumulate or by_column
@@ -94,11 +104,11 @@ class Zero:
         root_spec, specs = partition(model, units)
 
         def build(spec: UnitSpec) -> Unit:
-            groups = build_groups(spec.name, spec.params, self.strategy, comm, self.precision, fill)
+            groups = build_groups(spec.name, spec.params, self.strategy, self.levels, self.precision, fill)
             return Unit(spec.name, spec.module, groups)
 
         root = build(root_spec)
-        self._runtime = Runtime(root, [build(spec) for spec in specs], comm, self.strategy, prefetch)
+        self._runtime = Runtime(root, [build(spec) for spec in specs], self.levels, self.strategy, prefetch)
         self._broadcast_buffers()
         self._sharded_params = ShardedParams(self._runtime.groups())
         cast = self.precision.param_dtype if self.precision.cast_forward_inputs else None
@@ -170,7 +180,7 @@ class Zero:
         self._runtime.require_reduced("clip_grad_norm_")
         buffers = self._reduced_buffers()
         device = next((b.reduced.device for b in buffers if b.reduced is not None), torch.device("cpu"))
-        norm = grads.global_norm(buffers, self.comm, float(norm_type), device)
+        norm = grads.global_norm(buffers, self.levels.shard, float(norm_type), device)
         grads.clip_(buffers, norm, float(max_norm))
         exact = any(b.master_dtype == torch.float64 for b in buffers)
         return norm if exact else norm.to(torch.float32)
@@ -291,7 +301,7 @@ class Zero:
         return full_state.load_state_dict(self.model, self._runtime, state, strict=strict)
 
     def named_shards(self) -> Iterator[NamedShard]:
-        """What this rank writes to a checkpoint: over all ranks each tensor is tiled exactly once.
+        """What this rank writes to a checkpoint: over all ranks each tensor is tiled exactly once, by one replica.
 
         Parameters (kind ``"param"``, the masters), the state of every optimizer made here, the average (kind
         ``"ema"``) where there is one, and on rank 0 buffers.

@@ -19,8 +19,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import Communicator, Work, empty_for, scope
+from zeroshard.comm import Work, empty_for, scope
 from zeroshard.zero.layout import FlatLayout, Piece
+from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 
@@ -34,6 +35,7 @@ class FlatParams:
         full: ``[padded_numel]`` in the compute dtype; empty storage while the weights are sharded and not in use.
         master: ``[padded_numel]`` where the optimizer is replicated, else ``[shard_numel]``; the parameters' own
             dtype. Where that is the compute dtype and weights are whole it is a view of ``full``.
+        comm: the ranks that hold the shards.
         pieces: what of each parameter the optimizer on this rank updates. Where it is replicated on the CPU these are
             the pieces of every rank, so that vector bodies and scalar tails fall on the same elements at each stage.
         stale: whether the master is newer than ``full``.
@@ -44,14 +46,15 @@ class FlatParams:
         name: str,
         params: list[tuple[str, nn.Parameter]],
         strategy: ShardingStrategy,
-        comm: Communicator,
+        levels: Levels,
         precision: MixedPrecision,
         init: Init | None,
         layout: FlatLayout | None = None,
     ) -> None:
         self.name = name
         self.params = [param for _, param in params]
-        self.comm = comm
+        self.levels, self.comm = levels, levels.shard
+        comm = self.comm
         self.layout = layout or FlatLayout.of([(n, p.shape) for n, p in params], comm.world_size)
         self.shard_optim = strategy.optim is SHARD and comm.world_size > 1
         self.shard_params = strategy.params is SHARD and comm.world_size > 1
@@ -97,7 +100,7 @@ class FlatParams:
                 else:
                     view.copy_(param)
         with scope(f"{self.name}/start"):
-            self.comm.broadcast(flat, src=0).wait()
+            self.levels.world.broadcast(flat, src=0).wait()
         return flat
 
     def _pieces(self) -> tuple[Piece, ...]:
@@ -174,7 +177,7 @@ class FlatParams:
             self.master.copy_(self.full[self._own] if self.shard_optim else self.full)
 
     def gather_master(self) -> Tensor:
-        """``[padded_numel]``: every rank's master, in the parameters' own dtype. Collective; a new tensor."""
+        """``[padded_numel]``: every shard's master, in the parameters' own dtype. Collective; a new tensor."""
         if not self.shard_optim:
             return self.master.clone()
         flat = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self.master.device)

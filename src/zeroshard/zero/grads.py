@@ -23,7 +23,7 @@ def global_norm(grads: Sequence[FlatGrads], comm: Communicator, norm_type: float
 
     Args:
         grads: the gradient buffers to measure, in the same order on every rank.
-        comm: over which they were reduced.
+        comm: the ranks that hold the shards.
         norm_type: p > 0, or inf.
         device: where the result lives.
     """

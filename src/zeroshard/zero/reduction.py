@@ -14,6 +14,12 @@ a backward:
     Where the factor is no power of two, the product is rounded before it is added to what is there: then gradients
     of two micro-batches that cancel leave exactly nothing, as they would unscaled.
 
+[Note: Two levels]
+    Where there are replicas (see `levels`), the sum over this rank's own group is followed by one over replicas, of the
+    shard alone. It can be issued only when the first is done, and every rank must issue it at the same place among
+    its collectives; so whoever walks the schedule does, by `reduce_across`. Until then nothing else may: a gradient
+    that comes late on one rank finds the first sum a place outside of the buffer that it goes to.
+
 [Note: Unused parameters]
     A parameter without a gradient on this rank contributes zeros. Whether any rank had one is agreed once per
     backward (see `Zero`), and where none had, the optimizer is shown None, as in one process.
@@ -26,8 +32,9 @@ import math
 import torch
 from torch import Tensor
 
-from zeroshard.comm import Communicator, Work, empty_for, scope
+from zeroshard.comm import Work, empty_for, scope
 from zeroshard.zero.layout import FlatLayout, Piece
+from zeroshard.zero.levels import Levels
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 
 
@@ -45,7 +52,7 @@ class FlatGrads:
         name: str,
         layout: FlatLayout,
         strategy: ShardingStrategy,
-        comm: Communicator,
+        levels: Levels,
         *,
         device: torch.device,
         master_dtype: torch.dtype,
@@ -53,7 +60,8 @@ class FlatGrads:
     ) -> None:
         self.name = name
         self.layout = layout
-        self.comm = comm
+        self.comm = comm = levels.shard
+        self.replicas = levels.replicas
         self.shard_optim = strategy.optim is SHARD
         self.keep_local = strategy.grads is not SHARD or comm.world_size == 1
         self.device, self.master_dtype, self.reduce_dtype = device, master_dtype, reduce_dtype
@@ -64,7 +72,8 @@ class FlatGrads:
         self._written = [False] * len(layout.slots)
         self._work: Work | None = None
         self._arriving: Tensor | None = None
-        self._scale = 1.0 / comm.world_size
+        self._across = False  # whether the sum over replicas is yet to be issued
+        self._scale = 1.0 / levels.world.world_size
         self._scale_is_exact = math.frexp(self._scale)[0] == 0.5
         start, stop = layout.interval(comm.rank)
         self._held = slice(start, stop) if self.shard_optim else slice(0, layout.padded_numel)
@@ -82,7 +91,7 @@ class FlatGrads:
         grad = grad.detach()  # it has a graph of its own under create_graph
         if grad.is_sparse:
             grad = grad.to_dense()
-        self._own_reduced()
+        self._vacate_local()
         view = self._local_views()[slot]
         if self._written[slot] and self._scale_is_exact:
             view.add_(grad, alpha=self._scale)
@@ -102,8 +111,15 @@ class FlatGrads:
             self._views = self.layout.views(self._local)
         return self._views
 
-    def _own_reduced(self) -> None:
-        """Give `reduced` memory of its own where it lies in the local buffer, which is about to be written."""
+    def _vacate_local(self) -> None:
+        """Have what was reduced, or is being, lie elsewhere than in the local buffer, which is about to be written."""
+        if self._across:  # [Note: Two levels]
+            assert self._work is not None
+            assert self._arriving is not None
+            self._work.wait()
+            if self._lies_in_local(self._arriving):
+                self._arriving = self._arriving.clone()
+            return
         self.settle()
         if self.reduced is not None and self.keep_local and not self.pending and self._lies_in_local(self.reduced):
             self.reduced = self.reduced.clone()
@@ -116,8 +132,12 @@ class FlatGrads:
     # -- reduction --------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Start to reduce this rank's sum over all ranks; zeros stand where it has no gradient. Collective."""
-        self._own_reduced()
+        """Start to reduce this rank's sum over all ranks; zeros stand where it has no gradient. Collective.
+
+        Where there are replicas, `reduce_across` goes on with it.
+        """
+        self.reduce_across()
+        self._vacate_local()
         views = self._local_views()
         local = self._local
         assert local is not None
@@ -128,10 +148,23 @@ class FlatGrads:
         self._written = [False] * len(self._written)
         target = local[self._held]
         if self.reduced is None and not self.keep_local and self.reduce_dtype == self.master_dtype:
-            target = torch.empty_like(target)  # the shard outlives the local buffer
+            # The shard outlives the local buffer.
+            target = empty_for(self.replicas, target.numel(), target.dtype, target.device)
         self._arriving = target
         with scope(f"{self.name}/grads"):
             self._work = self._collective(target, local)
+        self._across = self.replicas.world_size > 1
+
+    def reduce_across(self) -> None:
+        """Where there are replicas: start to add up their shards. Collective. [Note: Two levels]"""
+        if not self._across:
+            return
+        assert self._work is not None
+        assert self._arriving is not None
+        self._work.wait()
+        with scope(f"{self.name}/grads"):
+            self._work = self.replicas.all_reduce(self._arriving)
+        self._across = False
 
     def _collective(self, target: Tensor, local: Tensor) -> Work:
         if self.shard_optim:
@@ -148,6 +181,7 @@ class FlatGrads:
         """Finish the reduction under way, if any, and add it to what was reduced before."""
         if self._work is None:
             return
+        self.reduce_across()
         self._work.wait()
         arrived, self._work, self._arriving = self._arriving, None, None
         assert arrived is not None
@@ -157,7 +191,7 @@ class FlatGrads:
             self.reduced = arrived.to(self.master_dtype)
             if not self.keep_local and self._lies_in_local(self.reduced):
                 self.reduced = self.reduced.clone()
-        if not self.keep_local:
+        if not self.keep_local and not self.pending:
             self._local, self._views = None, []
 
     # -- what the engine reads --------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.comm import CONTROL, scope
 from zeroshard.zero.hooks import in_backward
+from zeroshard.zero.levels import Levels
 from zeroshard.zero.schedule import ROOT, Cursor, Op, backward_ops, forward_ops
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.unit import FlatGroup, Unit
@@ -45,6 +46,7 @@ class Runtime:
     """The listener behind the hooks.
 
     Attributes:
+        comm: all ranks.
         root, units: the root unit, and the others in order of registration.
         sync: whether backward passes reduce; False inside `no_sync`.
         unreduced: whether the last backward pass left gradients on this rank that no reduction has seen.
@@ -52,14 +54,14 @@ class Runtime:
     """
 
     def __init__(
-        self, root: Unit, units: list[Unit], comm: Communicator, strategy: ShardingStrategy, prefetch: int
+        self, root: Unit, units: list[Unit], levels: Levels, strategy: ShardingStrategy, prefetch: int
     ) -> None:
         self.root = root
         self.units = units
-        self.comm = comm
+        self.levels, self.comm = levels, levels.world
         self.prefetch = prefetch
-        self.shard_params = strategy.params is SHARD and comm.world_size > 1
-        self.shard_grads = strategy.grads is SHARD and comm.world_size > 1
+        self.shard_params = strategy.params is SHARD and levels.shard.world_size > 1
+        self.shard_grads = strategy.grads is SHARD and levels.shard.world_size > 1
         self.reshard_after_forward = strategy.reshard_after_forward
         self.sync = True
         self.unreduced = False
@@ -72,6 +74,7 @@ class Runtime:
         self._frees_after_forward = True
         self._forward = Cursor([], lambda op: None)
         self._in_flight: deque[Unit] = deque()
+        self._to_replicas: deque[Unit] = deque()  # reduced within this rank's group so far
         self._unhooked: list[tuple[FlatGroup, int, nn.Parameter]] = []
         self._grad_hooks: list[Any] = []
         self._hook_anew()
@@ -99,6 +102,9 @@ class Runtime:
                 if skipped not in self._ran and self._frees_after_forward:
                     self._reshard(skipped)
             self._passed = max(self._passed, place)
+        elif unit is not self.root and self.backward_pass is not None and unit.calls == 0:
+            # Computed again, perhaps before its backward begins, and others may have gathered later units first.
+            self._walk_before_reduction(unit, self.backward_pass)
         unit.unshard()
 
     def _begin_forward(self) -> None:
@@ -149,9 +155,13 @@ class Runtime:
             return
         unit.calls = max(unit.calls - 1, 0)
         unit.active += 1
-        if unit.calls == 0 and unit in backward.place:
-            backward.cursor.before(Op("reduce", backward.place[unit]))
+        if unit.calls == 0:
+            self._walk_before_reduction(unit, backward)
         unit.unshard()
+
+    def _walk_before_reduction(self, unit: Unit, backward: BackwardPass) -> None:
+        if unit in backward.place:
+            backward.cursor.before(Op("reduce", backward.place[unit]))
 
     def backward_ends(self, unit: Unit) -> None:
         """Reduce the unit's gradients, if no other call of it is still to come."""
@@ -200,12 +210,18 @@ class Runtime:
     def _reduce(self, unit: Unit) -> None:
         if self.sync:
             unit.reduce_grads()
+            self._reduce_across()  # those before it: meanwhile their first sum has come
+            self._to_replicas.append(unit)
             if self.shard_grads:
                 self._in_flight.append(unit)
                 while len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
                     self._in_flight.popleft().settle()
         if unit is not self.root and not unit.active and not unit.kept and not (unit.held and unit.calls):
             self._reshard(unit)
+
+    def _reduce_across(self) -> None:
+        while self._to_replicas:
+            self._to_replicas.popleft().reduce_across()
 
     def _end_backward(self) -> None:
         backward = self.backward_pass
@@ -224,6 +240,7 @@ class Runtime:
 
     def _settle(self) -> None:
         """Agree on which parameters had gradients anywhere, reduce what came late, wait for the reductions."""
+        self._reduce_across()
         units = [unit for unit in self.all_units() if unit.trained_groups()]
         groups = [group for unit in units for group in unit.trained_groups()]
         late = [any(group.grads.pending for group in unit.groups) for unit in units]
@@ -241,6 +258,8 @@ class Runtime:
         for unit, is_late in zip(units, flags[start:], strict=True):
             if is_late:
                 unit.reduce_grads()
+        for unit in units:
+            unit.reduce_across()
         for unit in units:
             unit.settle()
         self._in_flight.clear()
@@ -345,7 +364,7 @@ class Runtime:
                 "optimizer: gradients wait for a step, and would be lost where weights are laid out anew; "
                 "make it before backward, or after zero_grad()"
             )
-        loads = [0] * self.comm.world_size
+        loads = [0] * self.levels.shard.world_size
         for unit in self.all_units():
             unit.keep_whole(params, loads)
         # A graph from before holds the old buffers: autograd shall say so if a backward goes through it.

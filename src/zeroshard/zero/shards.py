@@ -3,7 +3,7 @@
 A parameter's pieces and its optimizer's states are cut at the same places. A state that is one number for a whole
 parameter (AdamW's ``step``) is written by the rank that owns the parameter's first element, and one that has a shape
 of its own (Adafactor's ``row_var``) whole by the tensor's owner. Where the optimizer is replicated each rank writes the
-part that it would own if it were not.
+part that it would own if it were not; where there are replicas, those of the first one do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Stateful(Protocol):
 
 def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Stateful]) -> Iterator[NamedShard]:
     """See `Zero.named_shards`."""
-    rank = runtime.comm.rank
+    if not runtime.levels.writes:
+        return
+    rank = runtime.levels.shard.rank
     for group in runtime.groups():
         for piece, shard in zip(group.params.pieces, group.shards, strict=True):
             slot = group.params.layout.slots[piece.slot]

@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import Communicator
 from zeroshard.zero.flat import FlatParams, Init
 from zeroshard.zero.layout import FlatLayout, Piece
+from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.reduction import FlatGrads
 from zeroshard.zero.strategy import ShardingStrategy
@@ -39,19 +39,19 @@ class FlatGroup:
         name: str,
         params: list[tuple[str, nn.Parameter]],
         strategy: ShardingStrategy,
-        comm: Communicator,
+        levels: Levels,
         precision: MixedPrecision,
         init: Init | None,
         layout: FlatLayout | None = None,
     ) -> None:
         master_dtype, device = params[0][1].dtype, params[0][1].device
-        self._again = partial(FlatGroup, strategy=strategy, comm=comm, precision=precision, init=None)
-        self.params = FlatParams(name, params, strategy, comm, precision, init, layout)
+        self._again = partial(FlatGroup, strategy=strategy, levels=levels, precision=precision, init=None)
+        self.params = FlatParams(name, params, strategy, levels, precision, init, layout)
         self.grads = FlatGrads(
             name,
             self.params.layout,
             strategy,
-            comm,
+            levels,
             device=device,
             master_dtype=master_dtype,
             reduce_dtype=precision.gradient_dtype(master_dtype),
@@ -154,6 +154,11 @@ class Unit:
         for group in self.trained_groups():
             group.grads.reduce()
 
+    def reduce_across(self) -> None:
+        """Start to add up what replicas have reduced. Collective, in the order of `reduce_grads`."""
+        for group in self.groups:
+            group.grads.reduce_across()
+
     def settle(self) -> None:
         """Finish the reductions under way."""
         for group in self.groups:
@@ -188,7 +193,7 @@ def build_groups(
     name: str,
     params: list[tuple[str, nn.Parameter]],
     strategy: ShardingStrategy,
-    comm: Communicator,
+    levels: Levels,
     precision: MixedPrecision,
     init: dict[nn.Parameter, Init],
 ) -> list[FlatGroup]:
@@ -200,7 +205,7 @@ def build_groups(
     groups = []
     for index, members in enumerate(by_kind.values()):
         group_name = name if index == 0 else f"{name}#{index}"
-        groups.append(FlatGroup(group_name, members, strategy, comm, precision, init.get(members[0][1])))
+        groups.append(FlatGroup(group_name, members, strategy, levels, precision, init.get(members[0][1])))
     return groups
 
 

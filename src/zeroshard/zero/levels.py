@@ -1,0 +1,73 @@
+"""A world of two levels: training state is sharded over a few ranks, and every such group holds all of it.
+
+Ranks of one node reach each other faster than ranks of two. So ``shard_size`` neighbouring ranks, a node's, share out
+parameters, gradients and optimizer states among themselves, and the groups are replicas of each other::
+
+                 shard 0   shard 1
+    replica 0    rank 0    rank 1        weights are gathered along a row;
+    replica 1    rank 2    rank 3        gradients are reduced along a row, then the shard along its column
+
+Along a row travels what a world of ``shard_size`` would send. Along a column travels one shard of the gradients, once
+for each reduction: ``1 / shard_size`` of the model is all that crosses from node to node.
+
+Zhang et al. 2022, "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud",
+https://arxiv.org/abs/2205.00119, section 3; FSDP calls it hybrid sharding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroshard.comm import Communicator, LocalCommunicator, split
+from zeroshard.zero.strategy import SHARD, ShardingStrategy
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The ranks, as one of them sees them.
+
+    Attributes:
+        world: all of them.
+        shard: those among which training state is sharded; this rank owns the shard of its rank there.
+        replicas: those that own the same shard.
+    """
+
+    world: Communicator
+    shard: Communicator
+    replicas: Communicator
+
+    @classmethod
+    def of(cls, comm: Communicator, shard_size: int | None = None) -> Levels:
+        """The levels of a world whose state is sharded over ``shard_size`` ranks, None: over all. Collective.
+
+        Raises:
+            ValueError: the world cannot be shared out so, or ``comm`` has no parts.
+        """
+        world_size = comm.world_size
+        if shard_size is None or shard_size == world_size:
+            return cls(world=comm, shard=comm, replicas=LocalCommunicator())
+        check_shard_size(shard_size, world_size)
+        if shard_size == 1:
+            return cls(world=comm, shard=LocalCommunicator(), replicas=comm)
+        rows = [list(range(first, first + shard_size)) for first in range(0, world_size, shard_size)]
+        columns = [list(range(first, world_size, shard_size)) for first in range(shard_size)]
+        return cls(world=comm, shard=split(comm, rows), replicas=split(comm, columns))
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank is of the replica that speaks for all, where all hold the same."""
+        return self.replicas.rank == 0
+
+
+def check_shard_size(shard_size: int, world_size: int) -> None:
+    """Raise ValueError unless ``world_size`` ranks can be shared out to groups of ``shard_size``."""
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    if isinstance(shard_size, bool) or shard_size not in sizes:
+        choices = ", ".join(map(str, sizes))
+        raise ValueError(f"shard_size: {shard_size} does not divide a world of {world_size}; choose one of {choices}")
+
+
+def check_row(strategy: ShardingStrategy) -> None:
+    """Raise ValueError for a row of the table by which a ``shard_size`` would mean nothing."""
+    if strategy.optim is not SHARD:
+        raise ValueError("shard_size: stage 0 shards nothing; choose stage 1, 2 or 3, or leave it out")
