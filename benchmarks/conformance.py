@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -105,6 +106,7 @@ class Ranks:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.cpu_s = 0.0  # of all ranks that have answered
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -143,7 +145,8 @@ class Ranks:
             for pipe in wait(list(waiting), left):
                 rank = waiting[pipe]
                 try:
-                    answers[rank] = pipe.recv()
+                    answers[rank], cpu_s = pipe.recv()
+                    self.cpu_s += cpu_s
                 except (EOFError, OSError):
                     answers[rank] = Failure("fails", DIED)
                     deadline = 0.0  # nobody else has anything to add
@@ -204,6 +207,7 @@ def _rank_main(rank: int, world_size: int, folder: str, pipe: Connection) -> Non
     )
     comm = TorchCommunicator()
     while (task := pipe.recv()) != END:
+        begin = time.process_time()
         try:
             answer: Any = None if task is None else train(comm, task[0], on_grid=task[1], each_step=task[2])
             _agree(comm)
@@ -211,7 +215,7 @@ def _rank_main(rank: int, world_size: int, folder: str, pipe: Connection) -> Non
             answer = Failure("refused", _in_words(error.__cause__ or error))
         except Exception as error:  # noqa: BLE001 -- it is what the cell shows
             answer = Failure("fails", _in_words(error))
-        pipe.send(answer)
+        pipe.send((answer, time.process_time() - begin))
         del task, answer
     del comm
     shutdown()
@@ -231,8 +235,12 @@ def _in_words(error: BaseException) -> str:
 
 
 def _short(text: str) -> str:
-    """Without places in a source, ports and memory addresses, which are others each time."""
-    text = re.sub(r"\[[^\[\]]*\.cc:\d+\] ", "", re.sub(r"\[?127\.0\.0\.1\]?:\d+|0x[0-9a-f]+", "...", text))
+    """Without places in a source, ports, memory addresses and sizes, which are others each time."""
+    text = re.sub(
+        r"\[[^\[\]]*\.cc:\d+\] |\S+ <= \S+ \d+ vs \d+\. ",
+        "",
+        re.sub(r"\[?127\.0\.0\.1\]?:\d+|0x[0-9a-f]+", "...", text),
+    )
     return text if len(text) <= MAX_TEXT else text[:MAX_TEXT].rpartition(" ")[0] + " ..."
 
 
@@ -266,23 +274,32 @@ def _expected(cell: Cell, on_grid: bool, each_step: bool) -> list[State] | Failu
         return Failure("fails", _in_words(error))
 
 
-def measure_all(chosen: Sequence[Cell]) -> list[Result]:
-    """All cells, with a line for every hundred."""
+def measure_all(chosen: Sequence[Cell]) -> tuple[list[Result], float]:
+    """All cells, and the seconds of CPU time that they took; worlds at the same time, as ranks often wait."""
     torch.set_num_threads(1)
-    results: list[Result] = []
     begin = time.perf_counter()
-    for world_size in sorted({cell.world_size for cell in chosen}):
+    done: list[Cell] = []
+
+    def world(world_size: int) -> tuple[dict[Cell, Result], float]:
         ranks = Ranks(world_size)
         try:
+            found = {}
             for cell in chosen:
                 if cell.world_size == world_size:
-                    results.append(measure(ranks, cell))
-                    if len(results) % 100 == 0 or len(results) == len(chosen):
-                        print(f"{len(results)} of {len(chosen)} cells, {time.perf_counter() - begin:.0f} s", flush=True)
+                    found[cell] = measure(ranks, cell)
+                    done.append(cell)
+                    if len(done) % 100 == 0 or len(done) == len(chosen):
+                        print(f"{len(done)} of {len(chosen)} cells, {time.perf_counter() - begin:.0f} s", flush=True)
             ranks.close()
+            return found, ranks.cpu_s
         finally:
             ranks.kill()
-    return results
+
+    world_sizes = sorted({cell.world_size for cell in chosen})
+    with ThreadPoolExecutor(len(world_sizes)) as pool:
+        by_world = list(pool.map(world, world_sizes))
+    results = {cell: result for found, _ in by_world for cell, result in found.items()}
+    return [results[cell] for cell in chosen], sum(cpu_s for _, cpu_s in by_world) + time.process_time()
 
 
 # -- tables --------------------------------------------------------------------------------------------------------
@@ -335,8 +352,8 @@ ABOUT = """\
 # Conformance
 
 Does every strategy train as one process does? {num_cells} cells, each {num_steps} steps on gloo ranks (processes on
-one CPU), {worlds} of them. Written by `python benchmarks/conformance.py` in {seconds:.0f} s with torch {torch} and
-Python {python}; `conformance.json` beside it has the same numbers and more.
+one CPU), {worlds} of them. Written by `python benchmarks/conformance.py` with torch {torch} and Python {python} in
+{wall_s:.0f} s, {cpu_s:.0f} s of CPU time; `conformance.json` beside it has the same numbers and more.
 
 **The reference** is one process with whole tensors and torch's own optimizer. It runs each rank's rows through the
 same model, adds the gradients rank after rank, and divides by the number of ranks. Clipping scales by a norm taken
@@ -371,7 +388,7 @@ Cells of all optimizers and world sizes; a number is the largest difference amon
 """
 
 
-def markdown(results: Sequence[Result], seconds: float) -> str:
+def markdown(results: Sequence[Result], wall_s: float, cpu_s: float) -> str:
     """The document: what is compared, a summary, a table for each feature, the reasons."""
     strategies = [name for name in CONTESTANTS if any(result.strategy == name for result in results)]
     features = [name for name in FEATURES if any(result.feature == name for result in results)]
@@ -386,7 +403,8 @@ def markdown(results: Sequence[Result], seconds: float) -> str:
         num_steps=NUM_STEPS,
         worlds=" and ".join(str(world_size) for world_size in world_sizes),
         places=" / ".join(f"{world_size} ranks" for world_size in world_sizes),
-        seconds=seconds,
+        wall_s=wall_s,
+        cpu_s=cpu_s,
         torch=torch.__version__.partition("+")[0],
         python=platform.python_version(),
         tolerance=TOLERANCE,
@@ -441,16 +459,21 @@ def main() -> int:
         and cell.world_size in args.worlds
     ]
     begin = time.perf_counter()
-    results = measure_all(chosen)
-    seconds = time.perf_counter() - begin
-    args.markdown.write_text(markdown(results, seconds))
-    about = {"torch": torch.__version__, "python": platform.python_version(), "seconds": round(seconds, 1)}
+    results, cpu_s = measure_all(chosen)
+    wall_s = time.perf_counter() - begin
+    args.markdown.write_text(markdown(results, wall_s, cpu_s))
+    about = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "wall_s": round(wall_s, 1),
+        "cpu_s": round(cpu_s, 1),
+    }
     lines = ",\n".join(f"  {json.dumps(asdict(result))}" for result in results)
     args.json.write_text(f'{{"about": {json.dumps(about)}, "cells": [\n{lines}\n]}}\n')
     wrong = [result for result in results if result.strategy in OURS and not result.is_right]
     for result in wrong:
         print(f"{result}", file=sys.stderr)
-    print(f"{args.markdown} and {args.json}: {len(results)} cells in {seconds:.0f} s, {len(wrong)} of ours are wrong")
+    print(f"{args.markdown} and {args.json}: {len(results)} cells, {wall_s:.0f} s, {len(wrong)} of ours are wrong")
     return 1 if wrong else 0
 
 

@@ -46,7 +46,6 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "Adam": (O.Adam, {"lr": 0.01, "weight_decay": 0.01}),
     "AdamW": (O.AdamW, {"lr": 0.01}),
     "AdamW fused": (O.AdamW, {"lr": 0.01, "fused": True}),
-    "AdamW amsgrad": (O.AdamW, {"lr": 0.01, "amsgrad": True, "foreach": True}),
     "Adadelta": (O.Adadelta, {"lr": 1.0}),
     "Adafactor": (O.Adafactor, {"lr": 0.01}),
     "Adagrad": (O.Adagrad, {"lr": 0.05}),
