@@ -151,7 +151,7 @@ def test_an_optimizer_that_would_move_averaged_weights_comes_first():
     model = _model()
     zero = Zero(model, 3, comm=LocalCommunicator())
     zero.ema(DECAY)
-    with pytest.raises(RuntimeError, match=r"make such optimizers and their groups before Zero\.ema"):
+    with pytest.raises(RuntimeError, match=r"an average has the old one; make ema\(\) after it"):
         zero.optimizer(torch.optim.Adafactor)
     zero.optimizer(torch.optim.AdamW)
 

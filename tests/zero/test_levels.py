@@ -170,6 +170,43 @@ def test_between_the_two_sums_a_late_gradient_issues_nothing_and_spoils_nothing(
         assert by_rank == [[1.0] * 4, [5.0] * 4] * 2
 
 
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise FloatingPointError
+
+
+def _fails_between_units(net: Net, x: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
+    for index, block in enumerate(net.blocks):
+        x = torch.tanh(block(x))
+        x = _Fails.apply(x) if fails and index == 0 else x
+    return x
+
+
+@pytest.mark.parametrize("shard_size", [1, 2])
+@pytest.mark.parametrize("stage", SHARDING)
+def test_a_backward_that_failed_between_the_two_sums_leaves_no_trace(stage, shard_size):
+    def take_turn(turn, failing):
+        if failing and turn.step == 1:
+            with pytest.raises(FloatingPointError):
+                turn.loss(fails=True).backward()
+            turn.optim.zero_grad()
+        turn.loss().backward()
+
+    build = lambda: Net(path=_fails_between_units)  # noqa: E731 -- as short as what it builds
+    kwargs = {"stage": stage, "shard_size": shard_size}
+    quiet, loud = (
+        run_threads(lambda comm, failing=failing: train(comm, build, lambda turn: take_turn(turn, failing), kwargs), 4)
+        for failing in (False, True)
+    )
+    for ours, theirs in zip(loud, quiet, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
 @pytest.mark.parametrize("stage", SHARDING)
 def test_the_norm_counts_each_replica_once(stage, norm_type):

@@ -465,6 +465,14 @@ def test_what_cannot_move_is_said_before_it_moves():
     assert [group for unit in zero.units for group in unit.groups] == groups
 
 
+def test_an_average_cannot_move():
+    net = Net()
+    zero = Zero(net, comm=NullCommunicator(2))
+    zero.ema(0.9)
+    with pytest.raises(RuntimeError, match="an average has the old one; make ema\\(\\) after it"):
+        zero.optimizer(torch.optim.Muon, matrices(net))
+
+
 def test_state_that_was_loaded_cannot_move_either():
     net = Net()
     zero = Zero(net, comm=NullCommunicator(2))

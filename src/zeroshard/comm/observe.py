@@ -92,7 +92,7 @@ class ObservedCommunicator:
         with self.exposed.timed(label, tensor.device, issuing=True):
             work = issue()
         num_bytes = tensor.numel() * tensor.element_size()
-        record = CommRecord(op, num_bytes, label, self.world_size, issue_s=time.perf_counter() - start)
+        record = CommRecord(op, num_bytes, label, self.world_size, time.perf_counter() - start)
         self.records.append(record)
         return _ObservedWork(work, record, self.exposed, tensor.device)
 
@@ -117,7 +117,7 @@ class ObservedCommunicator:
         start, label = time.perf_counter(), current_scope()
         with self.exposed.timed(label, self.control_device, issuing=True):
             self.inner.barrier()
-        self.records.append(CommRecord("barrier", 0, label, self.world_size, issue_s=time.perf_counter() - start))
+        self.records.append(CommRecord("barrier", 0, label, self.world_size, time.perf_counter() - start))
 
     def split(self, groups: Groups) -> ObservedCommunicator:
         """A part of the inner communicator, which records here."""

@@ -267,9 +267,9 @@ def _model_and_strategy(
         compute_dtype=DTYPES[config.dtype],
         init=init if from_meta else None,
         device=device,
+        shard_size=config.shard_size or None,
         reshard_after_forward=config.reshard_after_forward,
         ema_decay=config.ema_decay or None,
-        shard_size=config.shard_size or None,
     )
     return model, build_strategy(config.strategy, setup)
 

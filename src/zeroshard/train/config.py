@@ -25,8 +25,8 @@ from zeroshard.train.validate import validate
 
 SHORTHANDS = {"model": "name", "data": "source"}  # `model = "NAME"` stands for `model.name = "NAME"`
 StrategyName = Literal["zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2"]
-CompileBackend = Literal["inductor", "aot_eager", "eager"]
 SHARDING = ("zero1", "zero2", "zero3")  # by our engine
+CompileBackend = Literal["inductor", "aot_eager", "eager"]
 
 
 class _Config(BaseModel):
@@ -103,11 +103,11 @@ class TrainConfig(_Config):
     data: DataConfig = DataConfig()
 
     strategy: StrategyName = Field("zero2", description="How training state is spread over ranks.")
-    reshard_after_forward: bool = Field(
-        True, description="Free whole weights between forward and backward; zero3 and fsdp2 alone may keep them."
-    )
     shard_size: int = Field(
         0, ge=0, description="Neighbouring ranks (a node's) that share out training state, replicated beyond; 0: all."
+    )
+    reshard_after_forward: bool = Field(
+        True, description="Free whole weights between forward and backward; zero3 and fsdp2 alone may keep them."
     )
     comm: Literal["auto", "torch", "ring", "shm"] = Field(
         "auto", description="Who moves bytes: torch (NCCL, gloo), our ring or shared memory. auto: the fastest."
@@ -165,12 +165,12 @@ class TrainConfig(_Config):
         if self.global_batch_size and self.grad_accum_steps > 1:
             what = f"{self.global_batch_size} already sets how many micro-batches a step has"
             raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
-        if not self.reshard_after_forward and self.strategy not in ("zero3", "fsdp2"):
-            what = f"{self.strategy} has whole weights all the time, and none to keep or free"
-            raise UserError("reshard_after_forward", what, "leave it out, or use --strategy zero3 or fsdp2")
         if self.shard_size and self.strategy not in SHARDING:
             what = f"{self.strategy} has no shards of ours to size"
             raise UserError("shard_size", what, f"leave it out, or use --strategy {', '.join(SHARDING)}")
+        if not self.reshard_after_forward and self.strategy not in ("zero3", "fsdp2"):
+            what = f"{self.strategy} has whole weights all the time, and none to keep or free"
+            raise UserError("reshard_after_forward", what, "leave it out, or use --strategy zero3 or fsdp2")
         if self.min_lr > self.lr:
             raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
         if not self.out:

@@ -221,8 +221,8 @@ class Zero:
         """Lay ``params`` out so that each tensor lies on one rank. Collective.
 
         Raises:
-            RuntimeError: gradients wait for a step; another optimizer has state of parameters that would move; an
-                average of them is kept already.
+            RuntimeError: gradients wait for a step; another optimizer or an average has state of parameters that would
+                move.
         """
         moving = {param for group in self._runtime.groups_to_leave(params) for param in group.params.params}
         affected = [known for known in self._optimizers if not moving.isdisjoint(known.members)]
@@ -233,10 +233,7 @@ class Zero:
                     "parameters beside them; make such optimizers and their groups before the first step"
                 )
         if moving and self._ema is not None:
-            raise RuntimeError(
-                "optimizer: whole tensors need a new layout, but the average is laid out already; "
-                "make such optimizers and their groups before Zero.ema"
-            )
+            raise RuntimeError("optimizer: it needs a new layout, and an average has the old one; make ema() after it")
         if moving:
             self._runtime.keep_whole(params)
             self._sharded_params.locate(self._runtime.groups())
