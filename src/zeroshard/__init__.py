@@ -13,13 +13,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from zeroshard.checkpoint import load, save
     from zeroshard.comm import Communicator
-    from zeroshard.zero import STAGES, FlatLayout, MixedPrecision, ShardingStrategy, Zero
+    from zeroshard.zero import STAGES, FlatLayout, MixedPrecision, ShardedOptimizer, ShardingStrategy, Zero
 
 _HOME = {
     "Communicator": "zeroshard.comm",
     "FlatLayout": "zeroshard.zero",
     "MixedPrecision": "zeroshard.zero",
     "STAGES": "zeroshard.zero",
+    "ShardedOptimizer": "zeroshard.zero",
     "ShardingStrategy": "zeroshard.zero",
     "Zero": "zeroshard.zero",
     "load": "zeroshard.checkpoint",
@@ -31,6 +32,7 @@ __all__ = [
     "Communicator",
     "FlatLayout",
     "MixedPrecision",
+    "ShardedOptimizer",
     "ShardingStrategy",
     "Zero",
     "__version__",

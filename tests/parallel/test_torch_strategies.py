@@ -105,6 +105,31 @@ def test_weights_that_are_kept_after_forward_train_alike(name, one_process, gloo
         _assert_close(state, one_process[1])
 
 
+class _WithSpare(Net):
+    """The same weights, and a layer that takes part in nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+def trained_with_a_spare(comm, name):
+    torch.manual_seed(0)
+    model = _WithSpare()
+    before = model.spare.weight.detach().clone()
+    strategy = build_strategy(name, _setup(comm, model, find_unused_parameters=True))
+    _steps(strategy, range(4))
+    return before, dict(strategy.state_dict())
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_parameters_may_be_unused_where_they_are_looked_for(name, one_process, gloo_ranks):
+    for before, state in gloo_ranks(2).run(trained_with_a_spare, name):
+        assert torch.equal(state.pop("spare.weight"), before)  # no decay either
+        del state["spare.bias"]
+        _assert_close(state, one_process[1])
+
+
 def started_from_rank_zero(comm, name):
     strategy = build_strategy(name, _setup(comm, _net(seed=comm.rank)))
     return dict(strategy.state_dict())

@@ -25,10 +25,10 @@ def _rows(step, num=4):
     return torch.randn(num, 5, generator=torch.Generator().manual_seed(step))
 
 
-def _engine(comm, stage, **kwargs):
+def _engine(comm, stage, optimizer_cls=torch.optim.AdamW, **kwargs):
     model = _model()
     zero = Zero(model, stage, units=[model[0]], comm=comm, **kwargs)
-    return model, zero, zero.optimizer(torch.optim.AdamW, lr=0.1), zero.ema(DECAY)
+    return model, zero, zero.optimizer(optimizer_cls, lr=0.1), zero.ema(DECAY)
 
 
 def _steps(model, optim, ema, steps):
@@ -106,17 +106,18 @@ def test_averages_are_kept_in_the_masters_dtype_and_sharded_with_them():
     assert sum(run_threads(rank_main, 2)) == 4 * sum(param.numel() for param in _model().parameters())
 
 
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])  # over pieces, over whole tensors
 @pytest.mark.parametrize(("saved_at", "loaded_at"), [((3, 2), (1, 3)), ((0, 3), (3, 2)), ((2, 1), (0, 2))])
-def test_a_checkpoint_has_the_average_at_any_stage_and_world(saved_at, loaded_at, tmp_path):
+def test_a_checkpoint_has_the_average_at_any_stage_and_world(saved_at, loaded_at, cls, tmp_path):
     def save(comm):
-        model, zero, optim, ema = _engine(comm, saved_at[0])
+        model, zero, optim, ema = _engine(comm, saved_at[0], cls)
         _steps(model, optim, ema, range(2))
         checkpoint.save(tmp_path / "c", zero, step=2)
         with ema.weights():
             return zero.state_dict()
 
     def load(comm):
-        model, zero, optim, ema = _engine(comm, loaded_at[0])
+        model, zero, optim, ema = _engine(comm, loaded_at[0], cls)
         checkpoint.load(tmp_path / "c", zero)
         weights = zero.state_dict()
         with ema.weights():
@@ -144,6 +145,15 @@ def test_an_average_may_begin_at_a_checkpoint_and_end_at_one(tmp_path):
     with ema.weights():
         average = copy.deepcopy(zero.state_dict())
     assert all(torch.equal(average[name], tensor) for name, tensor in other.state_dict().items())
+
+
+def test_an_optimizer_that_would_move_averaged_weights_comes_first():
+    model = _model()
+    zero = Zero(model, 3, comm=LocalCommunicator())
+    zero.ema(DECAY)
+    with pytest.raises(RuntimeError, match=r"an average has the old one; make ema\(\) after it"):
+        zero.optimizer(torch.optim.Adafactor)
+    zero.optimizer(torch.optim.AdamW)
 
 
 def test_what_would_change_the_average_for_the_weights_is_refused():

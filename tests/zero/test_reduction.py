@@ -50,6 +50,23 @@ def test_the_mean_over_ranks_of_the_sum_over_micro_batches(stage, world_size):
     assert on_ranks(go, world_size) == [[mean] * 4 + [3.0] * 3 + padding] * world_size
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_micro_batches_that_cancel_leave_nothing(stage, world_size):
+    """Also where a third is no number of binary fractions: Adam would make a full step of what is left of rounding."""
+
+    def go(comm):
+        grads = _grads(stage, comm)
+        for gradient in (-3.0, 3.0):
+            grads.accumulate(0, torch.full((2, 2), gradient))
+        grads.reduce()
+        grads.settle()
+        return _whole(grads, comm).tolist()
+
+    nothing = [0.0] * FlatLayout.of(SHAPES, world_size).padded_numel
+    assert on_ranks(go, world_size) == [nothing] * world_size
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_reductions_add_up_until_they_are_cleared(stage):
     def go(comm):

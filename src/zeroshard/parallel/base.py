@@ -38,6 +38,8 @@ class Setup:
         shard_size: over how many neighbouring ranks state is sharded; None for all (ZeRO strategies only).
         reshard_after_forward: where weights are sharded, free whole ones between forward and backward; False keeps
             them: less traffic, more memory.
+        find_unused_parameters: for those that stand on DDP, which must be told where some parameters may take no part
+            in a forward, and then walks the graph after each; ours and FSDP2 need not be.
         ema_decay: of a moving average of the weights; None for no average.
     """
 
@@ -52,6 +54,7 @@ class Setup:
     device: torch.device | None = None
     shard_size: int | None = None
     reshard_after_forward: bool = True
+    find_unused_parameters: bool = False
     ema_decay: float | None = None
 
 

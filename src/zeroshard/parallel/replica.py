@@ -47,7 +47,11 @@ class Replica:
         if self.comm.world_size > 1:
             require_group(self.comm, strategy)
         self.module = setup.model.to(setup.device) if setup.device else setup.model
-        self._ddp = DistributedDataParallel(self.module, gradient_as_bucket_view=True) if grouped else None
+        self._ddp = None
+        if grouped:
+            self._ddp = DistributedDataParallel(
+                self.module, gradient_as_bucket_view=True, find_unused_parameters=setup.find_unused_parameters
+            )
         self.model: nn.Module = self._ddp or self.module
         if setup.compute_dtype != torch.float32:
             self.model = _Autocast(self.model, setup.compute_dtype)

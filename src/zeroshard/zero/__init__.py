@@ -5,6 +5,7 @@ from zeroshard.zero.engine import Zero
 from zeroshard.zero.layout import FlatLayout, Piece, Slot
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.sharded_optimizer import ShardedOptimizer
 from zeroshard.zero.state import NamedShard, ShardReader
 from zeroshard.zero.strategy import STAGES, Placement, ShardingStrategy, resolve_strategy
 from zeroshard.zero.unit import Unit
@@ -20,6 +21,7 @@ __all__ = [
     "Placement",
     "Scope",
     "ShardReader",
+    "ShardedOptimizer",
     "ShardingStrategy",
     "Slot",
     "Unit",

@@ -11,6 +11,8 @@ a backward:
 [Note: The mean]
     Gradients are scaled by ``1 / world_size`` as they are copied in, in the pass that has to be made anyway, and
     then summed over ranks. Every stage does so, and reduces the same buffer in the same order, hence the same bits.
+    Where the factor is no power of two, the product is rounded before it is added to what is there: then gradients
+    of two micro-batches that cancel leave exactly nothing, as they would unscaled.
 
 [Note: Two levels]
     Where there are replicas (see `levels`), the sum over this rank's own group is followed by one over replicas, of the
@@ -24,6 +26,8 @@ a backward:
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -70,6 +74,7 @@ class FlatGrads:
         self._arriving: Tensor | None = None
         self._across = False  # whether the sum over replicas is yet to be issued
         self._scale = 1.0 / levels.world.world_size
+        self._scale_is_exact = math.frexp(self._scale)[0] == 0.5
         start, stop = layout.interval(comm.rank)
         self._held = slice(start, stop) if self.shard_optim else slice(0, layout.padded_numel)
         self.offset = self._held.start  # of `reduced` in the flat buffer
@@ -88,8 +93,10 @@ class FlatGrads:
             grad = grad.to_dense()
         self._vacate_local()
         view = self._local_views()[slot]
-        if self._written[slot]:
+        if self._written[slot] and self._scale_is_exact:
             view.add_(grad, alpha=self._scale)
+        elif self._written[slot]:
+            view.add_(grad.to(view.dtype).mul(self._scale))
         elif grad.dtype == view.dtype and self._scale != 1.0:
             torch.mul(grad, self._scale, out=view)
         else:

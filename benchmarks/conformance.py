@@ -1,0 +1,481 @@
+"""The conformance matrix: every strategy x optimizer x world size x feature, held against one process.
+
+    python benchmarks/conformance.py
+    python benchmarks/conformance.py --strategies zero3 fsdp2 --optimizers AdamW Muon --markdown m.md --json m.json
+
+Writes Markdown and JSON. What a cell is, and what it is compared with, stands in `zeroshard.lab.conformance`; here are
+the ranks that it runs on (gloo processes, which live on from cell to cell and are replaced where one leaves them in
+disorder) and the tables. Exit status 1 where a strategy of ours differs by more than `TOLERANCE`, fails or hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import lru_cache
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm import TorchCommunicator
+from zeroshard.comm.launch import shutdown
+from zeroshard.lab.conformance import (
+    CONTESTANTS,
+    FEATURES,
+    NUM_STEPS,
+    OPTIMIZERS,
+    OURS,
+    WORLD_SIZES,
+    BuildError,
+    Cell,
+    State,
+    cells,
+    difference,
+    one_process,
+    train,
+)
+
+ANSWER_S = 30.0  # how long a cell may take
+OTHERS_S = 1.5  # and the other ranks, once one has failed
+TOLERANCE = 1e-5  # rounding stays far below, a mistake does not
+PRELOAD = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "zeroshard.lab.conformance"]
+END = "end"
+DIED = "a process died"
+MAX_TEXT = 200
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell of the table.
+
+    Attributes:
+        outcome: ``exact``; ``differs``; ``refused`` before it trained, or in the words of one process; ``fails`` or
+            ``hangs`` while it trains.
+        difference: largest absolute difference of any weight on any rank, the larger of the next two; 0.0 where exact.
+        on_grid: where sums of gradients are exact in every order, after the first step that shows a difference.
+        ordinary: on ordinary gradients, after the last step.
+        reason: why there is no difference.
+    """
+
+    strategy: str
+    optimizer: str
+    world_size: int
+    feature: str
+    outcome: str
+    difference: float | None = None
+    on_grid: float | None = None
+    ordinary: float | None = None
+    reason: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it trains right or says before it begins that it will not."""
+        if self.outcome == "differs":
+            return self.difference is not None and self.difference <= TOLERANCE
+        return self.outcome in ("exact", "refused")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank raised, or that it never answered."""
+
+    outcome: str
+    reason: str
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Processes that train cells; new ones where the old are gone."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.cpu_s = 0.0  # of all ranks that have answered
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def train(self, cell: Cell, *, on_grid: bool, each_step: bool) -> list[list[State]] | Failure:
+        """What `conformance.train` returns on every rank."""
+        answers = self._ask((cell, on_grid, each_step))
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+        if len(answers) == self.world_size and not failures:
+            return [answers[rank] for rank in range(self.world_size)]
+        if not failures:
+            self.kill()
+            return Failure("hangs", f"all ranks wait, for more than {ANSWER_S:.0f} s")
+        died = [rank for rank, failure in failures.items() if failure.reason == DIED]
+        rank = died[0] if died else next(iter(failures))  # the first to fail; peers of a lost rank complain of that
+        first = self._last_words(rank) if died else failures[rank]
+        together = len(failures) == self.world_size and len(set(failures.values())) == 1
+        if not together or any(answer is not None for answer in self._ask(None).values()):
+            self.kill()  # who raised has left the others in a collective
+        if len(answers) < self.world_size and not died:
+            return Failure("hangs", f"other ranks wait for one that raised {first.reason}")
+        return first
+
+    def _ask(self, task: tuple[Cell, bool, bool] | None) -> dict[int, Any]:
+        """The answers of those ranks that have one in time; one that has failed says so soon, the others then too."""
+        if not self._processes:
+            self._start()
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + ANSWER_S
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send(task)
+            except OSError:
+                answers[rank] = Failure("fails", DIED)
+        while len(answers) < self.world_size and (left := deadline - time.monotonic()) > 0:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            for pipe in wait(list(waiting), left):
+                rank = waiting[pipe]
+                try:
+                    answers[rank], cpu_s = pipe.recv()
+                    self.cpu_s += cpu_s
+                except (EOFError, OSError):
+                    answers[rank] = Failure("fails", DIED)
+                    deadline = 0.0  # nobody else has anything to add
+                if isinstance(answers[rank], Failure):
+                    deadline = min(deadline, time.monotonic() + OTHERS_S)
+        return answers
+
+    def _last_words(self, rank: int) -> Failure:
+        """What a process that is gone wrote when C++ ended it."""
+        text = Path(self._folder.name, f"stderr-{rank}").read_text()
+        found = re.findall(r"what\(\):\s*(.*)", text)
+        return Failure("fails", f"{DIED}: {_short(found[-1])}" if found else DIED)
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._folder = tempfile.TemporaryDirectory(prefix="conformance-")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            args = (rank, self.world_size, self._folder.name, theirs)
+            process = context.Process(target=_rank_main, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def close(self) -> None:
+        """End the ranks."""
+        for pipe in self._pipes:
+            pipe.send(END)
+        for process in self._processes:
+            process.join(ANSWER_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the ranks now."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        if self._processes:
+            self._folder.cleanup()
+        self._processes, self._pipes = [], []
+
+
+def _rank_main(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with open(Path(folder, f"stderr-{rank}"), "wb") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())  # ranks that are lost say so there, and it is told in the table
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=2 * ANSWER_S),
+    )
+    comm = TorchCommunicator()
+    while (task := pipe.recv()) != END:
+        begin = time.process_time()
+        try:
+            answer: Any = None if task is None else train(comm, task[0], on_grid=task[1], each_step=task[2])
+            _agree(comm)
+        except BuildError as error:
+            answer = Failure("refused", _in_words(error.__cause__ or error))
+        except Exception as error:  # noqa: BLE001 -- it is what the cell shows
+            answer = Failure("fails", _in_words(error))
+        pipe.send((answer, time.process_time() - begin))
+        del task, answer
+    del comm
+    shutdown()
+
+
+def _agree(comm: TorchCommunicator) -> None:
+    """Ranks that have issued other collectives than their peers find out here, not in the next cell."""
+    numbers = torch.full((3,), float(comm.rank))
+    comm.all_reduce(numbers).wait()
+    if numbers.tolist() != [comm.world_size * (comm.world_size - 1) / 2] * 3:
+        raise RuntimeError("ranks are out of step: this message met another one")
+
+
+def _in_words(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {_short(lines[0]) if lines else 'no message'}"
+
+
+def _short(text: str) -> str:
+    """Without places in a source, ports, memory addresses and sizes, which are others each time."""
+    text = re.sub(
+        r"\[[^\[\]]*\.cc:\d+\] |\S+ <= \S+ \d+ vs \d+\. ",
+        "",
+        re.sub(r"\[?127\.0\.0\.1\]?:\d+|0x[0-9a-f]+", "...", text),
+    )
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT].rpartition(" ")[0] + " ..."
+
+
+# -- cells ---------------------------------------------------------------------------------------------------------
+
+
+def measure(ranks: Ranks, cell: Cell) -> Result:
+    """Train a cell where sums are exact and, where it is not equal there, twice more to see by how much."""
+    found: list[float] = []
+    for on_grid, each_step in ((True, False), (True, True), (False, False)):
+        by_rank = ranks.train(cell, on_grid=on_grid, each_step=each_step)
+        expected = _expected(cell, on_grid, each_step)
+        if isinstance(by_rank, Failure):
+            if isinstance(expected, Failure) and expected.reason == by_rank.reason:
+                return Result(**asdict(cell), outcome="refused", reason=f"as in one process: {by_rank.reason}")
+            return Result(**asdict(cell), outcome=by_rank.outcome, reason=by_rank.reason)
+        if isinstance(expected, Failure):
+            reason = f"it trains where one process raises {expected.reason}"
+            return Result(**asdict(cell), outcome="fails", reason=reason)
+        found.append(max(difference(states, expected) for states in by_rank))
+        if found == [0.0]:
+            return Result(**asdict(cell), outcome="exact", difference=0.0)
+    return Result(**asdict(cell), outcome="differs", difference=max(found[1:]), on_grid=found[1], ordinary=found[2])
+
+
+@lru_cache(maxsize=64)
+def _expected(cell: Cell, on_grid: bool, each_step: bool) -> list[State] | Failure:
+    try:
+        return one_process(cell, on_grid=on_grid, each_step=each_step)
+    except Exception as error:  # noqa: BLE001 -- then nothing can be said of the cell
+        return Failure("fails", _in_words(error))
+
+
+def measure_all(chosen: Sequence[Cell]) -> tuple[list[Result], float]:
+    """All cells, and the seconds of CPU time that they took; worlds at the same time, as ranks often wait."""
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    done: list[Cell] = []
+
+    def world(world_size: int) -> tuple[dict[Cell, Result], float]:
+        ranks = Ranks(world_size)
+        try:
+            found = {}
+            for cell in chosen:
+                if cell.world_size == world_size:
+                    found[cell] = measure(ranks, cell)
+                    done.append(cell)
+                    if len(done) % 100 == 0 or len(done) == len(chosen):
+                        print(f"{len(done)} of {len(chosen)} cells, {time.perf_counter() - begin:.0f} s", flush=True)
+            ranks.close()
+            return found, ranks.cpu_s
+        finally:
+            ranks.kill()
+
+    world_sizes = sorted({cell.world_size for cell in chosen})
+    with ThreadPoolExecutor(len(world_sizes)) as pool:
+        by_world = list(pool.map(world, world_sizes))
+    results = {cell: result for found, _ in by_world for cell, result in found.items()}
+    return [results[cell] for cell in chosen], sum(cpu_s for _, cpu_s in by_world) + time.process_time()
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+
+
+class Reasons:
+    """Numbers for the reasons, which are too long for a cell."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def number(self, text: str) -> int:
+        """The text's place in the list, from 1."""
+        if text not in self.texts:
+            self.texts.append(text)
+        return self.texts.index(text) + 1
+
+
+def _cell_text(results: Iterable[Result], reasons: Reasons) -> str:
+    """What one place of a table says: one text where all world sizes agree, else one for each."""
+    texts = []
+    for result in results:
+        text = result.outcome
+        if result.outcome == "differs":
+            text = f"{result.difference:.1e}"
+        elif result.reason:
+            text += f" [{reasons.number(result.reason)}](#reasons)"
+        texts.append(text if result.is_right else f"**{text}**")
+    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    rows = [head, ["---"] * len(head), *lines]
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _summary(results: Sequence[Result]) -> str:
+    counts = Counter(result.outcome for result in results)
+    parts = [f"{counts['exact']} exact"] if counts["exact"] else []
+    if counts["differs"]:
+        parts.append(f"{counts['differs']} to {max(result.difference or 0.0 for result in results):.0e}")
+    parts += [f"{counts[outcome]} {verb}" for outcome, verb in _OTHERS.items() if counts[outcome]]
+    return ", ".join(parts) if all(result.is_right for result in results) else f"**{', '.join(parts)}**"
+
+
+_OTHERS = {"refused": "refused", "fails": "fail", "hangs": "hang"}
+
+
+ABOUT = """\
+# Conformance
+
+Does every strategy train as one process does? {num_cells} cells, each {num_steps} steps on gloo ranks (processes on
+one CPU), {worlds} of them. Written by `python benchmarks/conformance.py` with torch {torch} and Python {python} in
+{wall_s:.0f} s, {cpu_s:.0f} s of CPU time; `conformance.json` beside it has the same numbers and more.
+
+**The reference** is one process with whole tensors and torch's own optimizer. It runs each rank's rows through the
+same model, adds the gradients rank after rank, and divides by the number of ranks. Clipping scales by a norm taken
+in float64.
+
+**exact**: after the last step every weight on every rank has the reference's bits (`torch.equal`). Ranks may add in
+any order and divide before or after, each of which rounds otherwise; so for this the model rounds its own gradients to
+multiples of 3/128 below 2, of which every order gives the same sum and the same mean.
+
+**A number**: those bits differ, and this is the largest absolute difference of any weight: on ordinary gradients, not
+rounded, after the last step, or on the rounded ones after the first step that shows any, whichever is more. Weights
+are about 0.4 and move by about 0.01 a step. Above {tolerance:.0e} it is more than rounding, and **bold**.
+
+**refused**: the strategy says before it trains that it will not, and why, or fails in the words of one process.
+**fails** and **hangs**: it raises while it trains, or some ranks wait for ever. Numbers in brackets are reasons, listed
+at the end. Where the worlds differ, a cell reads {places}.
+
+Optimizers have these settings: {settings}. Muon takes matrices only: in its cells everything else is frozen. LBFGS is
+given a closure. SparseAdam takes no dense gradients, in one process either.
+
+`ddp`, `zero1-torch` and `ddp + ShardedOptimizer` compute in bf16 under autocast, the others with bf16 weights; each is
+held against a reference of its own kind. Where parameters are unused, DDP is told to look for them.
+
+What rounds otherwise than one process: a norm is a sum, so clipping scales by another last bit; and a fused kernel
+treats the last elements of a tensor, which fill no vector, otherwise than those in its middle, so that pieces of a
+tensor have other last bits than the whole (`ddp + ShardedOptimizer` keeps tensors whole).
+
+## Summary
+
+Cells of all optimizers and world sizes; a number is the largest difference among them.
+
+"""
+
+
+def markdown(results: Sequence[Result], wall_s: float, cpu_s: float) -> str:
+    """The document: what is compared, a summary, a table for each feature, the reasons."""
+    strategies = [name for name in CONTESTANTS if any(result.strategy == name for result in results)]
+    features = [name for name in FEATURES if any(result.feature == name for result in results)]
+    optimizers = [name for name in OPTIMIZERS if any(result.optimizer == name for result in results)]
+    world_sizes = sorted({result.world_size for result in results})
+    reasons = Reasons()
+    settings = "; ".join(
+        f"{name} {', '.join(f'{key}={value}' for key, value in OPTIMIZERS[name][1].items())}" for name in optimizers
+    )
+    about = ABOUT.format(
+        num_cells=len(results),
+        num_steps=NUM_STEPS,
+        worlds=" and ".join(str(world_size) for world_size in world_sizes),
+        places=" / ".join(f"{world_size} ranks" for world_size in world_sizes),
+        wall_s=wall_s,
+        cpu_s=cpu_s,
+        torch=torch.__version__.partition("+")[0],
+        python=platform.python_version(),
+        tolerance=TOLERANCE,
+        settings=settings,
+    )
+    text = about.splitlines()
+    by_place: dict[tuple[str, str, str], list[Result]] = {}
+    for result in results:
+        by_place.setdefault((result.strategy, result.feature, result.optimizer), []).append(result)
+    text += _table(
+        ["feature", *strategies],
+        [
+            [
+                feature,
+                *(_summary([r for r in results if (r.strategy, r.feature) == (name, feature)]) for name in strategies),
+            ]
+            for feature in features
+        ],
+    )
+    for feature in features:
+        text += ["", f"## {feature}", "", f"{FEATURES[feature].about[0].upper()}{FEATURES[feature].about[1:]}.", ""]
+        text += _table(
+            ["optimizer", *strategies],
+            [
+                [optimizer, *(_cell_text(by_place.get((name, feature, optimizer), []), reasons) for name in strategies)]
+                for optimizer in optimizers
+            ],
+        )
+    text += ["", "## Reasons", ""]
+    text += [f"{number}. {_escaped(reason)}" for number, reason in enumerate(reasons.texts, 1)]
+    return "\n".join(text) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\{char}" if char in "*_<>[]`" else char for char in text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field, choices in (("strategies", CONTESTANTS), ("optimizers", OPTIMIZERS), ("features", FEATURES)):
+        parser.add_argument(f"--{field}", nargs="+", choices=choices, default=list(choices))
+    parser.add_argument("--worlds", nargs="+", type=int, choices=WORLD_SIZES, default=list(WORLD_SIZES))
+    parser.add_argument("--markdown", type=Path, default=Path("docs/conformance.md"))
+    parser.add_argument("--json", type=Path, default=Path("docs/conformance.json"))
+    args = parser.parse_args()
+    chosen = [
+        cell
+        for cell in cells()
+        if cell.strategy in args.strategies
+        and cell.optimizer in args.optimizers
+        and cell.feature in args.features
+        and cell.world_size in args.worlds
+    ]
+    begin = time.perf_counter()
+    results, cpu_s = measure_all(chosen)
+    wall_s = time.perf_counter() - begin
+    args.markdown.write_text(markdown(results, wall_s, cpu_s))
+    about = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "wall_s": round(wall_s, 1),
+        "cpu_s": round(cpu_s, 1),
+    }
+    lines = ",\n".join(f"  {json.dumps(asdict(result))}" for result in results)
+    args.json.write_text(f'{{"about": {json.dumps(about)}, "cells": [\n{lines}\n]}}\n')
+    wrong = [result for result in results if result.strategy in OURS and not result.is_right]
+    for result in wrong:
+        print(f"{result}", file=sys.stderr)
+    print(f"{args.markdown} and {args.json}: {len(results)} cells, {wall_s:.0f} s, {len(wrong)} of ours are wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

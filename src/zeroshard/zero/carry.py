@@ -1,0 +1,219 @@
+"""Whole tensors from one rank to the others: a few large messages, several of them under way.
+
+Everything travels as bytes, so tensors of any dtype share a message and every communicator can carry it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from zeroshard.comm import CONTROL, Communicator, Work, scope
+
+PARCELS_IN_FLIGHT = 4  # the memory of so many buckets; two suffice on two ranks, more ranks take turns
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of ``tensor`` in order, as uint8 [numel * itemsize]: a view of a contiguous one, else a copy."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def put_bytes(tensor: Tensor, content: Tensor) -> None:
+    """Write what `as_bytes` read. Autograd sees the tensor change, as it would see an optimizer change it."""
+    if tensor.is_contiguous():
+        as_bytes(tensor).copy_(content)
+    else:
+        tensor.detach().copy_(content.clone().view(tensor.dtype).view(tensor.shape))  # cloned: aligned for its dtype
+
+
+@dataclass
+class _Parcel:
+    work: Work
+    buffer: Tensor
+    tensors: Sequence[Tensor]
+    src: int
+    in_place: bool
+
+
+class Flight:
+    """Broadcasts under way, at most `PARCELS_IN_FLIGHT`; every rank sends the same ones in the same order.
+
+    Args:
+        comm: among which ranks.
+        label: of the messages, for observers.
+    """
+
+    def __init__(self, comm: Communicator, label: str) -> None:
+        self._comm = comm
+        self._label = label
+        self._parcels: deque[_Parcel] = deque()
+
+    def depart(self, tensors: Sequence[Tensor], src: int) -> None:
+        """Begin to make ``tensors``, all on one device, rank ``src``'s. They must stay as they are until `land`.
+
+        A contiguous tensor that travels alone needs no memory; else a buffer of their bytes is taken.
+        """
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if self._comm.world_size == 1 or num_bytes == 0:
+            return
+        if len(self._parcels) == PARCELS_IN_FLIGHT:
+            self._land_oldest()
+        in_place = len(tensors) == 1 and tensors[0].is_contiguous()
+        if in_place:
+            buffer = as_bytes(tensors[0])
+        elif self._comm.rank == src:
+            buffer = torch.cat([as_bytes(tensor) for tensor in tensors])
+        else:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device)
+        with scope(self._label):
+            work = self._comm.broadcast(buffer, src)
+        self._parcels.append(_Parcel(work, buffer, tensors, src, in_place))
+
+    def land(self) -> None:
+        """Return when everything has arrived and stands in its place."""
+        while self._parcels:
+            self._land_oldest()
+
+    def _land_oldest(self) -> None:
+        parcel = self._parcels.popleft()
+        parcel.work.wait()
+        if parcel.src == self._comm.rank:
+            return
+        if parcel.in_place:
+            increment_version(parcel.tensors[0])
+            return
+        contents = parcel.buffer.split([tensor.nbytes for tensor in parcel.tensors])
+        for tensor, content in zip(parcel.tensors, contents, strict=True):
+            put_bytes(tensor, content)
+
+
+def send_bytes(comm: Communicator, content: bytes, src: int) -> bytes:
+    """Rank ``src``'s ``content`` on every rank; what the others give is ignored. Collective."""
+    with scope(CONTROL):
+        size = torch.tensor([len(content)], device=comm.control_device)
+        comm.broadcast(size, src).wait()
+        num_bytes = int(size)
+        if comm.rank == src:
+            message = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0)
+            message = message.to(comm.control_device)
+        else:
+            message = torch.empty(num_bytes, dtype=torch.uint8, device=comm.control_device)
+        if num_bytes:
+            comm.broadcast(message, src).wait()
+    return content if comm.rank == src else message.cpu().numpy().tobytes()
+
+
+def gather_to(comm: Communicator, value: Any, to: int, bucket_bytes: int) -> list[Any]:
+    """On rank ``to`` every rank's ``value``, by rank, its tensors copied to the CPU; elsewhere nothing. Collective.
+
+    A value may nest tensors in anything that can be pickled. Its tensors travel in pieces of ``bucket_bytes``, the
+    memory that this takes on each rank. A communicator can only broadcast: ranks other than ``to`` receive and forget.
+
+    Raises:
+        RuntimeError: a rank's value cannot be pickled; on every rank.
+    """
+    values = []
+    for src in range(comm.world_size):
+        tensors: list[Tensor] = []
+        skeleton, failure = b"", None
+        if comm.rank == src:
+            try:
+                skeleton = _dump(value, tensors)
+            except Exception as error:  # noqa: BLE001 -- raised below, once the others know
+                failure = error
+        skeleton = send_bytes(comm, skeleton, src)
+        if not skeleton:
+            raise RuntimeError(f"the values that rank {src} holds cannot be sent: they cannot be pickled") from failure
+        sizes, skeleton = pickle.loads(skeleton)
+        if src == to:
+            contents = [as_bytes(tensor).to("cpu", copy=True) for tensor in tensors]
+        elif comm.rank == src:
+            contents = [as_bytes(tensor) for tensor in tensors]
+        else:
+            contents = [torch.empty(size, dtype=torch.uint8) for size in sizes] if comm.rank == to else []
+        if src != to:
+            _stream(comm, src, sizes, contents, bucket_bytes)
+        if comm.rank == to:
+            values.append(_load(skeleton, contents))
+    return values
+
+
+def _stream(comm: Communicator, src: int, sizes: list[int], ends: list[Tensor], bucket_bytes: int) -> None:
+    """Bytes of rank ``src``'s ``ends`` into another rank's; ``ends`` is empty on a rank that only takes part."""
+    for message in cut(sizes, bucket_bytes):
+        buffer = torch.empty(sum(b - a for _, a, b in message), dtype=torch.uint8, device=comm.control_device)
+        places = buffer.split([b - a for _, a, b in message])
+        if comm.rank == src:
+            for place, (index, start, stop) in zip(places, message, strict=True):
+                place.copy_(ends[index][start:stop])
+        with scope("state"):
+            comm.broadcast(buffer, src).wait()
+        if ends and comm.rank != src:
+            for place, (index, start, stop) in zip(places, message, strict=True):
+                ends[index][start:stop].copy_(place)
+
+
+def cut(sizes: Sequence[int], limit: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Messages of exactly ``limit`` bytes (the last: fewer) that hold tensors of ``sizes``: (index, start, stop)s."""
+    message: list[tuple[int, int, int]] = []
+    room = limit
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(size, start + room)
+            message.append((index, start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield message
+                message, room = [], limit
+    if message:
+        yield message
+
+
+class _Pickler(pickle.Pickler):
+    """Takes plain tensors out of what it writes; others (sparse, subclasses) stay in, as pickle writes them."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        """The tensor's place in the list, and how to make it from bytes."""
+        if type(obj) not in (Tensor, torch.nn.Parameter) or obj.layout != torch.strided or obj.is_quantized:
+            return None
+        self._tensors.append(obj)
+        return len(self._tensors) - 1, obj.dtype, tuple(obj.shape), obj.stride()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts in tensors on the CPU, of the strides that they had: fused kernels want a state to lie as its weight."""
+
+    def __init__(self, file: io.BytesIO, contents: list[Tensor]) -> None:
+        super().__init__(file)
+        self._contents = contents
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        """The tensor whose bytes came as number ``pid[0]``."""
+        index, dtype, shape, stride = pid
+        found = self._contents[index].view(dtype).view(shape)
+        return found if found.stride() == stride else torch.empty_strided(shape, stride, dtype=dtype).copy_(found)
+
+
+def _dump(value: Any, tensors: list[Tensor]) -> bytes:
+    """``value`` without its tensors, which are appended to ``tensors``, and their sizes in bytes."""
+    file = io.BytesIO()
+    _Pickler(file, tensors).dump(value)
+    return pickle.dumps(([tensor.nbytes for tensor in tensors], file.getvalue()))
+
+
+def _load(skeleton: bytes, contents: list[Tensor]) -> Any:
+    return _Unpickler(io.BytesIO(skeleton), contents).load()

@@ -1,0 +1,72 @@
+"""Which rank owns which whole tensor, and in which messages the owners' tensors travel. Pure arithmetic.
+
+Owners: largest tensor first, each to the rank that owns the fewest bytes so far; equal tensors in their order, equal
+ranks from the lowest. The fullest rank then holds at most 4/3 of what the best assignment would give it (R. L. Graham,
+"Bounds on multiprocessing timing anomalies", 1969), and no rank needs to ask another.
+
+Parcels: an owner's tensors are packed, in their order, into parcels of at most ``bucket_bytes``; one of that size or
+more travels alone, from where it lies. The parcels of all owners alternate:
+
+    owner 0, first | owner 1, first | owner 2, first | owner 0, second | owner 1, second | ...
+
+so that every rank can work on its second while the first ones are under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What one broadcast carries: tensors of one owner, on one device, by their indices."""
+
+    owner: int
+    members: tuple[int, ...]
+
+
+def assign(num_bytes: Sequence[int], trained: Sequence[bool], loads: list[int]) -> list[int]:
+    """The owner of each tensor. Frozen ones come last: they have no state, so must not count where it is balanced.
+
+    Args:
+        num_bytes: of each tensor.
+        trained: whether it will have a gradient.
+        loads: bytes that each rank owns already; the new ones are added.
+    """
+    owners = [0] * len(num_bytes)
+    for index in sorted(range(len(num_bytes)), key=lambda i: (not trained[i], -num_bytes[i], i)):
+        owner = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
+        owners[index] = owner
+        loads[owner] += num_bytes[index]
+    return owners
+
+
+def pack(
+    moved: Sequence[int],
+    owners: Sequence[int],
+    num_bytes: Sequence[int],
+    devices: Sequence[Hashable],
+    bucket_bytes: int,
+    world_size: int,
+) -> list[Parcel]:
+    """The parcels that carry the tensors with the indices ``moved``, in the order in which they leave.
+
+    ``owners``, ``num_bytes`` and ``devices`` are those of all tensors, by index.
+    """
+    by_owner: list[list[list[int]]] = [[] for _ in range(world_size)]
+    filling: dict[tuple[int, Hashable], tuple[list[int], int]] = {}
+    for index in moved:
+        place = owners[index], devices[index]
+        if num_bytes[index] >= bucket_bytes:
+            by_owner[owners[index]].append([index])
+            continue
+        bucket, size = filling.get(place, (None, 0))
+        if bucket is None or size + num_bytes[index] > bucket_bytes:
+            bucket, size = [], 0
+            by_owner[owners[index]].append(bucket)
+        bucket.append(index)
+        filling[place] = bucket, size + num_bytes[index]
+    rounds = zip_longest(*by_owner)
+    return [Parcel(owner, tuple(bucket)) for row in rounds for owner, bucket in enumerate(row) if bucket is not None]

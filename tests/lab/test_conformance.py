@@ -1,0 +1,190 @@
+"""Cells of the conformance matrix that must hold for ours: exact, or refused by name.
+
+`benchmarks/conformance.py` runs all of them, for every strategy; here every optimizer is met by every strategy of ours
+at both world sizes, each time with another feature, and AdamW by every feature.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+import torch
+
+from zeroshard.comm import LocalCommunicator
+from zeroshard.lab import conformance
+from zeroshard.lab.conformance import (
+    CONTESTANTS,
+    FEATURES,
+    MAX_NORM,
+    OPTIMIZERS,
+    OURS,
+    SHARDED_OPTIMIZER,
+    WORLD_SIZES,
+    BuildError,
+    Cell,
+    Net,
+    cells,
+    difference,
+    one_process,
+    rows,
+    train,
+)
+
+REFUSED = {"LBFGS": "calls the closure again", "SparseAdam": "does not support dense gradients"}
+
+
+def chosen():
+    names = list(FEATURES)
+    found = []
+    for cell in cells():
+        turn = list(OPTIMIZERS).index(cell.optimizer) + 2 * list(CONTESTANTS).index(cell.strategy) + cell.world_size
+        if cell.strategy in OURS and (cell.optimizer == "AdamW" or cell.feature == names[turn % len(names)]):
+            found.append(cell)
+    return found
+
+
+@functools.cache
+def expected(cell, on_grid):
+    return one_process(cell, on_grid=on_grid)
+
+
+def trained(comm, cell, on_grid):
+    try:
+        return train(comm, cell, on_grid=on_grid)
+    except Exception as error:  # noqa: BLE001 -- told to the test, on whose word the ranks live on
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("cell", chosen(), ids=lambda c: f"{c.strategy}-{c.optimizer}-{c.world_size}-{c.feature}")
+def test_ours_are_exact_or_refuse(cell, gloo_ranks):
+    on_grid = not rounds_otherwise(cell)
+    by_rank = gloo_ranks(cell.world_size).run(trained, cell, on_grid)
+    if cell.optimizer in REFUSED:
+        assert all(REFUSED[cell.optimizer] in text for text in by_rank), by_rank
+        # What has no gradients yet may be going to have sparse ones
+        built = cell.optimizer == "SparseAdam" and cell.strategy == SHARDED_OPTIMIZER
+        kind = "RuntimeError: " if built else "BuildError: optimizer_cls: "
+        assert all(text.startswith(kind) for text in by_rank), by_rank
+        return
+    assert not any(isinstance(states, str) for states in by_rank), by_rank
+    found = [difference(states, expected(replace(cell, strategy=by_cast(cell)), on_grid)) for states in by_rank]
+    assert max(found) <= (0.0 if on_grid else 1e-6), found
+
+
+def rounds_otherwise(cell):
+    """Where bits are not asked for: norms are sums too; and a fused kernel rounds the last elements of a piece, which
+    do not fill a vector, otherwise than those in the middle of a tensor."""
+    fused_on_pieces = OPTIMIZERS[cell.optimizer][1].get("fused") and cell.strategy != SHARDED_OPTIMIZER
+    return FEATURES[cell.feature].clip or fused_on_pieces
+
+
+def by_cast(cell):
+    """One strategy for all that have the same reference."""
+    autocasts = FEATURES[cell.feature].compute_dtype != torch.float32 and cell.strategy in conformance.AUTOCAST
+    return "ddp" if autocasts else "zero0"
+
+
+# -- is it a proof? --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in REFUSED])
+def test_the_reference_moves_all_that_it_should(optimizer, feature):
+    cell = Cell("zero0", optimizer, 3, feature)
+    net = Net(cell, on_grid=True)
+    (end,) = one_process(cell, on_grid=True)
+    still = {name for name, param in net.named_parameters() if torch.equal(param, end[name])}
+    frozen = {name for name, param in net.named_parameters() if not param.requires_grad}
+    assert still == frozen | {name for name in end if "spare" in name}
+    assert all(tensor.isfinite().all() for tensor in end.values())
+
+
+def test_features_are_what_they_say():
+    def net(feature):
+        return Net(Cell("zero0", "AdamW", 2, feature), on_grid=True)
+
+    tied = net("tied")
+    assert tied.first.weight is tied.last.weight
+    model = net("one rank")
+    model(rows(1, 0, 0), False).backward()
+    assert model.sometimes.weight.grad is None
+    norms = []
+    for step in range(conformance.NUM_STEPS):
+        model = net("clipping")
+        model(rows(0, step, 0)).backward()
+        norms.append(float(torch.nn.utils.get_total_norm(p.grad for p in model.parameters())))
+    assert min(norms) > MAX_NORM
+
+
+def test_gradients_on_the_grid_add_up_alike_in_every_order():
+    net = Net(Cell("zero0", "SGD", 3, "plain"), on_grid=True)
+    by_rank = []
+    for rank in range(3):
+        net.zero_grad()
+        (10 * net(rows(rank, 0, 0))).backward()  # some reach the end of the grid
+        by_rank.append(torch.cat([param.grad.view(-1) for param in net.parameters()]))
+    assert all(torch.equal(grad.bfloat16().float(), grad) for grad in by_rank)
+    assert max(grad.abs().max() for grad in by_rank) == 255 / 128
+    mean = (by_rank[0] + by_rank[1] + by_rank[2]) / 3
+    for a, b, c in permutations(by_rank):
+        assert torch.equal(((a + b) + c) / 3, mean)
+        assert torch.equal((a / 3 + b / 3) + c / 3, mean)
+        assert torch.equal((a * (1 / 3) + b * (1 / 3)) + c * (1 / 3), mean)
+    ordinary = [grad * 1.1 for grad in by_rank]  # and others do not
+    assert not all(torch.equal((a + b) + c, sum(ordinary)) for a, b, c in permutations(ordinary))
+
+
+@pytest.mark.parametrize("strategy", CONTESTANTS)
+@pytest.mark.parametrize("slip", [1e-6, float("nan")])
+def test_a_slip_is_seen(strategy, slip, monkeypatch):
+    if strategy in ("zero1-torch", "fsdp2"):
+        pytest.skip("needs a process group")
+    honest = CONTESTANTS[strategy]
+
+    def careless(setup):
+        built = honest(setup)
+
+        def after(optimizer, args, kwargs):
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][3].mul_(1 + slip)
+
+        built.optimizer.register_step_post_hook(after)
+        return built
+
+    cell = Cell(strategy, "AdamW", 1, "plain")
+    assert difference(train(LocalCommunicator(), cell, on_grid=True), one_process(cell, on_grid=True)) == 0.0
+    monkeypatch.setitem(CONTESTANTS, strategy, careless)
+    found = difference(train(LocalCommunicator(), cell, on_grid=True), one_process(cell, on_grid=True))
+    assert found > 1e-7
+    by_step = [
+        difference([one], [other])
+        for one, other in zip(
+            train(LocalCommunicator(), cell, on_grid=True, each_step=True),
+            one_process(cell, on_grid=True, each_step=True),
+            strict=True,
+        )
+    ]
+    assert len(by_step) == conformance.NUM_STEPS
+    assert by_step[0] > 1e-8
+
+
+def test_the_first_difference_is_what_counts():
+    same, near, far = ({"a": torch.tensor([1.0, value])} for value in (2.0, 2.5, 9.0))
+    assert difference([same, same], [same, same]) == 0.0
+    assert difference([same, near, far], [same, same, same]) == 0.5
+    assert difference([{"a": torch.tensor([1.0, float("nan")])}], [same]) == float("inf")
+
+
+def test_a_refusal_says_why():
+    with pytest.raises(BuildError, match="LBFGS cannot be sharded: it calls the closure again"):
+        train(LocalCommunicator(), Cell("zero2", "LBFGS", 1, "plain"), on_grid=True)
+
+
+def test_the_table_is_complete():
+    found = cells()
+    assert len(found) == len(set(found)) == len(CONTESTANTS) * len(OPTIMIZERS) * len(FEATURES) * len(WORLD_SIZES)
+    shipped = {cls for cls in vars(torch.optim).values() if isinstance(cls, type)} - {torch.optim.Optimizer}
+    assert {cls for cls, _ in OPTIMIZERS.values()} == {cls for cls in shipped if issubclass(cls, torch.optim.Optimizer)}

@@ -1,0 +1,122 @@
+"""Tensors of any kind arrive as they were sent, in messages of the size that was promised."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zeroshard.comm import ObservedCommunicator, run_threads
+from zeroshard.zero.carry import PARCELS_IN_FLIGHT, Flight, as_bytes, cut, gather_to, put_bytes, send_bytes
+
+KINDS = [
+    torch.arange(6.0).view(2, 3).t(),
+    torch.tensor(1.5),
+    torch.empty(0, 2),
+    torch.arange(3) + 1j,
+    torch.tensor([True, False]),
+    torch.arange(8, dtype=torch.bfloat16)[::2],
+    torch.arange(5, dtype=torch.uint8),
+]
+
+
+@pytest.mark.parametrize("index", range(len(KINDS)))
+def test_bytes_make_the_tensor_again(index):
+    sent = KINDS[index]
+    target = torch.empty_strided(sent.shape, sent.stride(), dtype=sent.dtype)
+    padded = torch.cat([torch.zeros(1, dtype=torch.uint8), as_bytes(sent)])  # as in the midst of a message
+    put_bytes(target, padded[1:])
+    assert torch.equal(target, sent)
+    assert as_bytes(sent).numel() == sent.nbytes
+
+
+def test_packed_and_alone_tensors_arrive():
+    def go(comm):
+        mine = [torch.full_like(x, comm.rank) for x in KINDS]
+        flight = Flight(comm, "test")
+        flight.depart(mine[:4], 1)
+        for x in mine[4:]:
+            flight.depart([x], 2)
+        flight.land()
+        return mine
+
+    for found in run_threads(go, 3):
+        for index, (x, kind) in enumerate(zip(found, KINDS, strict=True)):
+            assert torch.equal(x, torch.full_like(kind, 1 if index < 4 else 2))
+
+
+def test_so_many_are_under_way_and_no_more():
+    class Work:
+        def __init__(self, log):
+            self.log = log
+
+        def wait(self):
+            self.log.append(-1)
+
+    class Comm:
+        rank, world_size = 1, 2
+
+        def __init__(self):
+            self.log = []
+
+        def broadcast(self, tensor, src):
+            self.log.append(1)
+            return Work(self.log)
+
+    comm = Comm()
+    flight = Flight(comm, "test")
+    for _ in range(3 * PARCELS_IN_FLIGHT):
+        flight.depart([torch.zeros(2), torch.zeros(3)], 0)
+    flight.land()
+    under_way = torch.tensor(comm.log).cumsum(0)
+    assert under_way.max() == PARCELS_IN_FLIGHT
+    assert under_way[-1] == 0
+
+
+def test_bytes_of_one_rank_reach_all():
+    assert run_threads(lambda comm: send_bytes(comm, b"rank %d" % comm.rank, 1), 3) == [b"rank 1"] * 3
+    assert run_threads(lambda comm: send_bytes(comm, b"", 0), 2) == [b""] * 2
+
+
+def test_messages_hold_exactly_the_limit():
+    assert list(cut([5, 0, 7], 4)) == [[(0, 0, 4)], [(0, 4, 5), (2, 0, 3)], [(2, 3, 7)]]
+    assert list(cut([0, 0], 4)) == list(cut([], 4)) == []
+
+
+def test_values_are_gathered_with_all_that_they_nest():
+    def value(rank):
+        return {rank: {"list": [x + rank if x.dtype != torch.bool else x for x in KINDS], "step": rank, "none": None}}
+
+    def go(comm):
+        observed = ObservedCommunicator(comm)
+        given = value(comm.rank)
+        found = gather_to(observed, given, 1, bucket_bytes=16)
+        if comm.rank == 1:  # its own are copies too
+            assert found[1][1]["list"][0].data_ptr() != given[1]["list"][0].data_ptr()
+        return found, [r.num_bytes for r in observed.records if r.scope == "state"]
+
+    by_rank = run_threads(go, 3)
+    assert [len(found) for found, _ in by_rank] == [0, 3, 0]
+    for rank, found in enumerate(by_rank[1][0]):
+        expected = value(rank)[rank]
+        assert (found[rank]["step"], found[rank]["none"]) == (rank, None)
+        for x, y in zip(found[rank]["list"], expected["list"], strict=True):
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
+    assert all(max(sizes) == 16 for _, sizes in by_rank)
+
+
+def test_subclasses_and_sparse_tensors_are_left_to_pickle():
+    def go(comm):
+        return gather_to(comm, torch.eye(3).to_sparse() * (comm.rank + 1), 0, bucket_bytes=16)
+
+    found = run_threads(go, 2)[0]
+    assert [torch.equal(x.to_dense(), torch.eye(3) * (r + 1)) for r, x in enumerate(found)] == [True, True]
+
+
+def test_a_value_that_cannot_be_sent_is_an_error_on_every_rank():
+    def go(comm):
+        with pytest.raises(RuntimeError, match="values that rank 1 holds cannot be sent"):
+            gather_to(comm, (lambda: 0) if comm.rank == 1 else 0, 0, bucket_bytes=16)
+        return True
+
+    assert run_threads(go, 2) == [True, True]
