@@ -1,0 +1,23 @@
+"""Triton kernels for the operations of a language model, each beside its reference in plain PyTorch.
+
+One file an operation, in one order: reference, kernels, launchers, `autograd.Function`, public function. The reference
+is the specification; `zeroshard.kernels.dispatch` says which of the two serves a call.
+"""
+
+from zeroshard.kernels.dispatch import CHOICES, OPERATIONS, Backend, Choice, choose, describe, use_kernels
+from zeroshard.kernels.modules import LayerNorm, RMSNorm
+from zeroshard.kernels.norm import layer_norm, rms_norm
+
+__all__ = [
+    "CHOICES",
+    "OPERATIONS",
+    "Backend",
+    "Choice",
+    "LayerNorm",
+    "RMSNorm",
+    "choose",
+    "describe",
+    "layer_norm",
+    "rms_norm",
+    "use_kernels",
+]

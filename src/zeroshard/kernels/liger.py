@@ -1,0 +1,31 @@
+"""Liger-Kernel's functions under our signatures, for ``kernels="liger"``: a baseline to hold ours against.
+
+Hsu et al. 2024, arXiv:2410.10989. Imported when first called; it needs a GPU. What it cannot do is refused.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.errors import UserError
+
+
+def _function(module: str, name: str) -> Any:
+    return getattr(import_module(f"liger_kernel.ops.{module}"), name).apply
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """As `zeroshard.kernels.layer_norm` without a residual; it has no form without a weight."""
+    if weight is None:
+        raise UserError("kernels", "liger has no layer_norm without a weight", "give a weight, or use auto")
+    bias = torch.zeros_like(weight) if bias is None else bias
+    return _function("layer_norm", "LigerLayerNormFunction")(x, weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """As `zeroshard.kernels.rms_norm` without a residual; the gradient is not written over its own input."""
+    return _function("rms_norm", "LigerRMSNormFunction")(x, weight, eps, 0.0, "gemma", False)
