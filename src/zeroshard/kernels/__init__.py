@@ -4,6 +4,7 @@ One file an operation, in one order: reference, kernels, launchers, `autograd.Fu
 is the specification; `zeroshard.kernels.dispatch` says which of the two serves a call.
 """
 
+from zeroshard.kernels.cross_entropy import cross_entropy
 from zeroshard.kernels.dispatch import CHOICES, OPERATIONS, Backend, Choice, choose, describe, use_kernels
 from zeroshard.kernels.modules import LayerNorm, RMSNorm
 from zeroshard.kernels.norm import layer_norm, rms_norm
@@ -16,6 +17,7 @@ __all__ = [
     "LayerNorm",
     "RMSNorm",
     "choose",
+    "cross_entropy",
     "describe",
     "layer_norm",
     "rms_norm",

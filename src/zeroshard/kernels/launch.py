@@ -26,11 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-triton: Any = None
-tl: Any = None
-if find_spec("triton") is not None:  # there are platforms without wheels, and torch's CPU build does not bring it
-    triton = import_module("triton")
-    tl = import_module("triton.language")
+
+def _optional(name: str) -> Any:
+    """A module of Triton's; None where it is not installed: not every platform has it, torch's CPU build neither."""
+    return import_module(name) if find_spec("triton") is not None else None
+
+
+triton = _optional("triton")
+tl = _optional("triton.language")
 
 HAS_TRITON = triton is not None
 INTERPRETED = HAS_TRITON and bool(triton.knobs.runtime.interpret)

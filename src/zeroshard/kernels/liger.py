@@ -29,3 +29,12 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """As `zeroshard.kernels.rms_norm` without a residual; the gradient is not written over its own input."""
     return _function("rms_norm", "LigerRMSNormFunction")(x, weight, eps, 0.0, "gemma", False)
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, reduction: str
+) -> Tensor:
+    """As `zeroshard.kernels.cross_entropy`; the gradient is always written over the logits."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    options = (None, ignore_index, z_loss, label_smoothing, reduction)
+    return _function("cross_entropy", "LigerCrossEntropyFunction")(rows, targets.flatten(), *options)[0]
