@@ -229,13 +229,12 @@ def test_a_wrong_argument_is_named(wrong, message, kernels):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_without_a_break_in_the_graph(triton, random, device):
+def test_compiled_without_a_break_in_the_graph(compiler, random, device):
     targets = draw_targets((3,), 33, device)
 
     def model(x):
         return cross_entropy(x.sin(), targets, inplace=True, kernels="triton")
 
-    torch.compiler.reset()
     logits = random(3, 33)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for got, wanted in zip(run(compiled, [logits]), run(model, [logits]), strict=True):

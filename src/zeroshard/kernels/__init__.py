@@ -6,8 +6,10 @@ is the specification; `zeroshard.kernels.dispatch` says which of the two serves 
 
 from zeroshard.kernels.cross_entropy import cross_entropy
 from zeroshard.kernels.dispatch import CHOICES, OPERATIONS, Backend, Choice, choose, describe, use_kernels
+from zeroshard.kernels.gated import geglu, swiglu
 from zeroshard.kernels.modules import LayerNorm, RMSNorm
 from zeroshard.kernels.norm import layer_norm, rms_norm
+from zeroshard.kernels.rope import rope
 
 __all__ = [
     "CHOICES",
@@ -19,7 +21,10 @@ __all__ = [
     "choose",
     "cross_entropy",
     "describe",
+    "geglu",
     "layer_norm",
     "rms_norm",
+    "rope",
+    "swiglu",
     "use_kernels",
 ]

@@ -38,3 +38,19 @@ def cross_entropy(
     rows = logits.reshape(-1, logits.shape[-1])
     options = (None, ignore_index, z_loss, label_smoothing, reduction)
     return _function("cross_entropy", "LigerCrossEntropyFunction")(rows, targets.flatten(), *options)[0]
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As `zeroshard.kernels.rope`; its tables hold each angle twice."""
+    tables = (torch.cat((table, table), dim=-1)[None] for table in (cos, sin))
+    return _function("rope", "LigerRopeFunction")(q, k, *tables)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """As `zeroshard.kernels.swiglu`; the gradients are written over the inputs."""
+    return _function("swiglu", "LigerSiLUMulFunction")(gate, up)
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """As `zeroshard.kernels.geglu`; the gradients are written over the inputs."""
+    return _function("geglu", "LigerGELUMulFunction")(gate, up)
