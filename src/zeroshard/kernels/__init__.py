@@ -7,6 +7,7 @@ is the specification; `zeroshard.kernels.dispatch` says which of the two serves 
 from zeroshard.kernels.cross_entropy import cross_entropy
 from zeroshard.kernels.dispatch import CHOICES, OPERATIONS, Backend, Choice, choose, describe, use_kernels
 from zeroshard.kernels.gated import geglu, swiglu
+from zeroshard.kernels.linear_cross_entropy import linear_cross_entropy
 from zeroshard.kernels.modules import LayerNorm, RMSNorm
 from zeroshard.kernels.norm import layer_norm, rms_norm
 from zeroshard.kernels.rope import rope
@@ -23,6 +24,7 @@ __all__ = [
     "describe",
     "geglu",
     "layer_norm",
+    "linear_cross_entropy",
     "rms_norm",
     "rope",
     "swiglu",

@@ -54,3 +54,19 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """As `zeroshard.kernels.geglu`; the gradients are written over the inputs."""
     return _function("geglu", "LigerGELUMulFunction")(gate, up)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> Tensor:
+    """As `zeroshard.kernels.linear_cross_entropy`, the weight's gradient summed in fp32 too."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    function = _function("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
+    options = (None, None, ignore_index, z_loss, label_smoothing, reduction, None, False, torch.float32)
+    return function(rows, weight, targets.flatten(), *options)[0]
