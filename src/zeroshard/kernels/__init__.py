@@ -4,6 +4,7 @@ One file an operation, in one order: reference, kernels, launchers, `autograd.Fu
 is the specification; `zeroshard.kernels.dispatch` says which of the two serves a call.
 """
 
+from zeroshard.kernels.adamw import AdamWOptions, adamw
 from zeroshard.kernels.cross_entropy import cross_entropy
 from zeroshard.kernels.dispatch import CHOICES, OPERATIONS, Backend, Choice, choose, describe, use_kernels
 from zeroshard.kernels.gated import geglu, swiglu
@@ -11,14 +12,17 @@ from zeroshard.kernels.linear_cross_entropy import linear_cross_entropy
 from zeroshard.kernels.modules import LayerNorm, RMSNorm
 from zeroshard.kernels.norm import layer_norm, rms_norm
 from zeroshard.kernels.rope import rope
+from zeroshard.kernels.sum_of_squares import sum_of_squares
 
 __all__ = [
     "CHOICES",
     "OPERATIONS",
+    "AdamWOptions",
     "Backend",
     "Choice",
     "LayerNorm",
     "RMSNorm",
+    "adamw",
     "choose",
     "cross_entropy",
     "describe",
@@ -27,6 +31,7 @@ __all__ = [
     "linear_cross_entropy",
     "rms_norm",
     "rope",
+    "sum_of_squares",
     "swiglu",
     "use_kernels",
 ]
