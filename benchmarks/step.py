@@ -6,7 +6,8 @@
 Every contestant trains its own copy of the same model on the same data in the same processes. A round visits all of
 them in a shuffled order and takes a few steps with each, so that a machine whose speed drifts is equally unkind to
 all; ratios are taken round by round against the first contestant. No gradient clipping, the same fused AdamW on
-every side. Medians and quartiles; wall time, and CPU time of the process with its communication threads.
+every side, large tensors in huge pages for all, as the trainer has them. ``plain`` communicates nothing: the floor
+under DDP. Medians and quartiles; wall time, and CPU time of the process with its communication threads.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it once
 
 import torch
 import torch.distributed as dist

@@ -115,7 +115,7 @@ def test_ranks_of_several_hosts_are_refused_on_each_of_them(gloo_ranks):
 def _no_room(comm):
     reserve = mapped._reserve
     if comm.rank == 1:
-        mapped._reserve = lambda fd, num_bytes: os.posix_fallocate(fd, 0, -1)
+        mapped._reserve = lambda fd, start, num_bytes: os.posix_fallocate(fd, 0, -1)
     try:
         with pytest.raises(UserError, match=r"comm: \d+ bytes of shared memory are not to be had in"):
             SharedMemoryCommunicator(comm.group)

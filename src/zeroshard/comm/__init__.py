@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroshard.comm.base import Communicator, Done, PeerError, ReduceOp, Work
+    from zeroshard.comm.base import Allocator, Communicator, Done, PeerError, ReduceOp, Work, empty_for
     from zeroshard.comm.labels import CONTROL, current_scope, scope
     from zeroshard.comm.local import LocalCommunicator
     from zeroshard.comm.null import NullCommunicator
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from zeroshard.comm.torch_dist import TorchCommunicator
 
 _HOME = {
+    "Allocator": "base",
     "Communicator": "base",
     "Done": "base",
     "PeerError": "base",
     "ReduceOp": "base",
     "Work": "base",
+    "empty_for": "base",
     "LocalCommunicator": "local",
     "NullCommunicator": "null",
     "CommRecord": "observe",
@@ -47,6 +49,7 @@ _HOME = {
 
 __all__ = [
     "CONTROL",
+    "Allocator",
     "CommRecord",
     "Communicator",
     "Done",
@@ -64,6 +67,7 @@ __all__ = [
     "Transport",
     "Work",
     "current_scope",
+    "empty_for",
     "ranks_share_host",
     "run_threads",
     "scope",

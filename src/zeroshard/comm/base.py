@@ -89,6 +89,22 @@ class Communicator(Protocol):
         ...
 
 
+@runtime_checkable
+class Allocator(Protocol):
+    """A communicator that reaches some memory faster than other; what it computes is the same."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """``[numel]`` of such memory on the CPU, not filled."""
+        ...
+
+
+def empty_for(comm: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``[numel]`` on ``device``, not filled, where ``comm`` reaches it best."""
+    if device.type == "cpu" and isinstance(comm, Allocator):
+        return comm.empty(numel, dtype)
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
 def check_op(op: str) -> None:
     """Raise ValueError for a reduction that is not one of `ReduceOp`."""
     if op not in get_args(ReduceOp):

@@ -58,6 +58,10 @@ class Segment:
         path: its name.
         rank: whose it is.
         num_counters: how many counters it starts with; the first is `LOST`.
+
+    Attributes:
+        counters, data: what the segment was made with.
+        note: eight words for whatever its owner announces in a counter.
     """
 
     def __init__(self, fd: int, path: Path, rank: int, num_counters: int) -> None:
@@ -69,7 +73,9 @@ class Segment:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         lines = range(0, num_counters * _LINE_BYTES, _LINE_BYTES)
         self.counters = [Counter(self, words, line // 8, address + line) for line in lines]
+        self.note = words[len(lines) * _LINE_BYTES // 8 :][: _LINE_BYTES // 8]
         self.data: Tensor = torch.frombuffer(memory, dtype=torch.uint8)[_header_bytes(num_counters) :]
+        self._num_bytes = len(memory)
 
     @classmethod
     def create(cls, rank: int, num_counters: int, data_bytes: int) -> Segment:
@@ -84,7 +90,7 @@ class Segment:
         fd, name = tempfile.mkstemp(prefix=_PREFIX, dir=place)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX)  # [Note: the dead are noticed]
-            _reserve(fd, num_bytes)
+            _reserve(fd, 0, num_bytes)
             return cls(fd, Path(name), rank, num_counters)
         except OSError as error:
             os.close(fd)
@@ -100,6 +106,28 @@ class Segment:
             OSError: it cannot be opened from here.
         """
         return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), path, rank, num_counters)
+
+    def extend(self, num_bytes: int) -> tuple[int, mmap.mmap]:
+        """Lengthen the file by ``num_bytes``, only for its owner; where that starts, and the memory.
+
+        No page of it is there before `reserve`.
+        """
+        start = self._num_bytes
+        os.ftruncate(self._fd, start + num_bytes)
+        self._num_bytes += num_bytes
+        return start, self.map(start, num_bytes)
+
+    def reserve(self, start: int, num_bytes: int) -> None:
+        """Have the pages of ``num_bytes`` from ``start`` on be there.
+
+        Raises:
+            OSError: there is no room for them.
+        """
+        _reserve(self._fd, start, num_bytes)
+
+    def map(self, start: int, num_bytes: int) -> mmap.mmap:
+        """Map a part of the file that `extend` made."""
+        return mmap.mmap(self._fd, num_bytes, offset=start)
 
     def unlink(self) -> None:
         """Remove the file; the memory lives until the last rank has let go of it. Harmless twice."""
@@ -184,14 +212,14 @@ def folder() -> Path:
 
 
 def _header_bytes(num_counters: int) -> int:
-    return -(-num_counters * _LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
+    return -(-(num_counters + 1) * _LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
 
 
-def _reserve(fd: int, num_bytes: int) -> None:
+def _reserve(fd: int, start: int, num_bytes: int) -> None:
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, num_bytes)  # a page that cannot be had later would be a bus error
+        os.posix_fallocate(fd, start, num_bytes)  # a page that cannot be had later would be a bus error
     else:
-        os.ftruncate(fd, num_bytes)
+        os.ftruncate(fd, max(os.fstat(fd).st_size, start + num_bytes))
 
 
 def _is_locked(fd: int) -> bool:

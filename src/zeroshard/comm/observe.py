@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import Communicator, ReduceOp, Work
+from zeroshard.comm.base import Communicator, ReduceOp, Work, empty_for
 from zeroshard.comm.labels import CONTROL, current_scope
 
 
@@ -74,6 +74,10 @@ class ObservedCommunicator:
     def control_device(self) -> torch.device:
         """As the inner communicator says."""
         return self.inner.control_device
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """What the inner communicator reaches best."""
+        return empty_for(self.inner, numel, dtype, torch.device("cpu"))
 
     def _record(self, op: str, tensor: Tensor | None, start: float) -> CommRecord:
         num_bytes = 0 if tensor is None else tensor.numel() * tensor.element_size()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,9 @@ from zeroshard.comm.worker import Operation
 
 PACKED_BYTES = 1 << 20  # of a strided tensor, copied at a time
 
-COMBINE: dict[str, Callable[..., Any]] = {
+Combine = Callable[..., Tensor]  # (a, b, out=c), c being a or b or neither
+
+COMBINE: dict[str, Combine] = {
     "sum": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import Communicator, PeerError, ReduceOp, Work
+from zeroshard.comm.base import Communicator, PeerError, ReduceOp, Work, empty_for
 from zeroshard.comm.labels import current_scope
 
 PULSE_S = 1.0
@@ -254,6 +254,10 @@ class SentinelCommunicator:
     def control_device(self) -> torch.device:
         """As the inner communicator says."""
         return self.inner.control_device
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """What the inner communicator reaches best."""
+        return empty_for(self.inner, numel, dtype, torch.device("cpu"))
 
     def _note(self, op: str, tensor: Tensor | None) -> None:
         num_bytes = 0 if tensor is None else tensor.numel() * tensor.element_size()

@@ -1,23 +1,19 @@
-"""Collectives through memory that the CPU ranks of one host map together: no socket, no kernel, one copy.
+"""Collectives through memory that the CPU ranks of one host map together: no socket, no kernel.
 
-Each rank owns a segment of a few slots that the others map. It *publishes* what they need in the next slot and
-announces it in a counter; they read it where it lies (a reduction adds straight from there). A slot holds, for a
-reduce-scatter, a piece of every other rank's shard; for a gather or broadcast, a piece of its owner's data. Pieces are
-small enough to stay in the caches:
+A large tensor that was cut from shared memory (`SharedMemoryCommunicator.empty`; the engine's flat buffers are) is read
+by the others where it lies: a reduction adds straight from there, a gather copies straight from there. Others travel
+through slots (`zeroshard.comm.slots`). A slot holds, for a reduce-scatter, a piece of every other rank's shard; for a
+gather or broadcast, a piece of its owner's data. Pieces are small enough to stay in the caches:
 
     publish piece 0 | publish piece 1, reduce piece 0 | publish piece 2, reduce piece 1 | ...
 
-[Note: four slots need no second counter] Who publishes piece n has read piece n - 2 of every rank. That rank published
-it after it had read piece n - 4, whose slot piece n now takes. So no slot is filled while somebody reads it.
-
-Sums run in the order of ranks, ``((x0 + x1) + x2) + ...``, whoever owns the shard, and `all_reduce` is a reduce-scatter
-and an all-gather: the same bits on every rank, from run to run, and from both.
+Sums run in the order of ranks, ``((x0 + x1) + x2) + ...``, whoever owns the shard and whichever way it went, and
+`all_reduce` is a reduce-scatter and an all-gather: the same bits on every rank, from run to run, and from both.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,27 +21,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.comm.base import ReduceOp, Work, check_op, check_rank, check_shards
-from zeroshard.comm.mapped import LOST, PeerLost, Segment
+from zeroshard.comm.mapped import Segment
 from zeroshard.comm.p2p import CPU, members, own_store, require_cpu
-from zeroshard.comm.pieces import COMBINE, copy, on_flat, shard_interval
+from zeroshard.comm.pieces import COMBINE, Combine, copy, on_flat, shard_interval
+from zeroshard.comm.slots import NUM_COUNTERS, NUM_SLOTS, SLOT_BYTES, Slots
 from zeroshard.comm.worker import Operation, Worker
 from zeroshard.errors import UserError
 
-SLOT_BYTES = 1 << 20
-_AHEAD = 1  # pieces published before the first is read
-NUM_SLOTS = 2 * (_AHEAD + 1)  # [Note: four slots need no second counter]
-_PUBLISHED, _NUM_COUNTERS = LOST + 1, LOST + 2  # how many slots this rank has filled so far
+DIRECT_BYTES = 256 << 10  # of the whole tensor; below it, two rounds of counters cost more than a copy
+_CACHED_BYTES = 256 << 10  # of a partial sum
 _FAILED = "failed: "
-
-Publish = Callable[[int, Tensor], None]  # lay piece number i into this rank's slot
-Read = Callable[[int, list[Tensor]], None]  # take piece number i from the slots, by rank
 
 
 class SharedMemoryCommunicator:
     """The CPU ranks of one host; tensors of any dtype.
 
     Operations run in issue order on a thread of their own. To build one is collective over ``group``. It maps
-    ``NUM_SLOTS * SLOT_BYTES`` for each rank; the files behind them are gone before the constructor returns.
+    ``NUM_SLOTS * SLOT_BYTES`` for each rank, and what `empty` gives out; the files behind them are gone before the
+    constructor returns.
 
     Args:
         group: a process group that this rank belongs to; None: the default group.
@@ -62,8 +55,13 @@ class SharedMemoryCommunicator:
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
         parent, self.rank, self.world_size = members(group)
         segments = _map_segments(parent, self.rank, self.world_size) if self.world_size > 1 else []
-        self._slots = _Slots(segments, self.rank, timeout_s)
+        self._slots = Slots(segments, self.rank, timeout_s)
         self._worker = Worker(f"shm-{self.rank}")
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """``[numel]``, not filled, in memory that all ranks map; ordinary memory where there is no room for it."""
+        arena = self._slots.arena
+        return torch.empty(numel, dtype=dtype) if arena is None else arena.empty(numel, dtype)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce ``tensor`` in place; any strides, at the cost of copies where its elements do not lie in order."""
@@ -75,13 +73,13 @@ class SharedMemoryCommunicator:
         check_op(op)
         check_shards(input, output, self.world_size)
         whole, shard = input.detach().view(-1), output.detach().view(-1)
-        return self._submit(lambda: self._reduce(whole, op, shard), input, output)
+        return self._submit(lambda: self._reduce_scatter(whole, op, shard), input, output)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Gather every rank's shard."""
         check_shards(output, input, self.world_size)
         whole, shard = output.detach().view(-1), input.detach().view(-1)
-        return self._submit(lambda: self._gather(whole, shard), output, input)
+        return self._submit(lambda: self._all_gather(whole, shard), output, input)
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Take rank ``src``'s tensor; any strides."""
@@ -103,8 +101,58 @@ class SharedMemoryCommunicator:
 
     # -- the collectives, on the worker's thread ----------------------------------------------------------------
 
-    def _reduce(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
+    def _reduce_scatter(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
         """``shard`` becomes this rank's shard of the reduction of ``whole``, of which it may be a part."""
+        if self.world_size == 1:
+            copy(shard, whole)
+        elif (wholes := self._offer(whole, whole.nbytes)) is not None:
+            self._reduce_where_they_lie(wholes, op, shard)
+            self._slots.done()
+        else:
+            self._reduce_in_slots(whole, op, shard)
+
+    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
+        """Every rank's shard goes into ``whole``; ``shard`` is this rank's, and may lie there already."""
+        start, stop = shard_interval(whole.numel(), self.world_size, self.rank)
+        if self.world_size > 1 and (shards := self._offer(shard, whole.nbytes)) is not None:
+            for peer in self._slots.peers:
+                start_of, stop_of = shard_interval(whole.numel(), self.world_size, peer)
+                whole[start_of:stop_of].copy_(shards[peer])
+            copy(whole[start:stop], shard)
+            self._slots.done()
+        else:
+            copy(whole[start:stop], shard)
+            self._gather_in_slots(whole, shard)
+
+    def _all_reduce(self, flat: Tensor, op: ReduceOp) -> None:
+        if self.world_size == 1:
+            return
+        start, stop = shard_interval(flat.numel(), self.world_size, self.rank)
+        if (wholes := self._offer(flat, flat.nbytes)) is not None:
+            self._reduce_where_they_lie(wholes, op, flat[start:stop])
+            self._slots.done()  # now each shard is reduced, in its owner's tensor
+            for peer in self._slots.peers:
+                theirs = slice(*shard_interval(flat.numel(), self.world_size, peer))
+                flat[theirs].copy_(wholes[peer][theirs])
+            self._slots.done()
+        else:
+            self._reduce_in_slots(flat, op, flat[start:stop])
+            self._gather_in_slots(flat, flat[start:stop])
+
+    def _offer(self, tensor: Tensor, whole_bytes: int) -> list[Tensor] | None:
+        """Every rank's ``tensor``, if it pays and all can be reached."""
+        return self._slots.offer(tensor) if whole_bytes >= DIRECT_BYTES else None
+
+    def _reduce_where_they_lie(self, wholes: list[Tensor], op: ReduceOp, shard: Tensor) -> None:
+        start, stop = shard_interval(wholes[0].numel(), self.world_size, self.rank)
+        size = _CACHED_BYTES // shard.element_size()
+        partial = torch.empty(min(size, stop - start), dtype=shard.dtype)
+        for first in range(start, stop, size):
+            parts = [whole[first : min(first + size, stop)] for whole in wholes]
+            target = shard[first - start : first - start + parts[0].numel()]
+            _combine_in_order(COMBINE[op], parts, target, self.rank, partial[: parts[0].numel()])
+
+    def _reduce_in_slots(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
         slots, combine, rank = self._slots, COMBINE[op], self.rank
         starts, stops = zip(*(shard_interval(whole.numel(), self.world_size, r) for r in slots.ranks), strict=True)
         size = slots.numel(whole.dtype) // max(self.world_size - 1, 1)  # of a piece of one shard
@@ -124,18 +172,11 @@ class SharedMemoryCommunicator:
             for peer, slot in enumerate(published):
                 place = (rank - (rank > peer)) * size
                 parts.append(own if peer == rank else slot[place : place + own.numel()])
-            total = parts[0]
-            for peer in range(1, len(parts)):
-                # until our own part, which may lie in `target`, is in: add up in the slot, where only we read
-                total = combine(total, parts[peer], out=target if peer >= rank else total)
+            _combine_in_order(combine, parts, target, rank, parts[0])  # in the slot only we read this part
 
-        if self.world_size == 1:
-            copy(shard, whole)
-        else:
-            slots.exchange(whole.dtype, -(-(stops[0] - starts[0]) // size), publish, read)
+        slots.exchange(whole.dtype, -(-(stops[0] - starts[0]) // size), publish, read)
 
-    def _gather(self, whole: Tensor, shard: Tensor) -> None:
-        """Every rank's shard goes into ``whole``; ``shard`` is this rank's, and may lie there already."""
+    def _gather_in_slots(self, whole: Tensor, shard: Tensor) -> None:
         slots, size = self._slots, self._slots.numel(whole.dtype)
         intervals = [shard_interval(whole.numel(), self.world_size, r) for r in slots.ranks]
 
@@ -149,15 +190,7 @@ class SharedMemoryCommunicator:
                 target = whole[min(start + piece * size, stop) : min(start + (piece + 1) * size, stop)]
                 target.copy_(published[peer][: target.numel()])
 
-        start, stop = intervals[self.rank]
-        copy(whole[start:stop], shard)
         slots.exchange(whole.dtype, -(-intervals[0][1] // size), publish, read)
-
-    def _all_reduce(self, flat: Tensor, op: ReduceOp) -> None:
-        if self.world_size > 1:
-            start, stop = shard_interval(flat.numel(), self.world_size, self.rank)
-            self._reduce(flat, op, flat[start:stop])
-            self._gather(flat, flat[start:stop])
 
     def _broadcast(self, flat: Tensor, src: int) -> None:
         size = self._slots.numel(flat.dtype)
@@ -178,65 +211,14 @@ class SharedMemoryCommunicator:
         self._slots.exchange(torch.uint8, 1, lambda piece, slot: None, lambda piece, published: None)
 
 
-class _Slots:
-    """The slots of all ranks. Every rank fills and reads its slots in step with the others: one count serves all."""
+def _combine_in_order(combine: Combine, parts: list[Tensor], target: Tensor, own: int, partial: Tensor) -> None:
+    """``target`` becomes the combination of ``parts`` in their order; it may be part number ``own`` itself.
 
-    def __init__(self, segments: list[Segment], rank: int, timeout_s: float) -> None:
-        self.ranks = range(max(len(segments), 1))
-        self.peers = [r for r in self.ranks if r != rank]
-        self._rank = rank
-        self._segments = segments
-        self._timeout_s = timeout_s
-        self._num_published = self._num_read = 0
-        self._views: dict[torch.dtype, list[list[Tensor]]] = {}
-
-    def numel(self, dtype: torch.dtype) -> int:
-        """Elements that a slot holds."""
-        return SLOT_BYTES // dtype.itemsize
-
-    def exchange(self, dtype: torch.dtype, num_pieces: int, publish: Publish, read: Read) -> None:
-        """Publish pieces 0, 1, ... and read each when all ranks have published it.
-
-        Raises:
-            PeerError: a rank is gone or does not answer.
-        """
-        if not self._segments:
-            return
-        try:
-            for index in range(num_pieces + _AHEAD):
-                if index < num_pieces:
-                    self._publish(dtype, lambda slot, piece=index: publish(piece, slot))
-                if index >= _AHEAD:
-                    self._read(dtype, lambda slots, piece=index - _AHEAD: read(piece, slots))
-        except PeerLost as error:
-            self._segments[self._rank].counters[LOST].advance(error.rank + 1)
-            raise
-
-    def _publish(self, dtype: torch.dtype, publish: Callable[[Tensor], None]) -> None:
-        count = self._num_published
-        publish(self._slots(dtype, count)[self._rank])
-        self._num_published = count + 1
-        self._segments[self._rank].counters[_PUBLISHED].advance(count + 1)
-
-    def _read(self, dtype: torch.dtype, read: Callable[[list[Tensor]], None]) -> None:
-        count = self._num_read
-        for peer in self.peers:
-            self._segments[peer].counters[_PUBLISHED].wait(count + 1, self._timeout_s)
-        read(self._slots(dtype, count))
-        self._num_read = count + 1
-
-    def _slots(self, dtype: torch.dtype, count: int) -> list[Tensor]:
-        """By rank, the slots of publication number ``count``."""
-        views = self._views.get(dtype)
-        if views is None:
-            whole = [segment.data.view(dtype).view(NUM_SLOTS, -1) for segment in self._segments]
-            views = self._views[dtype] = [[rows[slot] for rows in whole] for slot in range(NUM_SLOTS)]
-        return views[count % NUM_SLOTS]
-
-    def close(self) -> None:
-        """Let go of the segments; the memory goes with the last view of it."""
-        for segment in self._segments:
-            segment.close()
+    Until that part is in, sums gather in ``partial``, which may be the first part.
+    """
+    total = parts[0]
+    for index in range(1, len(parts)):
+        total = combine(total, parts[index], out=target if index >= own else partial)
 
 
 def ranks_share_host(group: dist.ProcessGroup | None = None) -> bool:
@@ -269,14 +251,14 @@ def _map_segments(parent: dist.ProcessGroup, rank: int, world_size: int) -> list
     segments: list[Segment] = []
     try:
         try:
-            own = Segment.create(rank, _NUM_COUNTERS, NUM_SLOTS * SLOT_BYTES)
+            own = Segment.create(rank, NUM_COUNTERS, NUM_SLOTS * SLOT_BYTES)
             found = str(own.path)
         except UserError as error:
             found = f"{_FAILED}{error.what}"
         paths = _agreed(_tell_all(store, "path", rank, world_size, found))
         try:
             for other, path in enumerate(paths):
-                segments.append(own if other == rank and own else Segment.attach(Path(path), other, _NUM_COUNTERS))
+                segments.append(own if other == rank and own else Segment.attach(Path(path), other, NUM_COUNTERS))
             state = "mapped"
         except OSError as error:
             state = f"{_FAILED}rank {rank} cannot open another rank's memory ({error})"

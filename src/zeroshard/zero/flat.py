@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import Communicator, Work, scope
+from zeroshard.comm import Communicator, Work, empty_for, scope
 from zeroshard.zero.layout import FlatLayout, Piece
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
@@ -60,7 +60,7 @@ class FlatParams:
         self._work: Work | None = None
 
         dtype = self.params[0].dtype
-        initial = self._initial(params, init)  # [padded_numel]
+        initial = self._initial(params, init)
         own = slice(*self.layout.interval(comm.rank))
         compute_dtype = precision.compute_dtype(dtype)
         self._own = own
@@ -69,7 +69,7 @@ class FlatParams:
         held = self.full if compute_dtype == dtype else initial
         self.master = held[own] if self.shard_optim else held
         if self.shard_optim and not self._aliased:
-            self.master = self.master.clone()
+            self.master = empty_for(comm, self.layout.shard_numel, dtype, held.device).copy_(held[own])
         del initial, held
         self._views = self.layout.views(self.full)
         self._storage_bytes = self.full.untyped_storage().nbytes()
@@ -82,9 +82,12 @@ class FlatParams:
         self.release()
 
     def _initial(self, params: list[tuple[str, nn.Parameter]], init: Init | None) -> Tensor:
-        """Rank 0's values of the parameters, flat."""
-        first = self.params[0]
-        flat = torch.empty(self.layout.padded_numel, dtype=first.dtype, device=first.device)
+        """``[padded_numel]``: rank 0's values of the parameters."""
+        numel, dtype, device = self.layout.padded_numel, self.params[0].dtype, self.params[0].device
+        if self.shard_params:  # its storage will shrink and grow
+            flat = torch.empty(numel, dtype=dtype, device=device)
+        else:
+            flat = empty_for(self.comm, numel, dtype, device)
         flat[self.layout.numel :].zero_()
         with torch.no_grad():
             for (name, param), view in zip(params, self.layout.views(flat), strict=True):
@@ -132,7 +135,9 @@ class FlatParams:
                     self.full.copy_(self.master)
                 return
             own = self.full[self._own]
-            if not self._aliased:
+            if not self._aliased and self.full.dtype == self.master.dtype:
+                own = self.master
+            elif not self._aliased:
                 own.copy_(self.master)
             with scope(f"{self.name}/weights"):
                 self._work = self.comm.all_gather(self.full, own)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroshard.comm import Communicator, Work, scope
+from zeroshard.comm import Communicator, Work, empty_for, scope
 from zeroshard.zero.layout import FlatLayout, Piece
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 
@@ -91,7 +91,7 @@ class FlatGrads:
 
     def _local_views(self) -> list[Tensor]:
         if self._local is None:
-            self._local = torch.empty(self.layout.padded_numel, dtype=self.reduce_dtype, device=self.device)
+            self._local = empty_for(self.comm, self.layout.padded_numel, self.reduce_dtype, self.device)
             self._views = self.layout.views(self._local)
         return self._views
 
