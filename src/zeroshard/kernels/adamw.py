@@ -33,13 +33,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeroshard.kernels.checks import check_device
+from zeroshard.kernels.checks import check_device, check_floating
 from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.kernels.launch import jit, next_power_of_2, tl
 
 BLOCK = 2048  # elements of a program: 8 of each array in each of 256 threads
 SERVED = (torch.float32, torch.bfloat16, torch.float16)  # by the kernel, which computes in fp32
-ROLES = 5  # columns of the table of addresses: parameter, gradient, m, v, copy
 
 
 @dataclass(frozen=True)
@@ -155,10 +154,10 @@ def _update(
     if HAS_SCALE:
         grad *= scale
     if DECAYS:
-        param = tl.fma(param * 0.0 - lr * weight_decay, param, param)
+        param = tl.fma(-lr * weight_decay, param, param)
     square = grad * grad
-    m = tl.fma(m * 0.0 + beta1, m, tl.fma(m * 0.0 - beta1, grad, grad))
-    v = tl.fma(v * 0.0 + beta2, v, tl.fma(v * 0.0 - beta2, square, square))
+    m = tl.fma(beta1, m, tl.fma(-beta1, grad, grad))
+    v = tl.fma(beta2, v, tl.fma(-beta2, square, square))
     denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
     param -= tl.div_rn(step_size * m, denominator)
     param_dtype: tl.constexpr = param_ptr.dtype.element_ty
@@ -172,6 +171,7 @@ def _update(
 
 @jit
 def _pointer(table_ptr, segment, ROLE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    # A row of the table: parameter, gradient, m, v, copy.
     pointer = tl.load(table_ptr + segment * 5 + ROLE).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -387,9 +387,11 @@ def adamw(
         return
     first = columns["params"][0]
     backend = choose("adamw", first.device, kernels)
-    if backend == "triton" and first.dtype not in SERVED:
+    unserved = [(name, tensors[0].dtype) for name, tensors in columns.items() if tensors[0].dtype not in SERVED]
+    if backend == "triton" and unserved:
         if kernels == "triton":
-            raise ValueError(f"params: {first.dtype} is not served by triton; give float32, bfloat16 or float16")
+            name, dtype = unserved[0]
+            raise ValueError(f"{name}: {dtype} is not served by triton; give float32, bfloat16 or float16")
         backend = "reference"
     rows = list(zip(*columns.values(), strict=True))
     if backend == "reference":
@@ -412,8 +414,9 @@ def _check(columns: dict[str, list[Tensor]], steps: list[int], grad_scale: Tenso
         if len(tensors) != len(params):
             raise ValueError(f"{name}: {len(tensors)} tensors for {len(params)} parameters")
         for tensor, param in zip(tensors, params, strict=True):
-            if not tensor.is_floating_point() or tensor.dtype != tensors[0].dtype:
-                raise ValueError(f"{name}: {tensor.dtype} beside {tensors[0].dtype}; give one floating dtype")
+            check_floating(name, tensor)
+            if tensor.dtype != tensors[0].dtype:
+                raise ValueError(f"{name}: {tensor.dtype} beside {tensors[0].dtype}; give one dtype")
             if tensor.shape != param.shape:
                 raise ValueError(f"{name}: shape {tuple(tensor.shape)} is not its parameter's {tuple(param.shape)}")
             if not tensor.is_contiguous():

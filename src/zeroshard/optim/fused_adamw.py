@@ -1,4 +1,4 @@
-"""AdamW as a torch optimizer on `zeroshard.kernels.adamw`: one launch a group, clipping folded in.
+"""AdamW as a torch optimizer on `zeroshard.kernels.adamw`: one launch a group, clipping and 16-bit weights folded in.
 
 Its states have the names, shapes and dtypes of `torch.optim.AdamW`'s, so either loads what the other saved, and a
 checkpoint does not tell which of them wrote it.
@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.kernels import AdamWOptions, Choice, adamw
+from zeroshard import kernels as ops
+from zeroshard.kernels import AdamWOptions, Choice
 from zeroshard.kernels.adamw import Pieces
+
+NOT_SERVED = ("amsgrad", "maximize")  # of `torch.optim.AdamW`'s options; a loaded state may ask for them
 
 
 class FusedAdamW(Optimizer):
@@ -24,14 +27,18 @@ class FusedAdamW(Optimizer):
     GPU it differs from that by the rounding of hyper-parameters to fp32: relative 5e-5 of an update in the first
     steps, less later; torch's own fused optimizer rounds alike.
 
+    Under `zeroshard.Zero` it saves three passes over memory: the engine has it add up squares for the gradient norm,
+    multiply gradients by the clipping factor as it reads them, and write the 16-bit weights beside their masters.
+
     Args:
         params: parameters or param groups; contiguous, dense, floating.
         lr: learning rate, a number >= 0.
         betas: decay of the mean gradient and of the mean square.
         eps: added to the denominator.
         weight_decay: decoupled, >= 0.
-        stochastic_rounding: round bf16 parameters, and bf16 copies, up or down at random, by a function of the seed,
-            the step and the place, so that small updates are kept in the mean.
+        stochastic_rounding: round parameters that are bf16 themselves, with no fp32 master, up or down at random, so
+            that small updates are kept in the mean. Which way is a function of the seed, the step, and the place of an
+            element among the pieces that this optimizer was given.
         seed: of that rounding.
         kernels: who computes it; None: as `zeroshard.kernels.use_kernels` says, else auto.
 
@@ -53,7 +60,7 @@ class FusedAdamW(Optimizer):
     ) -> None:
         self._kernels, self._seed, self._stochastic_rounding = kernels, seed, stochastic_rounding
         self._copies: dict[Tensor, Tensor] = {}
-        self._pieces: dict[tuple[int, torch.device, torch.dtype], Pieces] = {}
+        self._pieces: dict[tuple[Any, ...], Pieces] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -82,6 +89,10 @@ class FusedAdamW(Optimizer):
                 raise ValueError(f"copies: shape {tuple(copy.shape)} is not its parameter's {tuple(param.shape)}")
         self._copies.update(copies)
 
+    def sum_of_squares(self, flat: Tensor) -> Tensor:
+        """`zeroshard.kernels.sum_of_squares`, by the kernels of this optimizer: 0-dim, float64."""
+        return ops.sum_of_squares(flat, kernels=self._kernels)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: Tensor | None = None) -> Any:
         """Update every parameter that has a gradient.
@@ -107,47 +118,53 @@ class FusedAdamW(Optimizer):
 
     def _step_group(self, index: int, group: dict[str, Any], grad_scale: Tensor | None) -> None:
         options = _options(group)
-        alike: dict[tuple[torch.device, torch.dtype, torch.dtype | None], list[Tensor]] = {}
+        alike: dict[tuple[torch.device, torch.dtype, torch.dtype, torch.dtype | None], list[Tensor]] = {}
         for param in group["params"]:
             if param.grad is not None:
                 copy = self._copies.get(param)
-                key = (param.device, param.dtype, None if copy is None else copy.dtype)
-                alike.setdefault(key, []).append(param)
-        for (device, dtype, copy_dtype), params in alike.items():
+                kind = (param.device, param.dtype, param.grad.dtype, None if copy is None else copy.dtype)
+                alike.setdefault(kind, []).append(param)
+        for kind, params in alike.items():
+            device, dtype, _, copy_dtype = kind
+            grads = [_dense(param) for param in params]
             states = [self._state(param) for param in params]
             for state in states:
                 state["step"] += 1
             steps = [int(state["step"]) for state in states]
-            adamw(
+            rounds = self._stochastic_rounding and dtype == torch.bfloat16
+            ops.adamw(
                 params,
-                [_dense(param) for param in params],
+                grads,
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 step=steps,
                 options=options,
                 grad_scale=None if grad_scale is None else grad_scale.to(device),
                 copies=None if copy_dtype is None else [self._copies[param] for param in params],
-                rounding_seed=self._rounding_seed(index, steps[0]),
-                pieces=self._pieces.setdefault((index, device, dtype), Pieces()),
+                rounding_seed=self._rounding_seed(index, steps[0]) if rounds else None,
+                pieces=self._pieces.setdefault((index, *kind), Pieces()),
                 kernels=self._kernels,
             )
 
     def _state(self, param: Tensor) -> dict[str, Tensor]:
         state = self.state[param]
         if not state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)  # on the CPU: to read it waits for nothing
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
             state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
+        elif state["step"].is_cuda:  # as torch's fused optimizer saved it; on the CPU, reading it waits for nothing
+            state["step"] = state["step"].cpu()
         return state
 
-    def _rounding_seed(self, group: int, step: int) -> int | None:
+    def _rounding_seed(self, group: int, step: int) -> int:
         """Another one for each step; pieces and elements are told apart by the kernel."""
-        if not self._stochastic_rounding:
-            return None
         return (self._seed * 1_000_003 + step * 1_009 + group) % 2**31
 
 
 def _options(group: Mapping[str, Any]) -> AdamWOptions:
+    for name in NOT_SERVED:
+        if group.get(name):
+            raise ValueError(f"{name}: FusedAdamW has no such variant; use torch.optim.AdamW")
     beta1, beta2 = group["betas"]
     return AdamWOptions(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
 
