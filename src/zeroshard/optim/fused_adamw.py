@@ -63,6 +63,10 @@ class FusedAdamW(Optimizer):
         self._pieces: dict[tuple[Any, ...], Pieces] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_kernels", "_seed", "_stochastic_rounding", "_copies")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_pieces": {}}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; its hyper-parameters are checked."""
         super().add_param_group(param_group)
