@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,39 @@ REFUSED: dict[str, str] = {
 SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})
 
 
+@runtime_checkable
+class SavesPasses(Protocol):
+    """An optimizer that does as it passes over memory what would else take passes of its own.
+
+    `zeroshard.optim.FusedAdamW` is one. Its ``step`` takes ``grad_scale``: a 0-dim fp32 tensor by which it multiplies
+    gradients as it reads them.
+    """
+
+    def sum_of_squares(self, flat: Tensor) -> Tensor:
+        """Of all elements of a contiguous tensor: 0-dim, float64, the same bits each time."""
+        ...
+
+    def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
+        """From now on, write each of these parameters into the tensor beside it too, in that one's dtype."""
+        ...
+
+
 class StepListener(Protocol):
     """What the engine does around an optimizer's step."""
 
-    def before_update(self) -> None:
-        """Gradients are about to be used."""
+    def after_joining(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
+        """``members`` are all that this optimizer updates from now on."""
+        ...
+
+    def before_update(self, optimizer: Optimizer | None) -> Tensor | None:
+        """Gradients are about to be used.
+
+        Args:
+            optimizer: who can be told what gradients are still to be multiplied by; None: nobody can.
+
+        Returns:
+            That factor; None where gradients are as they should be.
+        """
         ...
 
     def after_update(self, optimizer: Optimizer) -> None:
@@ -135,6 +163,7 @@ def build_optimizer(
             members.update(chosen)
         optimizer = optimizer_cls(mapped, **kwargs)
     _listen(optimizer, sharded, listener, members)
+    listener.after_joining(optimizer, members)
     return optimizer, members
 
 
@@ -146,6 +175,7 @@ def _listen(optimizer: Optimizer, sharded: ShardedParams, listener: StepListener
             shards, chosen = sharded.group(param_group)
             add_group(shards)
         members.update(chosen)
+        listener.after_joining(optimizer, members)
 
     def zero(set_to_none: bool = True) -> None:
         listener.clear_grads(members, set_to_none=set_to_none)
@@ -154,9 +184,12 @@ def _listen(optimizer: Optimizer, sharded: ShardedParams, listener: StepListener
         itself, *given = args  # torch passes the optimizer along
         closure = given[0] if given else kwargs.get("closure")
         if closure is None:
-            listener.before_update()
-            return None
-        wrapped = _then(closure, listener.before_update)
+            factor = listener.before_update(optimizer)
+            if factor is None:
+                return None
+            own = kwargs.get("grad_scale")
+            return args, {**kwargs, "grad_scale": factor if own is None else own * factor}
+        wrapped = _then(closure, lambda: listener.before_update(None))
         return ((itself, wrapped, *given[1:]), kwargs) if given else (args, {**kwargs, "closure": wrapped})
 
     # On the instance, so that its type stays exactly the user's class.
@@ -166,7 +199,7 @@ def _listen(optimizer: Optimizer, sharded: ShardedParams, listener: StepListener
     optimizer.register_step_post_hook(lambda optim, args, kwargs: listener.after_update(optim))
 
 
-def _then(closure: Callable[[], Any], after: Callable[[], None]) -> Callable[[], Any]:
+def _then(closure: Callable[[], Any], after: Callable[[], Any]) -> Callable[[], Any]:
     """The closure runs backward inside ``step``: only after it are there gradients to use."""
 
     def run() -> Any:
