@@ -114,7 +114,7 @@ def round_stochastically(wide: Tensor, seed: int) -> Tensor:
 @jit
 def _rounded(x, offsets, segment, seed, STOCHASTIC: tl.constexpr, DTYPE: tl.constexpr):
     """x as DTYPE; see [Note: Stochastic rounding]."""
-    if STOCHASTIC and DTYPE == tl.bfloat16:
+    if STOCHASTIC and DTYPE == tl.bfloat16:  # noqa: SIM300 -- only the constexpr knows how to compare
         element = offsets.to(tl.uint32)
         words, _, _, _ = tl.philox(seed, element, element * 0 + segment.to(tl.uint32), element * 0, element * 0)
         bits = x.to(tl.uint32, bitcast=True)
@@ -373,20 +373,15 @@ def adamw(
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101.
     """
-    columns = {
-        "params": _listed(params),
-        "grads": _listed(grads),
-        "exp_avgs": _listed(exp_avgs),
-        "exp_avg_sqs": _listed(exp_avg_sqs),
-    }
+    params, grads, exp_avgs, exp_avg_sqs = (_listed(column) for column in (params, grads, exp_avgs, exp_avg_sqs))
+    columns = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     if copies is not None:
         columns["copies"] = _listed(copies)
-    steps = [step] * len(columns["params"]) if isinstance(step, int) else list(step)
+    steps = [step] * len(params) if isinstance(step, int) else list(step)
     _check(columns, steps, grad_scale)
     if not steps:
         return
-    first = columns["params"][0]
-    backend = choose("adamw", first.device, kernels)
+    backend = choose("adamw", params[0].device, kernels)
     unserved = [(name, tensors[0].dtype) for name, tensors in columns.items() if tensors[0].dtype not in SERVED]
     if backend == "triton" and unserved:
         if kernels == "triton":
@@ -395,12 +390,12 @@ def adamw(
         backend = "reference"
     rows = list(zip(*columns.values(), strict=True))
     if backend == "reference":
-        for index, (row, count) in enumerate(zip(rows, steps, strict=True)):
+        for index, ((param, grad, m, v, *copy), count) in enumerate(zip(rows, steps, strict=True)):
             seed = None if rounding_seed is None else rounding_seed + index
-            adamw_reference(*row[:4], count, options, grad_scale, *row[4:], rounding_seed=seed)
+            adamw_reference(param, grad, m, v, count, options, grad_scale, copy[0] if copy else None, seed)
         return
     pieces = Pieces() if pieces is None else pieces
-    given = [*columns.values()][:4] + [columns.get("copies", columns["params"])]
+    given = [params, grads, exp_avgs, exp_avg_sqs, columns.get("copies", params)]
     _launch(pieces, given, steps, options, grad_scale, copies is not None, rounding_seed)
 
 

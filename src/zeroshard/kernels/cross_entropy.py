@@ -450,7 +450,7 @@ def cross_entropy(
 
 def check_loss_options(
     targets: Tensor,
-    shape: torch.Size,
+    shape: tuple[int, ...],
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,

@@ -171,7 +171,7 @@ def linear_cross_entropy(
     Where a gradient is wanted it is computed with the loss, in forward; `backward` may run again.
 
     Args:
-        hidden: [..., width], fp16, bf16, fp32 or fp64.
+        hidden: [..., width], fp16, bf16, fp32 or fp64; under `torch.autocast` the two are cast to its dtype.
         weight: [vocab, width], hidden's dtype: that of an `nn.Linear` without bias.
         targets: [...], int64.
         ignore_index: the target that does not count.
@@ -190,6 +190,9 @@ def linear_cross_entropy(
 
     Source: Hsu et al. 2024, arXiv:2410.10989.
     """
+    if torch.is_autocast_enabled(hidden.device.type):  # as for any other product of matrices
+        narrow = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(narrow), weight.to(narrow)
     _check(hidden, weight, targets, chunk_rows)
     check_loss_options(targets, hidden.shape[:-1], ignore_index, label_smoothing, z_loss, reduction)
     if check_targets:

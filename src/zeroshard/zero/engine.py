@@ -192,7 +192,7 @@ class Zero:
         """Where weights compute in another dtype than their masters have, let the optimizer write both."""
         if not isinstance(optimizer, SavesPasses):
             return
-        copies = {}
+        copies: dict[Tensor, Tensor] = {}
         for group in self._runtime.groups():
             for piece, shard in zip(group.params.pieces, group.shards, strict=True):
                 place = group.params.place_in_full(piece)
