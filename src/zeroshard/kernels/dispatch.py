@@ -10,7 +10,7 @@ models do.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -103,13 +103,15 @@ def choose(operation: str, device: torch.device, kernels: Choice | None = None) 
     return "liger"
 
 
-def describe(device: torch.device, kernels: Choice | None = None) -> dict[str, Backend]:
-    """Who serves each operation on ``device``, by the operation's name as in ``LayerNorm``.
+def describe(
+    device: torch.device, kernels: Choice | None = None, operations: Iterable[str] = tuple(OPERATIONS)
+) -> dict[str, Backend]:
+    """Who serves each of ``operations`` on ``device``, by the operation's name as in ``LayerNorm``.
 
     Raises:
         UserError: as `choose`.
     """
-    return {name: choose(operation, device, kernels) for operation, name in OPERATIONS.items()}
+    return {OPERATIONS[operation]: choose(operation, device, kernels) for operation in operations}
 
 
 @cache

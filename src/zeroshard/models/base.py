@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +38,15 @@ class LanguageModel(nn.Module, ABC):
         num_multiplied_params: N of :func:`flops_per_token`; counted when the model is built, so that it stays
             right after an engine has taken the parameters apart.
         seed: of the initial values.
-        kernels: who computes norms, rotations, activations and the loss; see `zeroshard.kernels.dispatch`.
+        kernels: who computes the ``operations``; see `zeroshard.kernels.dispatch`.
+        operations: what it has kernels for, as in `zeroshard.kernels.OPERATIONS`.
     """
 
     blocks: nn.ModuleList
     num_multiplied_params: int
     seed: int
     kernels: Choice
+    operations: ClassVar[tuple[str, ...]]
 
     @property
     @abstractmethod

@@ -131,6 +131,8 @@ class GPT2(LanguageModel):
     ``lm_head.weight`` *is* ``wte.weight``: one parameter under two names (arXiv:1608.05859).
     """
 
+    operations = ("layer_norm", "linear_cross_entropy")
+
     def __init__(self, config: GPT2Config, seed: int = 0, kernels: Choice = "auto") -> None:
         super().__init__()
         self._config, self.seed, self.kernels = config, seed, kernels

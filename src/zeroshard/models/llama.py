@@ -178,6 +178,8 @@ class Llama(LanguageModel):
     :meth:`init_parameter` gives each parameter the values that it would have had.
     """
 
+    operations = ("rms_norm", "rope", "swiglu", "linear_cross_entropy")
+
     def __init__(self, config: LlamaConfig, seed: int = 0, kernels: Choice = "auto") -> None:
         super().__init__()
         self._config, self.seed, self.kernels = config, seed, kernels

@@ -23,9 +23,10 @@ from zeroshard.comm.launch import World, world_from_env
 from zeroshard.data import EvalBatches, TokenBatches, TokenDataset, require_enough
 from zeroshard.data.prepare import DataSpec, data_dir, prepare
 from zeroshard.errors import UserError
+from zeroshard.kernels import choose, describe
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.presets import model_config
-from zeroshard.optim import decay_groups, learning_rate
+from zeroshard.optim import FusedAdamW, decay_groups, learning_rate
 from zeroshard.parallel import Setup, Strategy, build_strategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.agree import first_rank_does
@@ -47,6 +48,7 @@ def built(config: TrainConfig) -> Generator[Run]:
     world = world_from_env() or World()
     device = choose_device(config.device, world.local_rank)
     check_model(config)
+    describe(device, config.kernels)  # refuses what cannot be had
     with ExitStack() as stack:
         comm = join(world, config.comm, config.strategy, device, stack)
         run = build_run(config, comm, device)
@@ -61,6 +63,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
         UserError: as `built`.
     """
     check_model(config)
+    describe(device, config.kernels)  # refuses what cannot be had
     grad_accum_steps = accumulation_steps(config, comm.world_size)
     folder, spec = Path(config.out), data_spec(config.data)
     tokens_folder = Path(config.data.dir) if config.data.dir else data_dir(spec)
@@ -117,6 +120,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
         first_step=first_step,
         config=config.model_dump(mode="json"),
         comm=observed,
+        kernels=_kernels(config, model, strategy, device),
     )
 
 
@@ -167,7 +171,11 @@ def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str)
     """The model of ``config``: on ``device``, or without values on ``"meta"``."""
     with torch.device(device):
         return build_model(
-            config.model.name, vocab_size=vocab_size, overrides=_overrides(config.model), seed=config.seed
+            config.model.name,
+            vocab_size=vocab_size,
+            overrides=_overrides(config.model),
+            seed=config.seed,
+            kernels=config.kernels,
         )
 
 
@@ -244,18 +252,34 @@ def _model_and_strategy(
     def groups(module: nn.Module) -> list[dict[str, Any]]:
         return decay_groups(module.named_parameters(), config.weight_decay)
 
+    optimizer_cls, optimizer_kwargs = _optimizer(config, device)
     setup = Setup(
         model=model,
         units=list(model.blocks),
         comm=comm,
-        optimizer_cls=torch.optim.AdamW,
+        optimizer_cls=optimizer_cls,
         param_groups=groups,
-        optimizer_kwargs={"lr": config.lr, "betas": (config.beta1, config.beta2), "fused": config.fused},
+        optimizer_kwargs=optimizer_kwargs,
         compute_dtype=DTYPES[config.dtype],
         init=init if sharding else None,
         device=device,
     )
     return model, build_strategy(config.strategy, setup)
+
+
+def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Our kernel's AdamW where Triton serves, else torch's; their states are alike."""
+    kwargs: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2)}
+    if config.fused and choose("adamw", device, config.kernels) == "triton":
+        return FusedAdamW, {**kwargs, "kernels": "triton"}
+    return torch.optim.AdamW, {**kwargs, "fused": config.fused}
+
+
+def _kernels(config: TrainConfig, model: LanguageModel, strategy: Strategy, device: torch.device) -> dict[str, str]:
+    """Who serves each operation of this run."""
+    optimizer = ("adamw", "sum_of_squares") if isinstance(strategy.optimizer, FusedAdamW) else ()
+    served: dict[str, str] = dict(describe(device, config.kernels, (*model.operations, *optimizer)))
+    return served if optimizer else {**served, "AdamW": "torch fused" if config.fused else "torch"}
 
 
 def _overrides(model: ModelConfig) -> dict[str, object]:

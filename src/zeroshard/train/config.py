@@ -112,6 +112,10 @@ class TrainConfig(_Config):
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean squared gradient.")
     grad_clip: float = Field(1.0, ge=0, allow_inf_nan=False, description="Largest global norm; 0: off.")
 
+    kernels: Literal["auto", "reference", "triton", "liger"] = Field(
+        "auto",
+        description="Who computes norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch.",
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute type; masters are float32.")
     compile: bool = Field(False, description="torch.compile the model.")
     seed: int = Field(0, ge=0, description="Weights, order of data, dropout.")

@@ -37,7 +37,8 @@ def run_generate(config: GenerateConfig) -> int:
     trained = load_config(folder / "config.toml")
     tokenizer = load_tokenizer(tokenizer_folder(folder))
     device = choose_device("auto", 0)
-    model = make_model(trained, tokenizer.vocab_size, device)
+    # The kernels that it was trained with may not be had here.
+    model = make_model(trained.model_copy(update={"kernels": "auto"}), tokenizer.vocab_size, device)
     checkpoint.load(path, _Weights(model))
     prompt = config.prompt or "\n"
     ids = torch.from_numpy(tokenizer.encode(prompt)).to(device)

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Run:
         first_step: steps already done, above 0 when the run is resumed.
         config: what goes into each checkpoint, as JSON can hold it.
         comm: the strategy's communicator, observed; None where nobody counts.
+        kernels: who serves each operation, as ``LayerNorm: triton``.
     """
 
     strategy: Strategy
@@ -66,6 +67,7 @@ class Run:
     first_step: int = 0
     config: dict[str, Any] | None = None
     comm: ObservedCommunicator | None = None
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
     def close(self) -> None:
         """Close the observers: the log is whole, whatever ended the run."""
