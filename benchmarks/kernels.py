@@ -190,8 +190,11 @@ def sum_of_squares_cases(dtype: str) -> Iterator[Case]:
     def call(who: str, flat: Tensor) -> Any:
         return kernels.sum_of_squares(flat, kernels=who)
 
-    yield Case("sum_of_squares", f"{numel}", dtype, {"forward": numel * DTYPES[dtype].itemsize},
-               lambda: [normal(numel, dtype=DTYPES[dtype])], call, contestants=("eager", "compile", "triton"))  # fmt: skip
+    def inputs() -> list[Tensor]:
+        return [normal(numel, dtype=DTYPES[dtype])]
+
+    moved = {"forward": numel * DTYPES[dtype].itemsize}
+    yield Case("sum_of_squares", f"{numel}", dtype, moved, inputs, call, contestants=("eager", "compile", "triton"))
 
 
 def adamw_cases(dtype: str) -> Iterator[Case]:
