@@ -174,7 +174,7 @@ def show(result: Result, first: Result) -> None:
     peak = f"{result.peak_bytes / 2**30:6.1f}GiB" if result.peak_bytes else "        -"
     apart = max(abs(a / b - 1) for a, b in zip(result.losses, first.losses, strict=True))
     print(
-        f"{result.model:12} {result.contestant:8} {result.tokens_per_s:12,.0f} tok/s  mfu {shares[0]} {shares[1]}  {peak}"
+        f"{result.model:12} {result.contestant:8} {result.tokens_per_s:12,.0f} tok/s  mfu {' '.join(shares)}  {peak}"
         f"  x {result.tokens_per_s / first.tokens_per_s:5.2f}  loss {result.losses[-1]:.4f}, at most {apart:.2%} apart",
         flush=True,
     )
