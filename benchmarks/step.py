@@ -59,6 +59,7 @@ SHAPES = {
 
 @dataclass
 class Contestant:
+    model: nn.Module
     forward: Callable[..., torch.Tensor]
     optimizer: torch.optim.Optimizer
 
@@ -72,11 +73,11 @@ def build(name: str, shape: Shape, comms: dict[str, Communicator], device: torch
     if name.startswith("zero"):
         name, comm = name[: len("zero0")], comms[name[len("zero0@") :]]
         zero = Zero(model, stage=int(name[-1]), units=model.blocks, comm=comm)
-        return Contestant(model, zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True))
+        return Contestant(model, model, zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True))
     wrapped: nn.Module = model
     if name == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Contestant(wrapped, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+    return Contestant(model, wrapped, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
 
 
 def step(contestant: Contestant, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
@@ -118,6 +119,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, result: str) -> N
             times = [step(contestants[name], tokens, targets) for _ in range(args.steps + 1)][1:]
             seen[name] = tuple(statistics.median(column) for column in zip(*times, strict=True))
         rounds.append(seen)
+        gc.freeze()  # as the trainer does: what lives from here on is not searched for garbage again and again
     if rank == 0:
         Path(result).write_text(json.dumps(rounds[1:]))  # the first round warms up
     if world > 1:

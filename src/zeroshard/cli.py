@@ -100,6 +100,7 @@ def _read_file(path: str, kind: type[BaseModel]) -> dict[str, Any]:
 def _train(config: TrainConfig, argv: Sequence[str]) -> int:
     from zeroshard.comm import launch
 
+    launch.prefer_huge_pages()
     world = launch.world_from_env()
     if world is None and config.nproc > 1:
         ending = launch.launch_workers(argv, config.nproc, config.port)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -17,12 +18,14 @@ from zeroshard.comm.launch import (
     World,
     _root_cause,
     init_process_group,
+    prefer_huge_pages,
     require_free_port,
     shutdown,
     world_from_env,
 )
 from zeroshard.errors import UserError
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "40123"}
 
@@ -153,3 +156,28 @@ def test_workers_that_end_well_end_in_zero():
 )
 def test_the_root_cause_decides_the_status(failures, status, line):
     assert _root_cause(failures) == Ending(status, line)
+
+
+def test_huge_pages_are_asked_for_unless_the_user_has_spoken(monkeypatch):
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    prefer_huge_pages()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    prefer_huge_pages()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this kernel has no transparent huge pages")
+def test_huge_pages_come_where_a_training_run_allocates():
+    code = (
+        "import sys, pathlib; from zeroshard import cli\n"
+        "assert 'torch' not in sys.modules, 'it came before it was told'\n"
+        "from zeroshard.comm import launch; launch.prefer_huge_pages()\n"
+        "import torch; x = torch.zeros(64 << 20, dtype=torch.uint8)\n"
+        "text = pathlib.Path('/proc/self/smaps_rollup').read_text()\n"
+        "print([int(line.split()[1]) for line in text.splitlines() if line.startswith('AnonHugePages')][0])"
+    )
+    if "[never]" in HUGE_PAGES.read_text():
+        pytest.skip("huge pages are off on this machine")
+    done = run_python(code)
+    assert int(done.stdout) >= 32 << 10, done.stderr

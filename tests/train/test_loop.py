@@ -1,3 +1,4 @@
+import gc
 import json
 import math
 from dataclasses import replace
@@ -67,6 +68,32 @@ def test_a_run_leaves_its_log_its_summary_and_a_checkpoint(tiny_config):
     assert summary["val_loss"] == _events(folder, "eval")[-1]["loss"]
     assert checkpoint.latest(folder / "checkpoints") == folder / "checkpoints" / "step-00000006"
     assert not torch.distributed.is_initialized()
+
+
+def test_what_communication_costs_is_told_by_unit_kind_and_phase(tiny_config):
+    config = tiny_config(strategy="zero3", micro_batch_size=1)
+    _train_as_threads(config, 2)
+    for event in _events(config.out, "step"):
+        assert set(event["exposed_s"]) == {"weights/forward", "weights/backward", "grads/backward", "control"}
+        assert 0 < sum(event["exposed_s"].values()) < event["step_s"]
+    exposed = json.loads((Path(config.out) / "summary.json").read_text())["exposed_s_per_step"]
+    units = {"root", "blocks.0", "blocks.1"}
+    assert {f"{unit}/{kind}" for unit in units for kind in ("weights/forward", "grads/backward")} <= set(exposed)
+    assert "blocks.0/weights/backward" in exposed
+
+
+def test_the_heap_is_given_back_to_the_garbage_collector(tiny_config):
+    seen = []
+    config = tiny_config()
+
+    def count_frozen(rank):
+        seen.append(gc.get_freeze_count())
+        return False
+
+    _train_as_threads(config, 1, count_frozen)
+    assert seen[0] == 0
+    assert min(seen[1:]) > 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_text_that_repeats_itself_is_learned(text_config):

@@ -62,7 +62,8 @@ def test_each_event_is_a_line_that_is_there_before_the_next_one(tmp_path):
 
 def test_a_step_line_holds_every_fact_of_the_record(tmp_path):
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
-    writer.on_step(a_record(memory_bytes={"params": 8}, comm={"all_gather": 4}))
+    exposed_s = {"blocks.0/weights/forward": 0.5, "blocks.1/weights/forward": 0.25, "control": 2.0}
+    writer.on_step(a_record(memory_bytes={"params": 8}, comm={"all_gather": 4}, exposed_s=exposed_s))
     writer.close()
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert line == {
@@ -77,6 +78,7 @@ def test_a_step_line_holds_every_fact_of_the_record(tmp_path):
         "mfu": None,
         "memory_bytes": {"params": 8},
         "comm": {"all_gather": 4},
+        "exposed_s": {"weights/forward": 0.75, "control": 2.0},
     }
 
 
@@ -105,15 +107,31 @@ def test_the_summary_appears_whole_at_the_end(tmp_path):
     assert not (tmp_path / "summary.json").exists()
     writer.on_end({"loss": float("nan"), "step": 3})
     writer.close()
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": None, "step": 3}
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        "loss": None,
+        "step": 3,
+        "exposed_s_per_step": {},
+    }
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_the_summary_has_the_mean_exposed_time_of_each_unit_without_the_first_step(tmp_path):
+    writer = SummaryWriter(tmp_path / "summary.json")
+    for seconds in (100.0, 1.0, 3.0):
+        writer.on_step(a_record(exposed_s={"blocks.0/grads/backward": seconds, "blocks.1/grads/backward": 2 * seconds}))
+    writer.on_end({})
+    exposed = json.loads((tmp_path / "summary.json").read_text())["exposed_s_per_step"]
+    assert exposed == {"blocks.1/grads/backward": 4.0, "blocks.0/grads/backward": 2.0}
+    assert next(iter(exposed)) == "blocks.1/grads/backward"
 
 
 def test_a_step_in_words_names_mfu_and_memory_only_where_they_are_known():
     plain = "loss 4.1234  grad_norm 0.98  lr 3.0e-04  12,345 tok/s"
     assert facts_of(a_record()) == plain
-    known = a_record(mfu=0.412, memory_bytes={"params": 10 * GIB, "grads": GIB // 10})
-    assert facts_of(known) == f"{plain}  mfu 41.2%  mem 10.1GiB"
+    known = a_record(
+        mfu=0.412, memory_bytes={"params": 10 * GIB, "grads": GIB // 10}, exposed_s={"a": 0.002, "b": 0.001}
+    )
+    assert facts_of(known) == f"{plain}  mfu 41.2%  mem 10.1GiB  comm 3%"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeroshard.comm.base import Allocator, Communicator, Done, PeerError, ReduceOp, Work, empty_for
+    from zeroshard.comm.exposed import Exposed, by_kind
     from zeroshard.comm.labels import CONTROL, current_scope, scope
     from zeroshard.comm.local import LocalCommunicator
     from zeroshard.comm.null import NullCommunicator
@@ -28,6 +29,8 @@ _HOME = {
     "ReduceOp": "base",
     "Work": "base",
     "empty_for": "base",
+    "Exposed": "exposed",
+    "by_kind": "exposed",
     "LocalCommunicator": "local",
     "NullCommunicator": "null",
     "CommRecord": "observe",
@@ -53,6 +56,7 @@ __all__ = [
     "CommRecord",
     "Communicator",
     "Done",
+    "Exposed",
     "LocalCommunicator",
     "NullCommunicator",
     "ObservedCommunicator",
@@ -66,6 +70,7 @@ __all__ = [
     "TorchTransport",
     "Transport",
     "Work",
+    "by_kind",
     "current_scope",
     "empty_for",
     "ranks_share_host",

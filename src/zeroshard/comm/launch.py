@@ -194,6 +194,16 @@ def launch_workers(argv: Sequence[str], nproc: int, port: int = 0) -> Ending:
     return Ending(ExitStatus.OK)
 
 
+def prefer_huge_pages() -> None:
+    """Have torch keep large CPU tensors in huge pages, here and in processes started from here.
+
+    A step allocates and frees gigabytes, and the kernel hands them out page by page; with pages of 2 MiB stages 2
+    and 3 take 12-15 % less time (``benchmarks/step.py``). Torch reads the wish once, at its first allocation; who has
+    set ``THP_MEM_ALLOC_ENABLE`` keeps it.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
 def num_cpus() -> int:
     """Logical CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

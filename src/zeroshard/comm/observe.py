@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zeroshard.comm.base import Communicator, ReduceOp, Work, empty_for
+from zeroshard.comm.exposed import Exposed
 from zeroshard.comm.labels import CONTROL, current_scope
 
 
@@ -24,8 +26,8 @@ class CommRecord:
             all-reduce.
         scope: the caller's label, see `scope`.
         issue_s: seconds spent in the call.
-        wait_s: seconds spent in `Work.wait`: communication that nothing hid. On CUDA neither blocks the host, so
-            both say what the host paid.
+        wait_s: seconds that the host spent in `Work.wait`. On CUDA neither blocks the host; `exposed` tells what the
+            device paid.
     """
 
     op: str
@@ -36,24 +38,26 @@ class CommRecord:
 
 
 class _ObservedWork:
-    def __init__(self, work: Work, record: CommRecord) -> None:
-        self._work, self._record = work, record
+    def __init__(self, work: Work, record: CommRecord, exposed: Exposed, device: torch.device) -> None:
+        self._work, self._record, self._exposed, self._device = work, record, exposed, device
 
     def wait(self) -> None:
         start = time.perf_counter()
-        self._work.wait()
+        with self._exposed.timed(self._record.scope, self._device):
+            self._work.wait()
         self._record.wait_s += time.perf_counter() - start
 
 
 class ObservedCommunicator:
     """``inner``, with a record of every operation in ``records`` (in the order of issue).
 
-    Records accumulate until `drain` takes them.
+    Records accumulate until `drain` takes them; what nothing hid accumulates in ``exposed``, until its own `take`.
     """
 
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner
         self.records: list[CommRecord] = []
+        self.exposed = Exposed()
 
     @property
     def rank(self) -> int:
@@ -79,41 +83,37 @@ class ObservedCommunicator:
         """What the inner communicator reaches best."""
         return empty_for(self.inner, numel, dtype, torch.device("cpu"))
 
-    def _record(self, op: str, tensor: Tensor | None, start: float) -> CommRecord:
-        num_bytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
-        record = CommRecord(op, num_bytes, current_scope(), issue_s=time.perf_counter() - start)
+    def _observed(self, op: str, tensor: Tensor, issue: Callable[[], Work]) -> Work:
+        """What ``issue`` returns, recorded; ``tensor``: the whole one of the operation."""
+        start, label = time.perf_counter(), current_scope()
+        with self.exposed.timed(label, tensor.device, issuing=True):
+            work = issue()
+        record = CommRecord(op, tensor.numel() * tensor.element_size(), label, time.perf_counter() - start)
         self.records.append(record)
-        return record
+        return _ObservedWork(work, record, self.exposed, tensor.device)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Record and pass on."""
-        start = time.perf_counter()
-        work = self.inner.all_reduce(tensor, op)
-        return _ObservedWork(work, self._record("all_reduce", tensor, start))
+        return self._observed("all_reduce", tensor, lambda: self.inner.all_reduce(tensor, op))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
         """Record and pass on."""
-        start = time.perf_counter()
-        work = self.inner.reduce_scatter(output, input, op)
-        return _ObservedWork(work, self._record("reduce_scatter", input, start))
+        return self._observed("reduce_scatter", input, lambda: self.inner.reduce_scatter(output, input, op))
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Record and pass on."""
-        start = time.perf_counter()
-        work = self.inner.all_gather(output, input)
-        return _ObservedWork(work, self._record("all_gather", output, start))
+        return self._observed("all_gather", output, lambda: self.inner.all_gather(output, input))
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Record and pass on."""
-        start = time.perf_counter()
-        work = self.inner.broadcast(tensor, src)
-        return _ObservedWork(work, self._record("broadcast", tensor, start))
+        return self._observed("broadcast", tensor, lambda: self.inner.broadcast(tensor, src))
 
     def barrier(self) -> None:
         """Record and pass on."""
-        start = time.perf_counter()
-        self.inner.barrier()
-        self._record("barrier", None, start)
+        start, label = time.perf_counter(), current_scope()
+        with self.exposed.timed(label, self.control_device, issuing=True):
+            self.inner.barrier()
+        self.records.append(CommRecord("barrier", 0, label, time.perf_counter() - start))
 
     def drain(self) -> list[CommRecord]:
         """Take the records so far."""

@@ -9,6 +9,7 @@ Steps are counted by how many are done: the first record has ``step`` 1, and ``s
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import signal
 import sys
@@ -66,6 +67,13 @@ def train(run: Run, stop_wanted: Callable[[], bool] = lambda: False) -> ExitStat
         run: what to train.
         stop_wanted: asked on each rank at each step; one yes stops all after that step, with a checkpoint.
     """
+    try:
+        return _train(run, stop_wanted)
+    finally:
+        gc.unfreeze()
+
+
+def _train(run: Run, stop_wanted: Callable[[], bool]) -> ExitStatus:
     schedule, step = run.schedule, run.first_step
     status, saved_at, val_loss = ExitStatus.OK, run.first_step, None
     loss, started = None, perf_counter()
@@ -74,6 +82,8 @@ def train(run: Run, stop_wanted: Callable[[], bool] = lambda: False) -> ExitStat
         val_loss = _evaluate(run, step)
     while step < schedule.max_steps and status == ExitStatus.OK:
         record, stop = take_step(run, step, stop_wanted)
+        if step == run.first_step:
+            gc.freeze()  # what lives from here on is not searched for garbage again and again
         _tell(run, lambda observer, record=record: observer.on_step(record))
         if not (isfinite(record.loss) and isfinite(record.grad_norm)):
             _complain(run, record)
@@ -122,6 +132,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], bool]) -> tuple[Ste
     step_s = perf_counter() - start
     tokens_per_s = run.tokens_per_step / step_s
     traffic = run.comm.totals() if run.comm else {}
+    exposed_s = run.comm.exposed.take() if run.comm and run.comm.world_size > 1 else {}
     if run.comm:
         run.comm.drain()
     record = StepRecord(
@@ -137,6 +148,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], bool]) -> tuple[Ste
         ),
         memory_bytes=memory_bytes,
         comm=traffic,
+        exposed_s=exposed_s,
     )
     return record, health.stop
 
@@ -168,6 +180,7 @@ def _evaluate(run: Run, step: int) -> float:
     _tell(run, lambda observer: observer.on_eval(step, val_loss))
     if run.comm:
         run.comm.drain()  # an evaluation's traffic is no step's
+        run.comm.exposed.take()
     return val_loss
 
 

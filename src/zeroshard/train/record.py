@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any, Protocol, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from zeroshard.comm import by_kind
 
 GIB = 2**30
 
@@ -39,6 +42,9 @@ class StepRecord:
         memory_bytes: of this rank, by category ("params", "grads", "optimizer", ...); empty where not
             measured.
         comm: of this rank in this step, by operation; empty where not observed.
+        exposed_s: seconds that this rank's computation stood still for communication, by unit, what was sent and
+            phase ("blocks.3/weights/backward", ..., "control"); empty where not observed. On CUDA what the device has
+            not reached yet is in the next step's.
     """
 
     step: int
@@ -51,6 +57,7 @@ class StepRecord:
     mfu: float | None = None
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     comm: Mapping[str, Any] = field(default_factory=dict)
+    exposed_s: Mapping[str, float] = field(default_factory=dict)
 
 
 class Observer(Protocol):
@@ -94,8 +101,8 @@ class JsonlWriter:
         self._write("start", info)
 
     def on_step(self, record: StepRecord) -> None:
-        """Write a ``step`` line."""
-        self._write("step", asdict(record))
+        """Write a ``step`` line; exposed communication by kind, all units together."""
+        self._write("step", asdict(record) | {"exposed_s": by_kind(record.exposed_s)})
 
     def on_eval(self, step: int, loss: float) -> None:
         """Write an ``eval`` line."""
@@ -123,12 +130,17 @@ class SummaryWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._exposed_s: defaultdict[str, float] = defaultdict(float)
+        self._num_steps = 0
 
     def on_start(self, info: Mapping[str, Any]) -> None:
         """Nothing yet."""
 
     def on_step(self, record: StepRecord) -> None:
-        """Nothing yet."""
+        """Add up the communication that nothing hid; the first step, which warms up, is left out."""
+        for label, seconds in record.exposed_s.items() if self._num_steps else ():
+            self._exposed_s[label] += seconds
+        self._num_steps += 1
 
     def on_eval(self, step: int, loss: float) -> None:
         """Nothing yet."""
@@ -137,8 +149,11 @@ class SummaryWriter:
         """Nothing yet."""
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Write the file whole, or leave the old one."""
-        text = json.dumps(finite_or_null(summary), indent=2, allow_nan=False) + "\n"
+        """Write the file whole, or leave the old one; with the exposed seconds a step, by unit, kind and phase."""
+        largest_first = sorted(self._exposed_s.items(), key=lambda item: -item[1])
+        exposed = {label: seconds / (self._num_steps - 1) for label, seconds in largest_first}
+        whole = {**summary, "exposed_s_per_step": exposed}
+        text = json.dumps(finite_or_null(whole), indent=2, allow_nan=False) + "\n"
         unfinished = self._path.with_suffix(".tmp")
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(self._path)
@@ -206,9 +221,9 @@ class ConsoleRecorder:
 
 
 def facts_of(record: StepRecord) -> str:
-    """One step in words: ``loss 4.1234  grad_norm 0.98  lr 3.0e-04  12,345 tok/s  mfu 41.2%  mem 10.1GiB``.
+    """One step in words: ``loss 4.1234  grad_norm 0.98  lr 3.0e-04  12,345 tok/s  mfu 41.2%  mem 10.1GiB  comm 3%``.
 
-    `mfu` and memory are said only where they are known.
+    `mfu`, memory and the share of the step that waited for communication are said only where they are known.
     """
     facts = [
         f"loss {record.loss:.4f}",
@@ -220,6 +235,8 @@ def facts_of(record: StepRecord) -> str:
         facts.append(f"mfu {record.mfu:.1%}")
     if record.memory_bytes:
         facts.append(f"mem {bytes_in_words(sum(record.memory_bytes.values()))}")
+    if record.exposed_s:
+        facts.append(f"comm {sum(record.exposed_s.values()) / record.step_s:.0%}")
     return "  ".join(facts)
 
 

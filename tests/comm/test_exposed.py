@@ -1,0 +1,118 @@
+"""Exposed communication: whose clock counts, where it was waited for, and that reading it waits for nobody."""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar
+
+import pytest
+import torch
+
+from zeroshard.comm import CONTROL, Exposed, NullCommunicator, ObservedCommunicator, by_kind, scope
+
+CPU = torch.device("cpu")
+
+
+class Slow(NullCommunicator):
+    """Takes a while to issue, and longer to finish."""
+
+    def all_gather(self, output, input):
+        time.sleep(0.01)
+        return self
+
+    all_reduce = all_gather
+
+    def wait(self):
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def observed():
+    return ObservedCommunicator(Slow(2))
+
+
+def _gather(observed):
+    with scope("blocks.3/weights"):
+        return observed.all_gather(torch.zeros(2), torch.zeros(1))
+
+
+def test_on_the_cpu_issuing_and_waiting_both_stand_in_the_way(observed):
+    work = _gather(observed)
+    assert observed.exposed.take() == {"blocks.3/weights/forward": pytest.approx(0.01, abs=0.008)}
+    assert observed.exposed.take() == {}
+    observed.drain()
+    work.wait()  # its record is gone, its time is not lost
+    (label, seconds), *rest = observed.exposed.take().items()
+    assert (label, rest) == ("blocks.3/weights/forward", [])
+    assert seconds >= 0.02
+
+
+def test_what_backward_waits_for_is_told_apart(observed):
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: _gather(observed).wait())
+    y.sum().backward()
+    assert list(observed.exposed.take()) == ["blocks.3/weights/backward"]
+
+
+def test_control_messages_are_one_kind(observed):
+    with scope(CONTROL):
+        observed.all_reduce(torch.zeros(1), "max").wait()
+    assert list(observed.exposed.take()) == [CONTROL]
+
+
+def test_kinds_are_sums_over_units():
+    seconds = {"blocks.0/weights/forward": 1.0, "root/weights/forward": 2.0, "a.b/grads/backward": 4.0, CONTROL: 8.0}
+    assert by_kind(seconds) == {"weights/forward": 3.0, "grads/backward": 4.0, CONTROL: 8.0}
+
+
+class _Event:
+    """A CUDA event as far as it is used here; the device has passed it where ``passed``."""
+
+    made: ClassVar[list[_Event]] = []
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+        self.at_ms, self.passed = None, False
+        _Event.made.append(self)
+
+    def record(self):
+        self.at_ms = 10.0 * _Event.made.index(self)
+
+    def query(self):
+        return self.passed
+
+    def elapsed_time(self, end):
+        assert self.passed
+        assert end.passed
+        return end.at_ms - self.at_ms
+
+
+def test_on_cuda_the_stream_is_timed_and_events_not_reached_yet_wait_for_a_later_call(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(_Event, "made", [])
+    exposed, cuda = Exposed(), torch.device("cuda")
+    with exposed.timed("a/weights", cuda, issuing=True):
+        pass
+    assert _Event.made == []
+    for label in ("a/weights", "b/weights"):
+        with exposed.timed(label, cuda):
+            pass
+    assert exposed.take() == {}
+    for event in _Event.made[:2]:
+        event.passed = True
+    assert exposed.take() == {"a/weights/forward": pytest.approx(0.01)}
+    for event in _Event.made:
+        event.passed = True
+    assert exposed.take() == {"b/weights/forward": pytest.approx(0.01)}
+    assert exposed.take() == {}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_device_that_waits_is_seen():
+    exposed = Exposed()
+    with exposed.timed("a/weights", torch.device("cuda")):
+        torch.cuda._sleep(20_000_000)
+    assert exposed.take() == {}
+    torch.cuda.synchronize()
+    assert exposed.take()["a/weights/forward"] > 1e-3
