@@ -125,28 +125,10 @@ def _rounded(x, offsets, segment, seed, STOCHASTIC: tl.constexpr, DTYPE: tl.cons
 
 @jit
 def _update(
-    param_ptr,
-    grad_ptr,
-    m_ptr,
-    v_ptr,
-    copy_ptr,
-    offsets,
-    mask,
-    segment,
-    scale,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    step_size,
-    root,
-    seed,
-    HAS_SCALE: tl.constexpr,
-    HAS_COPY: tl.constexpr,
-    DECAYS: tl.constexpr,
+    param_ptr, grad_ptr, m_ptr, v_ptr, copy_ptr, offsets, mask, segment, scale, lr, beta1, beta2, eps, weight_decay,
+    step_size, root, seed, HAS_SCALE: tl.constexpr, HAS_COPY: tl.constexpr, DECAYS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-):
+):  # fmt: skip
     param = tl.load(param_ptr + offsets, mask=mask).to(tl.float32)
     grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
     m = tl.load(m_ptr + offsets, mask=mask).to(tl.float32)
@@ -180,32 +162,11 @@ def _pointer(table_ptr, segment, ROLE: tl.constexpr, DTYPE: tl.constexpr, ALIGNE
 
 @jit
 def _adamw_kernel(
-    addresses_ptr,
-    numels_ptr,
-    segments_ptr,
-    starts_ptr,
-    corrections_ptr,
-    scale_ptr,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    step_size,
-    root,
-    seed,
-    PARAM: tl.constexpr,
-    GRAD: tl.constexpr,
-    STATE: tl.constexpr,
-    COPY: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_COPY: tl.constexpr,
-    HAS_CORRECTIONS: tl.constexpr,
-    DECAYS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    addresses_ptr, numels_ptr, segments_ptr, starts_ptr, corrections_ptr, scale_ptr, lr, beta1, beta2, eps,
+    weight_decay, step_size, root, seed, PARAM: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr,
+    COPY: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_COPY: tl.constexpr, HAS_CORRECTIONS: tl.constexpr,
+    DECAYS: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     segment = tl.load(segments_ptr + tl.program_id(0)).to(tl.int64)
     start = tl.multiple_of(tl.load(starts_ptr + tl.program_id(0)), 16)
     numel = tl.load(numels_ptr + segment)

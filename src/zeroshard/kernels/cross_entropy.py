@@ -71,20 +71,9 @@ def _gradient(x, cols, target, highest, factor, scale, SMOOTHING: tl.constexpr, 
 
 @jit
 def _write_gradient(
-    logits_ptr,
-    grad_ptr,
-    target,
-    highest,
-    log_sum,
-    scale,
-    SMOOTHING: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    VOCAB: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TAIL: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    logits_ptr, grad_ptr, target, highest, log_sum, scale, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+    VOCAB: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     """One row; ``grad_ptr`` may be ``logits_ptr``. WHOLE columns come in full blocks, whose loads need no mask."""
     dtype = grad_ptr.dtype.element_ty
     # Not exp(x - lse): of a large lse fp32 has no digits left after the point.
@@ -116,25 +105,10 @@ def _fill_zeros(ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def _loss_kernel(
-    logits_ptr,
-    targets_ptr,
-    grad_ptr,
-    losses_ptr,
-    stats_ptr,
-    scale_ptr,
-    logits_stride,
-    grad_stride,
-    ignore_index,
-    KEEPS_STATS: tl.constexpr,
-    WRITES_GRAD: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    VOCAB: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TAIL: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    logits_ptr, targets_ptr, grad_ptr, losses_ptr, stats_ptr, scale_ptr, logits_stride, grad_stride, ignore_index,
+    KEEPS_STATS: tl.constexpr, WRITES_GRAD: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+    VOCAB: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
     logits_ptr += row * logits_stride
@@ -195,21 +169,10 @@ def _loss_kernel(
 
 @jit
 def _gradient_kernel(
-    logits_ptr,
-    targets_ptr,
-    stats_ptr,
-    grad_ptr,
-    scale_ptr,
-    logits_stride,
-    ignore_index,
-    SMOOTHING: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    VOCAB: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TAIL: tl.constexpr,
+    logits_ptr, targets_ptr, stats_ptr, grad_ptr, scale_ptr, logits_stride, ignore_index, SMOOTHING: tl.constexpr,
+    Z_LOSS: tl.constexpr, VOCAB: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
     ACC: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
     logits_ptr += row * logits_stride

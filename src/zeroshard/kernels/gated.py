@@ -69,16 +69,9 @@ def _place(num_cols, BLOCK: tl.constexpr):
 
 @jit
 def _forward_kernel(
-    gate_ptr,
-    up_ptr,
-    y_ptr,
-    num_cols,
-    gate_stride,
-    up_stride,
-    GELU: tl.constexpr,
-    BLOCK: tl.constexpr,
+    gate_ptr, up_ptr, y_ptr, num_cols, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr,
     ACC: tl.constexpr,
-):
+):  # fmt: skip
     row, cols = _place(num_cols, BLOCK)
     mask = cols < num_cols
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(ACC)
@@ -89,19 +82,9 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    dy_ptr,
-    gate_ptr,
-    up_ptr,
-    d_gate_ptr,
-    d_up_ptr,
-    num_cols,
-    dy_stride,
-    gate_stride,
-    up_stride,
-    GELU: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, num_cols, dy_stride, gate_stride, up_stride, GELU: tl.constexpr,
+    BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     row, cols = _place(num_cols, BLOCK)
     mask = cols < num_cols
     dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(ACC)

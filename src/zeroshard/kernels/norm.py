@@ -70,27 +70,11 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 @jit
 def _forward_held(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    summed_ptr,
-    mean_ptr,
-    rstd_ptr,
-    num_rows,
-    x_stride,
-    residual_stride,
-    CENTRED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, summed_ptr, mean_ptr, rstd_ptr, num_rows, x_stride,
+    residual_stride, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ACC: tl.constexpr,
-):
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (cols < WIDTH)[None, :]
@@ -126,25 +110,10 @@ def _load_sum(x_ptr, residual_ptr, cols, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.c
 
 @jit
 def _forward_strips(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    summed_ptr,
-    mean_ptr,
-    rstd_ptr,
-    x_stride,
-    residual_stride,
-    CENTRED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, summed_ptr, mean_ptr, rstd_ptr, x_stride, residual_stride,
+    CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     residual_ptr += row * residual_stride
@@ -182,28 +151,11 @@ def _forward_strips(
 
 @jit
 def _backward_held(
-    dy_ptr,
-    d_summed_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    parts_ptr,
-    num_rows,
-    dy_stride,
-    d_summed_stride,
-    x_stride,
-    CENTRED: tl.constexpr,
-    HAS_D_SUMMED: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    NEEDS_DX: tl.constexpr,
-    NUM_GRADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dy_ptr, d_summed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, parts_ptr, num_rows, dy_stride,
+    d_summed_stride, x_stride, CENTRED: tl.constexpr, HAS_D_SUMMED: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr, NUM_GRADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ACC: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)
@@ -257,23 +209,10 @@ def _backward_held(
 
 @jit
 def _backward_strips(
-    dy_ptr,
-    d_summed_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dy_stride,
-    d_summed_stride,
-    x_stride,
-    CENTRED: tl.constexpr,
-    HAS_D_SUMMED: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    dy_ptr, d_summed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dy_stride, d_summed_stride, x_stride,
+    CENTRED: tl.constexpr, HAS_D_SUMMED: tl.constexpr, HAS_WEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     rstd = tl.load(rstd_ptr + row)
     mean = tl.load(mean_ptr + row) if CENTRED else tl.full([], 0.0, ACC)
@@ -304,21 +243,9 @@ def _backward_strips(
 
 @jit
 def _partial_grads(
-    dy_ptr,
-    x_ptr,
-    mean_ptr,
-    rstd_ptr,
-    parts_ptr,
-    num_rows,
-    dy_stride,
-    x_stride,
-    CENTRED: tl.constexpr,
-    NUM_GRADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, parts_ptr, num_rows, dy_stride, x_stride, CENTRED: tl.constexpr,
+    NUM_GRADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     """Partial weight gradients of rows too wide to be held: columns by blocks, rows by turns."""
     program = tl.program_id(1).to(tl.int64)
     num_programs = tl.num_programs(1)
@@ -342,14 +269,8 @@ def _partial_grads(
 
 @jit
 def _add_parts(
-    parts_ptr,
-    grads_ptr,
-    num_parts,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    parts_ptr, grads_ptr, num_parts, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     """grads[i] = sum over p of parts[i, p], in the order of p."""
     grad = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

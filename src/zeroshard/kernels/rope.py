@@ -40,20 +40,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @jit
 def _turn(
-    x_ptr,
-    y_ptr,
-    cos,
-    sin,
-    pairs,
-    x_head,
-    x_last,
-    y_head,
-    y_last,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    x_ptr, y_ptr, cos, sin, pairs, x_head, x_last, y_head, y_last, HEADS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     for start in range(0, HEADS, BLOCK_HEADS):
         heads = (start + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
         mask = (heads < HEADS)[:, None] & (pairs < HALF)[None, :]
@@ -68,40 +57,12 @@ def _turn(
 
 @jit
 def _rope_kernel(
-    q_ptr,
-    k_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    cos_ptr,
-    sin_ptr,
-    num_positions,
-    cos_stride,
-    sin_stride,
-    q_batch,
-    q_head,
-    q_position,
-    q_last,
-    k_batch,
-    k_head,
-    k_position,
-    k_last,
-    q_out_batch,
-    q_out_head,
-    q_out_position,
-    q_out_last,
-    k_out_batch,
-    k_out_head,
-    k_out_position,
-    k_out_last,
-    BACK: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, num_positions, cos_stride, sin_stride, q_batch, q_head,
+    q_position, q_last, k_batch, k_head, k_position, k_last, q_out_batch, q_out_head, q_out_position, q_out_last,
+    k_out_batch, k_out_head, k_out_position, k_out_last, BACK: tl.constexpr, Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr, HALF: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     ACC: tl.constexpr,
-):
+):  # fmt: skip
     batch = (tl.program_id(0) // num_positions).to(tl.int64)
     position = (tl.program_id(0) % num_positions).to(tl.int64)
     pairs = tl.arange(0, BLOCK)
