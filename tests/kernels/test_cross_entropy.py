@@ -60,6 +60,10 @@ def test_loss_and_gradient_are_the_formula_s(shape, options, triton, random, dev
     )
 
 
+def test_a_vocabulary_of_128256(triton, random, device):
+    compare(random(1, 128256), draw_targets((1,), 128256, device))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype, triton, random, device):
     compare(random(3, 257, dtype=dtype), draw_targets((3,), 257, device), upstream=0.25, z_loss=1e-3)

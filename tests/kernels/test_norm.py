@@ -93,6 +93,11 @@ def test_more_elements_than_a_32_bit_offset_can_name(triton, device):
     assert not y[:-1].any()
 
 
+@pytest.mark.parametrize(("operation", "shape"), [("rms_norm", (1, 65536)), ("layer_norm", (4097, 1))])
+def test_the_widest_rows_and_the_most(operation, shape, triton, random):
+    compare(operation, {"x": random(*shape)}, [random(*shape)])
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("width", [5, 9000])
 def test_without_a_weight(operation, width, triton, random):
