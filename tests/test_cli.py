@@ -152,7 +152,8 @@ def test_a_flag_without_its_value_is_refused(capsys):
         ("--seq-len 5.5", "error: seq_len: '5.5' is not a whole number; give a whole number"),
         (
             "--strategy zero9",
-            "error: strategy: 'zero9' is not a choice; choose one of zero0, zero1, zero2, zero3, ddp",
+            "error: strategy: 'zero9' is not a choice; "
+            "choose one of zero0, zero1, zero2, zero3, ddp, zero1-torch, fsdp2",
         ),
         (
             "--config none.toml",

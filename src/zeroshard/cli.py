@@ -100,7 +100,7 @@ def _read_file(path: str, kind: type[BaseModel]) -> dict[str, Any]:
 def _train(config: TrainConfig, argv: Sequence[str]) -> int:
     from zeroshard.comm import launch
 
-    launch.prefer_huge_pages()
+    launch.prepare_torch()
     world = launch.world_from_env()
     if world is None and config.nproc > 1:
         ending = launch.launch_workers(argv, config.nproc, config.port)
@@ -120,7 +120,8 @@ def _train(config: TrainConfig, argv: Sequence[str]) -> int:
         try:
             return run_training(config)
         except PeerError as error:
-            _say(f"rank {world.rank if world else 0}: {error}; start again with --resume auto")
+            lost_first = str(error).startswith("rank 0")
+            _say(f"rank {world.rank if world else 0}: {error}; start again with --resume auto", all_ranks=lost_first)
             return ExitStatus.PEER_LOST
 
 
@@ -196,8 +197,8 @@ def _returns_from_help() -> Generator[None]:
             raise
 
 
-def _say(line: str) -> None:
-    """One line on stderr, from one rank: the launcher prints for its workers, else rank 0 does."""
+def _say(line: str, *, all_ranks: bool = False) -> None:
+    """One line on stderr, from one rank: the launcher prints for its workers, else rank 0 does, if it still can."""
     from zeroshard.comm import launch
 
     line = " ".join(line.split())
@@ -207,7 +208,7 @@ def _say(line: str) -> None:
         world = launch.world_from_env()
     except UserError:
         world = None
-    if world is None or world.rank == 0:
+    if world is None or world.rank == 0 or all_ranks:
         print(f"error: {line}", file=sys.stderr, flush=True)
     else:
         time.sleep(1.0)  # a launcher ends the others when one exits: let rank 0 speak first

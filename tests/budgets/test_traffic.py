@@ -16,7 +16,7 @@ KEEP_WEIGHTS = ShardingStrategy(Placement.SHARD, Placement.SHARD, Placement.SHAR
 ROWS = {**{f"stage {stage}": row for stage, row in STAGES.items()}, "stage 3, weights kept": KEEP_WEIGHTS}
 
 
-def _model(checkpointed=False):
+def _model(checkpointed="none"):
     overrides = {"n_layer": 4, "n_head": 3, "n_embd": 9, "activation_checkpointing": checkpointed}
     return build_model("gpt2-demo", vocab_size=31, seq_len=8, overrides=overrides)
 
@@ -60,7 +60,7 @@ def test_a_step_sends_what_was_predicted_in_that_order(row, world_size, num_micr
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3, 9])
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", ["none", "full", "selective"])
 @pytest.mark.parametrize("row", ROWS)
 def test_neither_prefetch_nor_checkpointing_sends_more(row, checkpointed, accumulate, prefetch):
     model = _model(checkpointed)

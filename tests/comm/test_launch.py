@@ -18,7 +18,7 @@ from zeroshard.comm.launch import (
     World,
     _root_cause,
     init_process_group,
-    prefer_huge_pages,
+    prepare_torch,
     require_free_port,
     shutdown,
     world_from_env,
@@ -160,10 +160,10 @@ def test_the_root_cause_decides_the_status(failures, status, line):
 
 def test_huge_pages_are_asked_for_unless_the_user_has_spoken(monkeypatch):
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    prefer_huge_pages()
+    prepare_torch()
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
-    prefer_huge_pages()
+    prepare_torch()
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
 
 
@@ -172,7 +172,7 @@ def test_huge_pages_come_where_a_training_run_allocates():
     code = (
         "import sys, pathlib; from zeroshard import cli\n"
         "assert 'torch' not in sys.modules, 'it came before it was told'\n"
-        "from zeroshard.comm import launch; launch.prefer_huge_pages()\n"
+        "from zeroshard.comm import launch; launch.prepare_torch()\n"
         "import torch; x = torch.zeros(64 << 20, dtype=torch.uint8)\n"
         "text = pathlib.Path('/proc/self/smaps_rollup').read_text()\n"
         "print([int(line.split()[1]) for line in text.splitlines() if line.startswith('AnonHugePages')][0])"

@@ -41,6 +41,31 @@ def test_processes_get_messages_in_the_order_sent(gloo_ranks):
     assert gloo_ranks(3).run(_over_gloo) == [_expected(rank, 3) for rank in range(3)]
 
 
+def _second_topic_first(comm):
+    """Rank 0 sends under two topics; rank 1 asks for the second first, and its buffer is too small for the first."""
+    transport = TorchTransport(comm.group)
+    large, small = torch.full((1000,), 1.0), torch.full((3,), 2.0)
+    works, order = [], [(1, large), (2, small)]
+    for transport.topic, tensor in order if comm.rank == 0 else reversed(order):
+        works.append(transport.send(tensor, 1) if comm.rank == 0 else transport.recv(tensor.zero_(), 0))
+    for work in reversed(works) if comm.rank == 0 else works:
+        work.wait()
+    transport.close()
+    return large.unique().tolist(), small.unique().tolist()
+
+
+def test_a_message_is_never_taken_for_one_of_another_topic(gloo_ranks):
+    assert gloo_ranks(2).run(_second_topic_first) == [([1.0], [2.0])] * 2
+
+
+def test_threads_that_expect_another_topic_say_so():
+    left, right = thread_transports(2, timeout_s=10)
+    left.topic, right.topic = 1, 2
+    left.send(torch.zeros(3), 1)
+    with pytest.raises(PeerError, match="rank 0 made another call than this rank"):
+        right.recv(torch.zeros(2), 0).wait()
+
+
 def _two_transports_and_the_group(comm):
     """The same peers talk three ways at once; receives are posted in another order than sends."""
     ways = [TorchTransport(comm.group), TorchTransport(comm.group)]

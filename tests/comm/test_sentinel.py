@@ -1,10 +1,11 @@
 import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import NullCommunicator, scope, sentinel
+from zeroshard.comm import NullCommunicator, PeerError, scope, sentinel
 from zeroshard.comm.sentinel import MemoryBoard, SentinelCommunicator, StoreBoard, first_difference
 
 
@@ -79,6 +80,44 @@ def test_a_silent_rank_is_lost_once_somebody_waits_for_it():
         assert watched.heard[0].wait(10)
     watched.close()
     assert watched.told[0] == ["rank 1 has not answered for 0 s: it is stopped or lost"]
+
+
+def test_after_a_collective_failed_the_rank_that_fell_silent_is_named_with_what_it_did_last():
+    watched = Watched(3, stall_s=100)
+    for comm in watched.ranks:
+        work(comm, ["a", "b"])
+    time.sleep(0.1)  # for a pulse
+    watched.ranks[2].close()
+    with pytest.raises(PeerError) as failure, watched.ranks[0].waiting():
+        raise PeerError("read error: connection reset")
+    watched.close()
+    last = "reduce_scatter sum of 24 bytes for b/grads as operation 1"
+    line = f"rank 2 is gone; when it was last heard of, it had issued {last}; see what it printed"
+    assert str(failure.value) == line
+
+
+class _Gone(MemoryBoard):
+    def post(self, key, value):
+        raise dist.DistNetworkError("broken pipe")
+
+
+def test_where_the_board_is_gone_its_keeper_is():
+    comm = SentinelCommunicator(NullCommunicator(3, 1), _Gone(), lambda line, found_here: None)
+    with pytest.raises(PeerError, match=r"^rank 0, or the launcher, is gone: the store"), comm.waiting():
+        raise PeerError("read error: connection reset")
+    comm.close()
+
+
+def test_rank_0_which_keeps_the_board_stays_until_the_others_have_heard():
+    board, heard = MemoryBoard(), threading.Event()
+    comm = SentinelCommunicator(NullCommunicator(2, 0), board, lambda line, found_here: heard.set())
+    began = time.monotonic()
+    board.post("verdict", b"rank 7 is lost")
+    assert not heard.wait(1.5 * sentinel.PULSE_S)
+    board.post("heard1", b"1")
+    assert heard.wait(10)
+    assert time.monotonic() - began >= sentinel.PULSE_S
+    comm.close()
 
 
 def test_a_slow_rank_is_no_lost_one():

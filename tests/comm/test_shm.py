@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroshard.comm import SharedMemoryCommunicator, mapped, ranks_share_host, run_threads, shm
+from zeroshard.comm import PeerError, SharedMemoryCommunicator, mapped, ranks_share_host, run_threads, shm
 from zeroshard.errors import UserError
 
 
@@ -144,6 +144,36 @@ def _silent(comm):
 
 def test_a_rank_that_does_not_answer_is_named(gloo_ranks):
     gloo_ranks(2).run(_silent)
+
+
+CALLS = {
+    "another size": lambda comm, own: own.all_reduce(torch.zeros(100 + comm.rank)),
+    "another operation": lambda comm, own: (
+        own.broadcast(torch.zeros(8), src=0) if comm.rank else own.all_reduce(torch.zeros(8))
+    ),
+    "another size, where it lies": lambda comm, own: own.all_reduce(own.empty((1 << 20) + comm.rank, torch.float32)),
+    "a call fewer": lambda comm, own: [own.all_reduce(torch.zeros(1)) for _ in range(1 + comm.rank)] and own.barrier(),
+}
+
+
+def _diverge(comm, name):
+    own = SharedMemoryCommunicator(comm.group, timeout_s=10)
+    try:
+        work = CALLS[name](comm, own)
+        if work is not None:
+            work.wait()
+        return "passed"
+    except PeerError as error:
+        return str(error)
+    finally:
+        own.close()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_ranks_in_different_calls_fail_instead_of_reading_each_other(gloo_ranks, name):
+    told = gloo_ranks(2).run(_diverge, name)
+    assert "rank 1 made another call than this rank" in told or "rank 0 made another call than this rank" in told, told
+    assert "passed" not in told
 
 
 def test_a_file_left_by_a_process_that_died_is_swept_and_a_young_one_is_not(tmp_path, monkeypatch):

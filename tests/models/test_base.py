@@ -1,6 +1,5 @@
 import copy
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -55,25 +54,6 @@ def test_every_parameter_gets_a_gradient(config, build, batch):
     model(*batch).backward()
     without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert without == []
-
-
-def test_checkpointing_changes_no_bit_of_loss_or_gradients(config, build, batch):
-    plain, recomputing = build(config), build(replace(config, activation_checkpointing=True))
-    losses = [model(*batch) for model in (plain, recomputing)]
-    for loss in losses:
-        loss.backward()
-    assert torch.equal(*losses)
-    for (name, a), b in zip(plain.named_parameters(), recomputing.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad), name
-
-
-@pytest.mark.parametrize(("training", "num_runs"), [(True, 2), (False, 1)])
-def test_a_checkpointed_block_runs_again_in_backward_only_when_training(config, build, batch, training, num_runs):
-    model = build(replace(config, activation_checkpointing=True)).train(training)
-    runs = []
-    model.blocks[0].register_forward_pre_hook(lambda *_: runs.append(1))
-    model(*batch).backward()
-    assert len(runs) == num_runs
 
 
 def test_initial_values_are_the_same_made_whole_or_one_by_one_from_meta(config, build):

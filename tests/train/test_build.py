@@ -8,7 +8,6 @@ from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.kernels import dispatch
 from zeroshard.kernels.launch import INTERPRETED
-from zeroshard.train import build
 from zeroshard.train.build import build_run, choose_device, make_model
 from zeroshard.train.config import load_config
 from zeroshard.train.loop import run_training
@@ -162,20 +161,6 @@ def test_matrices_decay_and_the_rest_does_not(tiny_config):
     model = make_model(tiny_config(), 256, "cpu")
     expected = [sum(p.numel() for p in model.parameters() if (p.ndim >= 2) == decays) for decays in (True, False)]
     assert sizes == expected
-
-
-def test_compiled_blocks_run_inside_the_engines_hooks(tiny_config, monkeypatch):
-    compiled = []
-
-    def fake_compile(forward):
-        compiled.append(forward)
-        return lambda *args: forward(*args)
-
-    monkeypatch.setattr(build.torch, "compile", fake_compile)
-    config = tiny_config(compile=True, strategy="zero3", max_steps=2)
-    assert run_training(config) == 0
-    assert len(compiled) == 2
-    assert json.loads((Path(config.out) / "summary.json").read_text())["step"] == 2
 
 
 def test_kernels_that_cannot_be_had_are_refused_before_anything_is_made(tiny_config, monkeypatch):

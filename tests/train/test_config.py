@@ -76,7 +76,7 @@ def test_an_unknown_key_is_refused_and_the_nearest_known_one_is_named(raw, near)
 
 
 def test_a_strategy_that_does_not_exist_is_answered_with_all_that_do():
-    assert refusal({"strategy": "zero9"}).todo == "choose one of zero0, zero1, zero2, zero3, ddp"
+    assert refusal({"strategy": "zero9"}).todo == "choose one of zero0, zero1, zero2, zero3, ddp, zero1-torch, fsdp2"
 
 
 def test_a_missing_value_is_named():
@@ -148,3 +148,18 @@ def test_every_field_says_what_it_is():
 def test_reading_a_configuration_imports_no_torch():
     code = "import sys, zeroshard, zeroshard.cli, zeroshard.train.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero2", "ddp", "zero1-torch"])
+def test_keeping_weights_after_forward_is_refused_where_they_are_never_freed(strategy):
+    with pytest.raises(UserError, match=f"reshard_after_forward: {strategy} has whole weights all the time"):
+        validate(TrainConfig, {"strategy": strategy, "reshard_after_forward": False})
+    assert not validate(TrainConfig, {"strategy": "fsdp2", "reshard_after_forward": False}).reshard_after_forward
+
+
+def test_what_to_recompute_is_judged_without_torch():
+    for how in ("none", "full", "selective", "every:3"):
+        assert validate(TrainConfig, {"model": {"activation_checkpointing": how}}).model.activation_checkpointing == how
+    for how in ("all", "every:0"):
+        error = refusal({"model": {"activation_checkpointing": how}})
+        assert str(error).startswith(f"model.activation_checkpointing: {how!r} is not a choice; choose none, full, ")

@@ -52,6 +52,7 @@ def test_each_event_is_a_line_that_is_there_before_the_next_one(tmp_path):
     for call, event in [
         (lambda: writer.on_start({"world_size": 2}), {"event": "start", "world_size": 2}),
         (lambda: writer.on_eval(10, 2.5), {"event": "eval", "step": 10, "loss": 2.5}),
+        (lambda: writer.on_eval(11, 2.5, 2.25), {"event": "eval", "step": 11, "loss": 2.5, "ema_loss": 2.25}),
         (lambda: writer.on_checkpoint(10, Path("c")), {"event": "checkpoint", "step": 10, "path": "c"}),
         (lambda: writer.on_end({"loss": 1.0}), {"event": "end", "loss": 1.0}),
     ]:
@@ -78,6 +79,9 @@ def test_a_step_line_holds_every_fact_of_the_record(tmp_path):
         "mfu": None,
         "memory_bytes": {"params": 8},
         "comm": {"all_gather": 4},
+        "skipped": False,
+        "num_skipped": 0,
+        "loss_scale": None,
         "exposed_s": {"weights/forward": 0.75, "control": 2.0},
     }
 
@@ -173,3 +177,8 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back(monkeypatch):
     assert "10/20" in shown
     assert "12,345 tok/s" in shown
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+
+
+def test_a_scaled_loss_is_told_with_the_steps_that_it_cost():
+    assert "scale 32768  skipped 2" in facts_of(a_record(loss_scale=32768.0, num_skipped=2))
+    assert "scale" not in facts_of(a_record())

@@ -194,14 +194,17 @@ def launch_workers(argv: Sequence[str], nproc: int, port: int = 0) -> Ending:
     return Ending(ExitStatus.OK)
 
 
-def prefer_huge_pages() -> None:
-    """Have torch keep large CPU tensors in huge pages, here and in processes started from here.
+def prepare_torch() -> None:
+    """Have torch keep large CPU tensors in huge pages and its log to errors, here and in processes started from here.
+
+    Call it before torch is imported; who has set one of these variables keeps it.
 
     A step allocates and frees gigabytes, and the kernel hands them out page by page; with pages of 2 MiB stages 2
-    and 3 take 12-15 % less time (``benchmarks/step.py``). Torch reads the wish once, at its first allocation; who has
-    set ``THP_MEM_ALLOC_ENABLE`` keeps it.
+    and 3 take 12-15 % less time (``benchmarks/step.py``). Where a rank is lost, torch warns with C++ stack traces
+    of each peer's connection; our one line names the rank.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def num_cpus() -> int:

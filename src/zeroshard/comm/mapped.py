@@ -35,6 +35,7 @@ from zeroshard.errors import UserError
 
 LOST = 0  # the counter in which a rank notes, plus one, which peer it has lost
 _LINE_BYTES = 64  # counters of one writer do not share a cache line: each has another reader
+NOTE_WORDS = _LINE_BYTES // 8
 _PAGE_BYTES = 4096
 _PREFIX = "zeroshard-shm-"
 _STALE_S = 60.0  # a file of ours this old was left by a process that died between making and removing it
@@ -73,7 +74,7 @@ class Segment:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         lines = range(0, num_counters * _LINE_BYTES, _LINE_BYTES)
         self.counters = [Counter(self, words, line // 8, address + line) for line in lines]
-        self.note = words[len(lines) * _LINE_BYTES // 8 :][: _LINE_BYTES // 8]
+        self.note = words[len(lines) * _LINE_BYTES // 8 :][:NOTE_WORDS]
         self.data: Tensor = torch.frombuffer(memory, dtype=torch.uint8)[_header_bytes(num_counters) :]
         self._num_bytes = len(memory)
 

@@ -2,8 +2,9 @@
 
 A transport moves bytes from one rank's tensor into another's and promises nothing but this: messages from one rank to
 another arrive whole and in the order in which they were sent, and neither side's tensor may be touched until its
-handle has been waited on. Two carry our rings: a gloo process group of our own (`TorchTransport`), and queues in the
-memory of one process (`ThreadTransport`), for tests and for rings in a debugger.
+handle has been waited on. Messages have a topic, and one whose topic the receiver does not expect is never taken for
+one that it does: it waits, or fails. Two carry our rings: a gloo process group of our own (`TorchTransport`), and
+queues in the memory of one process (`ThreadTransport`), for tests and for rings in a debugger.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _num_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKey
 
 class Transport(Protocol):
     """Messages between ``world_size`` ranks; see the module's docstring for what is promised."""
+
+    topic: int  # of what is sent and received from now on, below 2 ** 31
 
     @property
     def rank(self) -> int:
@@ -89,6 +92,7 @@ class TorchTransport:
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
         parent, self.rank, self.world_size = members(group)
+        self.topic = 0
         self._group: Any = None  # a ProcessGroupGloo, whose stub lacks send and recv
         if self.world_size > 1:
             self._store = own_store(parent)
@@ -101,14 +105,14 @@ class TorchTransport:
     def send(self, message: Tensor, to: int) -> Work:
         """Send ``message`` to rank ``to``; gloo reads it where it lies."""
         try:
-            return _Message(self._open().send([message], to, 0), message, to, self)
+            return _Message(self._open().send([message], to, self.topic), message, to, self)
         except RuntimeError as error:
             raise self.lost(to, error) from None
 
     def recv(self, buffer: Tensor, source: int) -> Work:
         """Fill ``buffer`` from rank ``source``; gloo writes it where it lies."""
         try:
-            return _Message(self._open().recv([buffer], source, 0), buffer, source, self)
+            return _Message(self._open().recv([buffer], source, self.topic), buffer, source, self)
         except RuntimeError as error:
             raise self.lost(source, error) from None
 
@@ -140,10 +144,11 @@ class TorchTransport:
 class _Parcel:
     """A message in a queue: the sender's own tensor, and whether its reader is done with it."""
 
-    __slots__ = ("taken", "tensor")
+    __slots__ = ("taken", "tensor", "topic")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, topic: int) -> None:
         self.tensor = tensor
+        self.topic = topic
         self.taken = threading.Event()
 
 
@@ -157,14 +162,19 @@ class _ThreadSend:
 
 
 class _ThreadRecv:
-    def __init__(self, parcels: queue.SimpleQueue[_Parcel], buffer: Tensor, source: int, timeout_s: float) -> None:
-        self._parcels, self._buffer, self._source, self._timeout_s = parcels, buffer, source, timeout_s
+    def __init__(
+        self, parcels: queue.SimpleQueue[_Parcel], buffer: Tensor, topic: int, source: int, timeout_s: float
+    ) -> None:
+        self._parcels, self._buffer, self._topic = parcels, buffer, topic
+        self._source, self._timeout_s = source, timeout_s
 
     def wait(self) -> None:
         try:
             parcel = self._parcels.get(timeout=self._timeout_s)
         except queue.Empty:
             raise PeerError(f"rank {self._source} sent no message within {self._timeout_s:g} s") from None
+        if parcel.topic != self._topic:
+            raise PeerError(f"rank {self._source} made another call than this rank")
         assert parcel.tensor.nbytes == self._buffer.nbytes, (parcel.tensor.shape, self._buffer.shape)
         self._buffer.copy_(parcel.tensor)
         parcel.taken.set()
@@ -178,18 +188,19 @@ class ThreadTransport:
     ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.topic = 0
         self._queues = queues
         self._timeout_s = timeout_s
 
     def send(self, message: Tensor, to: int) -> Work:
         """Put ``message`` itself, not a copy, where rank ``to`` finds it."""
-        parcel = _Parcel(message)
+        parcel = _Parcel(message, self.topic)
         self._queues[self.rank, to].put(parcel)
         return _ThreadSend(parcel, to, self._timeout_s)
 
     def recv(self, buffer: Tensor, source: int) -> Work:
         """Copy the next message from rank ``source`` when waited on."""
-        return _ThreadRecv(self._queues[source, self.rank], buffer, source, self._timeout_s)
+        return _ThreadRecv(self._queues[source, self.rank], buffer, self.topic, source, self._timeout_s)
 
     def close(self) -> None:
         """Nothing to give back."""

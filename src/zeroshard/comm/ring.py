@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zeroshard.comm.base import ReduceOp, Work, check_op, check_rank, check_shards
 from zeroshard.comm.p2p import CPU, TorchTransport, Transport, require_cpu
-from zeroshard.comm.pieces import COMBINE, copy, on_flat, shard_interval
+from zeroshard.comm.pieces import COMBINE, Topics, copy, on_flat, shard_interval
 from zeroshard.comm.worker import Operation, Worker
 
 MIN_CHUNK_BYTES = 256 << 10  # below it, a message costs more than its bytes
@@ -59,44 +59,52 @@ class RingCommunicator:
         self.transport: Transport = transport or TorchTransport(group, timeout_s=timeout_s)
         self.rank = self.transport.rank
         self.world_size = self.transport.world_size
+        self._topics = Topics()
         self._worker = Worker(f"ring-{self.rank}")
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce ``tensor`` in place; any strides, at the cost of copies where its elements do not lie in order."""
         check_op(op)
-        return self._submit(on_flat(tensor, lambda flat: self._all_reduce(flat, op)), tensor)
+        return self._submit(f"all_reduce {op}", on_flat(tensor, lambda flat: self._all_reduce(flat, op)), tensor)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce and keep this rank's slice; ``input`` is overwritten with partial sums."""
         check_op(op)
         check_shards(input, output, self.world_size)
         whole, shard = input.detach().view(-1), output.detach().view(-1)
-        return self._submit(lambda: self._reduce_scatter(whole, op, shard), input, output)
+        return self._submit(f"reduce_scatter {op}", lambda: self._reduce_scatter(whole, op, shard), input, output)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Gather every rank's shard."""
         check_shards(output, input, self.world_size)
         whole, shard = output.detach().view(-1), input.detach().view(-1)
-        return self._submit(lambda: self._all_gather(whole, shard), output, input)
+        return self._submit("all_gather", lambda: self._all_gather(whole, shard), output, input)
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Take rank ``src``'s tensor; any strides."""
         check_rank(src, self.world_size)
-        return self._submit(on_flat(tensor, lambda flat: self._broadcast(flat, src)), tensor)
+        return self._submit(f"broadcast {src}", on_flat(tensor, lambda flat: self._broadcast(flat, src)), tensor)
 
     def barrier(self) -> None:
         """Return when every rank has called it and all that was issued before is done."""
-        self._worker.submit(self._barrier).wait()
+        self._submit("barrier", self._barrier).wait()
 
     def close(self) -> None:
         """Finish what was issued, end the thread and leave the group; harmless twice."""
         self._worker.close()
         self.transport.close()
 
-    def _submit(self, operation: Operation, *tensors: Tensor) -> Work:
+    def _submit(self, op: str, operation: Operation, *tensors: Tensor) -> Work:
+        """Have the worker run ``operation``; the first of ``tensors`` is the whole one."""
         require_cpu("RingCommunicator", *tensors)
-        return self._worker.submit(operation)
+        topic = self._topics.next(op, tensors[0] if tensors else None)
+
+        def run() -> None:
+            self.transport.topic = topic
+            operation()
+
+        return self._worker.submit(run)
 
     # -- the rings, on the worker's thread ----------------------------------------------------------------------
 

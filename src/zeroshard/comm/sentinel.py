@@ -34,6 +34,7 @@ from zeroshard.comm.labels import current_scope
 PULSE_S = 1.0
 REMEMBERED = 128  # operations, on the board and in memory
 LOST_AFTER_S = 8.0  # without a pulse
+NAMING_PULSES = 3  # after which a rank that was not heard of is to blame for a collective that failed
 
 _VERDICT = "verdict"
 
@@ -155,7 +156,9 @@ class SentinelCommunicator:
         try:
             yield
         except PeerError as error:
-            raise PeerError(self._name_fault() or str(error)) from error
+            fault = self._name_fault()
+            self._let_others_hear()
+            raise PeerError(fault or str(error)) from error
         finally:
             self._waiting_since = None
 
@@ -166,6 +169,7 @@ class SentinelCommunicator:
             except (RuntimeError, OSError):  # the board is gone: its owner has ended, and so will this rank
                 return
             if fault:
+                self._let_others_hear()
                 self._on_fault(*fault)
                 return
 
@@ -182,6 +186,15 @@ class SentinelCommunicator:
             return None
         self._board.post(_VERDICT, fault.encode())
         return fault, True
+
+    def _let_others_hear(self) -> None:
+        """On rank 0, with which the board may go: give the others a few pulses to read the verdict."""
+        with contextlib.suppress(RuntimeError, OSError):
+            self._board.post(f"heard{self.rank}", b"1")
+            for _ in range(NAMING_PULSES if self.rank == 0 else 0):
+                if all(self._board.read(f"heard{rank}") for rank in range(self.world_size)):
+                    break
+                time.sleep(PULSE_S)
 
     def _post(self) -> None:
         self._pulse += 1
@@ -219,14 +232,32 @@ class SentinelCommunicator:
         return None
 
     def _name_fault(self) -> str | None:
-        """After a collective failed: what the board knows of it by now."""
+        """After a collective failed: what the board knows of it, or comes to know in a few pulses."""
         try:
             self._post()
-            time.sleep(2 * PULSE_S)  # for the others to post
-            verdict = self._board.read(_VERDICT)
-            return verdict.decode() if verdict is not None else self._divergence(range(self.world_size))
+            before = self._heard_of()
+            for _ in range(NAMING_PULSES):
+                time.sleep(PULSE_S)
+                verdict = self._board.read(_VERDICT)
+                fault = verdict.decode() if verdict is not None else self._divergence(range(self.world_size))
+                if fault is not None:
+                    return fault
+            silent = [rank for rank, pulse in self._heard_of().items() if pulse == before[rank]]
         except (RuntimeError, OSError):
-            return None
+            return "rank 0, or the launcher, is gone: the store that it kept does not answer"
+        return self._obituary(silent[0]) if silent else None
+
+    def _heard_of(self) -> dict[int, int]:
+        """The number of the last pulse of each other rank."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        for rank in others:
+            self._page_of(rank)
+        return {rank: self._last_pulse.get(rank, (0, 0.0))[0] for rank in others}
+
+    def _obituary(self, rank: int) -> str:
+        page = self._page_of(rank)
+        last = f"; when it was last heard of, it had issued {page[-1][2]} as operation {page[-1][0]}" if page else ""
+        return f"rank {rank} is gone{last}; see what it printed"
 
     def close(self) -> None:
         """End the watch."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from zeroshard.comm.base import ReduceOp, Work, check_op, check_rank, check_shards
 from zeroshard.comm.mapped import Segment
 from zeroshard.comm.p2p import CPU, members, own_store, require_cpu
-from zeroshard.comm.pieces import COMBINE, Combine, copy, on_flat, shard_interval
+from zeroshard.comm.pieces import COMBINE, Combine, Topics, copy, on_flat, shard_interval
 from zeroshard.comm.slots import NUM_COUNTERS, NUM_SLOTS, SLOT_BYTES, Slots
 from zeroshard.comm.worker import Operation, Worker
 from zeroshard.errors import UserError
@@ -56,6 +56,7 @@ class SharedMemoryCommunicator:
         parent, self.rank, self.world_size = members(group)
         segments = _map_segments(parent, self.rank, self.world_size) if self.world_size > 1 else []
         self._slots = Slots(segments, self.rank, timeout_s)
+        self._topics = Topics()
         self._worker = Worker(f"shm-{self.rank}")
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -66,38 +67,45 @@ class SharedMemoryCommunicator:
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce ``tensor`` in place; any strides, at the cost of copies where its elements do not lie in order."""
         check_op(op)
-        return self._submit(on_flat(tensor, lambda flat: self._all_reduce(flat, op)), tensor)
+        return self._submit(f"all_reduce {op}", on_flat(tensor, lambda flat: self._all_reduce(flat, op)), tensor)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce and keep this rank's slice; the rest of ``input`` stays as it is."""
         check_op(op)
         check_shards(input, output, self.world_size)
         whole, shard = input.detach().view(-1), output.detach().view(-1)
-        return self._submit(lambda: self._reduce_scatter(whole, op, shard), input, output)
+        return self._submit(f"reduce_scatter {op}", lambda: self._reduce_scatter(whole, op, shard), input, output)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Gather every rank's shard."""
         check_shards(output, input, self.world_size)
         whole, shard = output.detach().view(-1), input.detach().view(-1)
-        return self._submit(lambda: self._all_gather(whole, shard), output, input)
+        return self._submit("all_gather", lambda: self._all_gather(whole, shard), output, input)
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Take rank ``src``'s tensor; any strides."""
         check_rank(src, self.world_size)
-        return self._submit(on_flat(tensor, lambda flat: self._broadcast(flat, src)), tensor)
+        return self._submit(f"broadcast {src}", on_flat(tensor, lambda flat: self._broadcast(flat, src)), tensor)
 
     def barrier(self) -> None:
         """Return when every rank has called it and all that was issued before is done."""
-        self._worker.submit(self._barrier).wait()
+        self._submit("barrier", self._barrier).wait()
 
     def close(self) -> None:
         """Finish what was issued, end the thread and let the memory go; harmless twice."""
         self._worker.close()
         self._slots.close()
 
-    def _submit(self, operation: Operation, *tensors: Tensor) -> Work:
+    def _submit(self, op: str, operation: Operation, *tensors: Tensor) -> Work:
+        """Have the worker run ``operation``; the first of ``tensors`` is the whole one."""
         require_cpu("SharedMemoryCommunicator", *tensors)
-        return self._worker.submit(operation)
+        topic = self._topics.next(op, tensors[0] if tensors else None)
+
+        def run() -> None:
+            self._slots.topic = topic
+            operation()
+
+        return self._worker.submit(run)
 
     # -- the collectives, on the worker's thread ----------------------------------------------------------------
 

@@ -10,6 +10,9 @@ it after it had read piece n - 4, whose slot piece n now takes. So no slot is fi
 [Note: one note is enough for offers] A rank writes its next offer only after every rank has read the last one: either
 all have said that they are done with what was offered, or, where slots were used instead, all have published a piece,
 which they do after they have read the offers.
+
+[Note: nobody reads what is not meant] With each offer and each piece a rank notes its topic, a number of the operation
+that it belongs to. A rank that finds another topic than its own fails instead of reading.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.arena import Arena, Neighbour, Place
-from zeroshard.comm.mapped import LOST, PeerLost, Segment
+from zeroshard.comm.base import PeerError
+from zeroshard.comm.mapped import LOST, NOTE_WORDS, PeerLost, Segment
 
 SLOT_BYTES = 1 << 20
 _AHEAD = 1  # pieces published before the first is read
@@ -32,6 +36,10 @@ NUM_COUNTERS = LOST + 4
 Publish = Callable[[int, Tensor], None]  # lay piece number i into this rank's slot
 Read = Callable[[int, list[Tensor]], None]  # take piece number i from the slots, by rank
 _NOWHERE = Place(0, 0, 0)
+# Words of a segment's note: the place that is offered, the topic of the offer, the topic of each slot's piece.
+_OFFER_TOPIC = len(_NOWHERE)
+_SLOT_TOPICS = _OFFER_TOPIC + 1
+assert _SLOT_TOPICS + NUM_SLOTS <= NOTE_WORDS
 
 
 class Slots:
@@ -41,6 +49,9 @@ class Slots:
         segments: by rank; empty in a world of one.
         rank: which of them is ours.
         timeout_s: after which a rank that does not answer is lost.
+
+    Attributes:
+        topic: of the operation that runs now: [Note: nobody reads what is not meant].
     """
 
     def __init__(self, segments: list[Segment], rank: int, timeout_s: float) -> None:
@@ -49,6 +60,7 @@ class Slots:
         self._rank = rank
         self._segments = segments
         self._timeout_s = timeout_s
+        self.topic = 0
         self._num_published = self._num_read = self._num_offers = self._num_done = 0
         self.arena = Arena(segments[rank]) if segments else None
         self._neighbours = [Neighbour(segment) for segment in segments]
@@ -62,7 +74,7 @@ class Slots:
         """Publish pieces 0, 1, ... and read each when all ranks have published it.
 
         Raises:
-            PeerError: a rank is gone or does not answer.
+            PeerError: a rank is gone, does not answer, or is in another operation.
         """
         if not self._segments:
             return
@@ -79,19 +91,21 @@ class Slots:
         Where it returns None, at least one piece must go through the slots next.
 
         Raises:
-            PeerError: a rank is gone or does not answer.
+            PeerError: a rank is gone, does not answer, or is in another operation.
         """
         assert self.arena is not None
         place = self.arena.place_of(tensor)
         own, self._num_offers = self._segments[self._rank], self._num_offers + 1
         for word, number in enumerate(place or _NOWHERE):
             own.note[word] = number
+        own.note[_OFFER_TOPIC] = self.topic
         own.counters[_OFFERED].advance(self._num_offers)
         places = []
         with self._telling():
             for peer in self.ranks:
                 if peer != self._rank:
                     self._segments[peer].counters[_OFFERED].wait(self._num_offers, self._timeout_s)
+                    self._require_topic(peer, _OFFER_TOPIC)
                 start, num_bytes, offset = self._segments[peer].note[:3]
                 places.append(Place(start, num_bytes, offset))
         if _NOWHERE in places:
@@ -104,7 +118,7 @@ class Slots:
         """Say that we have read, and written, all we had to, and return when every rank has.
 
         Raises:
-            PeerError: a rank is gone or does not answer.
+            PeerError: a rank is gone, does not answer, or is in another operation.
         """
         self._num_done += 1
         self._segments[self._rank].counters[_DONE].advance(self._num_done)
@@ -124,6 +138,7 @@ class Slots:
     def _publish(self, dtype: torch.dtype, publish: Callable[[Tensor], None]) -> None:
         count = self._num_published
         publish(self._slots(dtype, count)[self._rank])
+        self._segments[self._rank].note[_SLOT_TOPICS + count % NUM_SLOTS] = self.topic
         self._num_published = count + 1
         self._segments[self._rank].counters[_PUBLISHED].advance(count + 1)
 
@@ -131,8 +146,13 @@ class Slots:
         count = self._num_read
         for peer in self.peers:
             self._segments[peer].counters[_PUBLISHED].wait(count + 1, self._timeout_s)
+            self._require_topic(peer, _SLOT_TOPICS + count % NUM_SLOTS)
         read(self._slots(dtype, count))
         self._num_read = count + 1
+
+    def _require_topic(self, peer: int, word: int) -> None:
+        if self._segments[peer].note[word] != self.topic:
+            raise PeerError(f"rank {peer} made another call than this rank")
 
     def _slots(self, dtype: torch.dtype, count: int) -> list[Tensor]:
         """By rank, the slots of publication number ``count``."""

@@ -12,6 +12,11 @@ Bytes that must move, for 2-byte logits, loss and gradient together: 4 a logit i
 the second look, for the gradient, finds it in L2. Not in place, the gradient is made in the backward pass instead,
 from the logits, which are then as they were: 6 a logit, and `backward` may run again.
 
+[Note: Small gradients]
+    A gradient that is made before the upstream one is known must not already be as small as the mean over all rows
+    makes it: fp16 would lose it, and a loss that is scaled up to prevent that comes too late. In fp16 it is made for
+    `FP16_SCALE` times the sum of the losses, and what is missing joins the upstream gradient.
+
 [Note: One more factor]
     In place, the gradient is written before the upstream gradient is known. Backward multiplies it in place unless the
     factor is 1, and decides that on the device: a host that asked would wait for all that is queued.
@@ -34,6 +39,7 @@ from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.kernels.launch import accumulator, accumulator_dtype, jit, next_power_of_2, opaque, rows_of, tl
 
 Reduction = Literal["mean", "sum"]
+FP16_SCALE = 1024.0  # of gradients of at most about 1: ten bits more below, and far from 65504 above
 BLOCK = 8192  # logits at a time; 16 in each of 512 threads
 
 # ---------------------------------------------------------------------------------------------------- reference
@@ -318,9 +324,10 @@ class _CrossEntropy(torch.autograd.Function):
         options = (ignore_index, label_smoothing, z_loss)
         ctx.options, ctx.shape, ctx.in_place = options, logits.shape, inplace and ctx.needs_input_grad[0]
         if ctx.in_place:
-            losses_and_gradient(rows, targets, losses, None, rows, scale, *options)
+            at_once, later = split_scale(scale, logits.dtype)
+            losses_and_gradient(rows, targets, losses, None, rows, at_once, *options)
             increment_version(logits)  # whoever kept the logits for their own backward is told
-            ctx.save_for_backward(logits)
+            ctx.save_for_backward(logits, later)
         else:
             stats = torch.empty(rows.shape[0], 2, dtype=dtype, device=logits.device)
             losses_and_gradient(rows, targets, losses, stats, None, None, *options)
@@ -331,9 +338,9 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> Any:
         if ctx.in_place:
-            (logits,) = ctx.saved_tensors
+            logits, later = ctx.saved_tensors
             grad = logits.detach()
-            _scale_in_place(rows_of(grad), d_loss)
+            _scale_in_place(rows_of(grad), d_loss if later is None else d_loss * later)
             increment_version(grad)  # it is given away now: a second backward raises
         else:
             rows, targets, stats, scale = ctx.saved_tensors
@@ -348,6 +355,13 @@ def mean_scale(targets: Tensor, ignore_index: int, reduction: Reduction, dtype: 
     if reduction == "sum":
         return torch.ones((), dtype=dtype, device=targets.device)
     return (targets != ignore_index).sum().to(dtype).reciprocal()
+
+
+def split_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """What a gradient of ``dtype`` is multiplied by as it is made, and what in backward: [Note: Small gradients]."""
+    if dtype != torch.float16:
+        return scale, None
+    return torch.full_like(scale, FP16_SCALE), scale.nan_to_num(posinf=0.0) / FP16_SCALE  # no target: no gradient
 
 
 # ------------------------------------------------------------------------------------------------------- public

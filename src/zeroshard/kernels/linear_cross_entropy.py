@@ -27,6 +27,7 @@ from zeroshard.kernels.cross_entropy import (
     cross_entropy_reference,
     losses_and_gradient,
     mean_scale,
+    split_scale,
 )
 from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.kernels.launch import accumulator_dtype, opaque
@@ -133,17 +134,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden = torch.empty(rows.shape, dtype=hidden.dtype, device=hidden.device) if needs_hidden else None
         d_weight = torch.empty(weight.shape, dtype=dtype, device=hidden.device) if needs_weight else None
         options = (ignore_index, label_smoothing, z_loss, chunk_rows)
-        _forward(rows, weight, targets, scale, losses, d_hidden, d_weight, *options)
-        ctx.save_for_backward(d_hidden, d_weight)
+        at_once, later = split_scale(scale, hidden.dtype)
+        _forward(rows, weight, targets, at_once, losses, d_hidden, d_weight, *options)
+        ctx.save_for_backward(d_hidden, d_weight, later)
         ctx.shape, ctx.weight_dtype = hidden.shape, weight.dtype
         return losses.sum() * scale
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> Any:
-        d_hidden, d_weight = ctx.saved_tensors
-        if d_hidden is not None:
-            d_hidden = (d_hidden * d_loss.to(d_hidden.dtype)).view(ctx.shape)
+        d_hidden, d_weight, later = ctx.saved_tensors
+        if later is not None:
+            d_loss = d_loss * later
+        if d_hidden is not None:  # in d_loss's dtype: a narrow one would round the factor, or not hold it
+            d_hidden = (d_hidden.to(d_loss.dtype) * d_loss).to(d_hidden.dtype).view(ctx.shape)
         if d_weight is not None:
             scaled = torch.empty(d_weight.shape, dtype=ctx.weight_dtype, device=d_weight.device)
             d_weight = torch.mul(d_weight, d_loss, out=scaled)

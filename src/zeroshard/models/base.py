@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice, cross_entropy, linear_cross_entropy
@@ -126,16 +124,6 @@ def projected_loss(hidden_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, ke
     return linear_cross_entropy(
         hidden_BTC, weight_VC, targets_BT, ignore_index=IGNORED_TARGET, check_targets=False, kernels=kernels
     )
-
-
-def run_block(block: Callable[..., Tensor], *inputs: Tensor, recompute: bool, random: bool) -> Tensor:
-    """Call a block; with ``recompute`` keep only its inputs and rerun it in backward (arXiv:1604.06174).
-
-    ``random``: whether it draws random numbers, so that the generator's state must be kept for the second run.
-    """
-    if recompute:
-        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=random)
-    return block(*inputs)
 
 
 @torch.no_grad()

@@ -40,8 +40,8 @@ class ModelConfig(Protocol):
         ...
 
     @property
-    def activation_checkpointing(self) -> bool:
-        """Whether blocks recompute their activations in the backward pass instead of keeping them."""
+    def activation_checkpointing(self) -> str:
+        """Which blocks recompute activations in backward instead of keeping them: see `zeroshard.models.recompute`."""
         ...
 
 
@@ -64,7 +64,7 @@ def check_divides(config: ModelConfig, divisor: str, dividend: str) -> None:
 
 
 def check_types(config: ModelConfig) -> None:
-    """Raise UserError for a field of ``config`` whose value is not of its declared type: int, float or bool.
+    """Raise UserError for a field of ``config`` whose value is not of its declared type: int, float, bool or str.
 
     An integer may stand for a float; a bool is no integer.
     """
@@ -74,6 +74,7 @@ def check_types(config: ModelConfig) -> None:
             "bool": isinstance(value, bool),
             "int": isinstance(value, int) and not isinstance(value, bool),
             "float": isinstance(value, int | float) and not isinstance(value, bool),
+            "str": isinstance(value, str),
         }
         if not fits[wanted]:
             raise UserError(f"model.{field.name}", f"{value!r} is of the wrong type", f"give one {wanted}")

@@ -27,9 +27,9 @@ from zeroshard.models.base import (
     fill_normal_,
     materialize,
     projected_loss,
-    run_block,
 )
 from zeroshard.models.config import check_counts, check_divides, check_types
+from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
 
 INIT_STD = 0.02
 LAYER_NORM_EPS = 1e-5
@@ -48,7 +48,8 @@ class GPT2Config:
         bias: whether matrices and layer norms have biases.
         dropout: probability in [0, 1) on embeddings, attention weights and residual branches. GPT-2 took 0.1;
             a model that sees each token about once wants 0.
-        activation_checkpointing: recompute blocks in backward instead of keeping their activations.
+        activation_checkpointing: which blocks recompute activations in backward instead of keeping them: ``none``,
+            ``full``, ``selective`` or ``every:N``; see `zeroshard.models.recompute`.
 
     Raises:
         UserError: for a value that cannot be used, with the field's name.
@@ -61,12 +62,13 @@ class GPT2Config:
     n_embd: int
     bias: bool = True
     dropout: float = 0.0
-    activation_checkpointing: bool = False
+    activation_checkpointing: str = "none"
 
     def __post_init__(self) -> None:
         check_types(self)
         check_counts(self, "vocab_size", "seq_len", "n_layer", "n_head", "n_embd")
         check_divides(self, "n_head", "n_embd")
+        recomputed_blocks(self.activation_checkpointing, self.n_layer)
         if not 0.0 <= self.dropout < 1.0:
             raise UserError("model.dropout", f"{self.dropout} is outside [0, 1)", "give a probability below 1")
 
@@ -148,6 +150,7 @@ class GPT2(LanguageModel):
         num_params = sum(param.numel() for param in self.parameters())
         self.num_multiplied_params = num_params - self.wpe.weight.numel()  # the head multiplies by wte
         materialize(self, device)
+        recompute_blocks(self.blocks, config.activation_checkpointing, random=config.dropout > 0)
 
     @property
     def config(self) -> GPT2Config:
@@ -164,9 +167,8 @@ class GPT2(LanguageModel):
         self.check_seq_len(num_tokens)
         positions_T = torch.arange(num_tokens, device=tokens_BT.device)
         x = self.drop(self.wte(tokens_BT) + self.wpe(positions_T))  # [B, T, C]: (8, 1024, 768)
-        recompute = self._config.activation_checkpointing and self.training
         for block in self.blocks:
-            x = run_block(block, x, recompute=recompute, random=self.config.dropout > 0)
+            x = block(x)
         x = self.ln_f(x)
         if targets_BT is None:
             return self.lm_head(x)  # (8, 1024, 50257)

@@ -28,9 +28,9 @@ from zeroshard.models.base import (
     fill_normal_,
     materialize,
     projected_loss,
-    run_block,
 )
 from zeroshard.models.config import check_counts, check_divides, check_types
+from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
 
 INIT_STD = 0.02
 FFN_MULTIPLE = 256
@@ -51,7 +51,8 @@ class LlamaConfig:
         ffn_hidden: width of the feed-forward layer; 0 takes :attr:`ffn_width`'s rule.
         rope_theta: base of the rotary wavelengths; LLaMA 1 and 2 10,000, Llama 3 500,000.
         norm_eps: added to the mean square inside RMSNorm.
-        activation_checkpointing: recompute blocks in backward instead of keeping their activations.
+        activation_checkpointing: which blocks recompute activations in backward instead of keeping them: ``none``,
+            ``full``, ``selective`` or ``every:N``; see `zeroshard.models.recompute`.
         tie_embeddings: one matrix for token embedding and output head.
 
     Raises:
@@ -67,13 +68,14 @@ class LlamaConfig:
     ffn_hidden: int = 0
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
-    activation_checkpointing: bool = False
+    activation_checkpointing: str = "none"
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
         check_counts(self, "vocab_size", "seq_len", "n_layer", "n_head", "n_kv_head", "n_embd")
         check_divides(self, "n_head", "n_embd")
+        recomputed_blocks(self.activation_checkpointing, self.n_layer)
         check_divides(self, "n_kv_head", "n_head")
         if self.head_dim % 2:
             what = f"{self.n_head} leaves heads of odd width {self.head_dim}, and rotary positions turn pairs"
@@ -195,6 +197,7 @@ class Llama(LanguageModel):
         num_looked_up = 0 if config.tie_embeddings else self.embed_tokens.weight.numel()
         self.num_multiplied_params = num_params - num_looked_up
         materialize(self, device)
+        recompute_blocks(self.blocks, config.activation_checkpointing, random=False)
 
     @property
     def config(self) -> LlamaConfig:
@@ -206,9 +209,8 @@ class Llama(LanguageModel):
         config = self._config
         cos, sin = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device)
         x = self.embed_tokens(tokens_BT)  # [B, T, C]: (8, 2048, 1152)
-        recompute = config.activation_checkpointing and self.training
         for block in self.blocks:
-            x = run_block(block, x, cos, sin, recompute=recompute, random=False)
+            x = block(x, cos, sin)
         x = self.norm(x)
         if targets_BT is None:
             return self.lm_head(x)  # (8, 2048, 32000)

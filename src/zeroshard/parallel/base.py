@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
+from zeroshard.zero.ema import Ema
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -23,7 +24,8 @@ class Setup:
     """What every strategy is built from.
 
     Attributes:
-        model: the module to train; with ``init`` it may lie on the meta device (ZeRO strategies only).
+        model: the module to train; with ``init`` it may lie on the meta device, where weights are not kept whole by
+            the strategy (`zeroshard.parallel.FROM_META`).
         units: modules whose parameters travel together, usually the transformer blocks.
         comm: the ranks; None for ``torch.distributed`` where initialised, else this process alone.
         optimizer_cls: any ``torch.optim`` optimizer.
@@ -33,6 +35,9 @@ class Setup:
         compute_dtype: dtype of forward and backward; masters, optimizer states and reductions stay fp32.
         init: fills parameter ``name`` of a model on the meta device.
         device: where the parameters live; None for where they are.
+        reshard_after_forward: where weights are sharded, free whole ones between forward and backward; False keeps
+            them: less traffic, more memory.
+        ema_decay: of a moving average of the weights; None for no average.
     """
 
     model: nn.Module
@@ -44,6 +49,8 @@ class Setup:
     compute_dtype: torch.dtype = torch.float32
     init: Callable[[str, Tensor], None] | None = None
     device: torch.device | None = None
+    reshard_after_forward: bool = True
+    ema_decay: float | None = None
 
 
 class Strategy(Protocol):
@@ -57,6 +64,11 @@ class Strategy(Protocol):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """A real torch optimizer: step it, zero it, edit its ``param_groups``."""
+        ...
+
+    @property
+    def ema(self) -> Ema | None:
+        """The moving average of the weights, saved and loaded with them; None where `Setup` asked for none."""
         ...
 
     @property
@@ -93,5 +105,5 @@ class Strategy(Protocol):
         ...
 
     def memory_bytes(self) -> dict[str, int]:
-        """Resident bytes of this rank by category: params, grads, master, optimizer."""
+        """Resident bytes of this rank by category: params, grads, master, optimizer, and ema where there is one."""
         ...

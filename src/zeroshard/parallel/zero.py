@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
-from zeroshard.zero import MixedPrecision, Zero
+from zeroshard.zero import STAGES, MixedPrecision, Zero
+from zeroshard.zero.ema import Ema
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -21,7 +23,7 @@ class ZeroStrategy:
         mixed = setup.compute_dtype != torch.float32
         self.zero = Zero(
             setup.model,
-            stage,
+            replace(STAGES[stage], reshard_after_forward=setup.reshard_after_forward),
             units=setup.units,
             comm=setup.comm,
             precision=MixedPrecision(param_dtype=setup.compute_dtype) if mixed else None,
@@ -31,6 +33,7 @@ class ZeroStrategy:
         self.model: nn.Module = setup.model
         groups = setup.param_groups(setup.model)
         self.optimizer = self.zero.optimizer(setup.optimizer_cls, groups, **setup.optimizer_kwargs)
+        self.ema: Ema | None = None if setup.ema_decay is None else self.zero.ema(setup.ema_decay)
 
     @property
     def comm(self) -> Communicator:

@@ -26,16 +26,18 @@ from zeroshard.errors import UserError
 from zeroshard.kernels import choose, describe
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.presets import model_config
-from zeroshard.optim import FusedAdamW, decay_groups, learning_rate
-from zeroshard.parallel import Setup, Strategy, build_strategy
+from zeroshard.optim import FusedAdamW, LossScaler, decay_groups, learning_rate
+from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.agree import first_rank_does
+from zeroshard.train.compiled import compile_blocks
 from zeroshard.train.config import DataConfig, ModelConfig, TrainConfig, dump_toml
 from zeroshard.train.ranks import join
 from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
 from zeroshard.train.run import Run, Schedule, checkpoint_folder
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PLAIN_PIECES = ("zero0", "zero1", "zero2", "zero3", "ddp")  # whose optimizer sees tensors and no DTensors
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @contextmanager
@@ -78,10 +80,14 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
 
     observed = ObservedCommunicator(comm)
     model, strategy = _model_and_strategy(config, train_tokens.vocab_size, observed, device)
+    scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
     first_step = 0
     if resume_from is not None:
         try:
-            first_step = int(checkpoint.load(resume_from, strategy)["step"])
+            saved = checkpoint.load(resume_from, strategy)
+            first_step = int(saved["step"])
+            if scaler is not None and saved.get("loss_scaler"):
+                scaler.load_state_dict(saved["loss_scaler"])
         except UserError:
             raise
         except ValueError as error:
@@ -118,6 +124,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
         num_flops_per_token=model.num_flops_per_token(config.seq_len),
         peak_flops_per_s=_peak_flops_per_s(config.dtype, device),
         first_step=first_step,
+        scaler=scaler,
         config=config.model_dump(mode="json"),
         comm=observed,
         kernels=_kernels(config, model, strategy, device),
@@ -239,12 +246,10 @@ def _describe(folder: Path, config: TrainConfig, tokens_folder: Path) -> None:
 def _model_and_strategy(
     config: TrainConfig, vocab_size: int, comm: Communicator, device: torch.device
 ) -> tuple[LanguageModel, Strategy]:
-    # Only ZeRO can make a model piece by piece; DDP needs it whole.
-    sharding = config.strategy.startswith("zero")
-    model = make_model(config, vocab_size, "meta" if sharding else device)
+    from_meta = config.strategy in FROM_META
+    model = make_model(config, vocab_size, "meta" if from_meta else device)
     if config.compile:
-        for block in model.blocks:  # the forward alone: an engine's hooks must run outside of the graph
-            block.forward = torch.compile(block.forward)
+        compile_blocks(model.blocks, config.compile_backend, device)
 
     def init(name: str, param: Tensor) -> None:
         model.init_parameter(name, param)
@@ -261,16 +266,18 @@ def _model_and_strategy(
         param_groups=groups,
         optimizer_kwargs=optimizer_kwargs,
         compute_dtype=DTYPES[config.dtype],
-        init=init if sharding else None,
+        init=init if from_meta else None,
         device=device,
+        reshard_after_forward=config.reshard_after_forward,
+        ema_decay=config.ema_decay or None,
     )
     return model, build_strategy(config.strategy, setup)
 
 
 def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Our kernel's AdamW where Triton serves, else torch's; their states are alike."""
+    """Our kernel's AdamW where Triton serves and torch does not shard, else torch's; their states are alike."""
     kwargs: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2)}
-    if config.fused and choose("adamw", device, config.kernels) == "triton":
+    if config.fused and config.strategy in PLAIN_PIECES and choose("adamw", device, config.kernels) == "triton":
         return FusedAdamW, {**kwargs, "kernels": "triton"}
     return torch.optim.AdamW, {**kwargs, "fused": config.fused}
 
@@ -297,6 +304,6 @@ def _observers(config: TrainConfig, folder: Path) -> list[Observer]:
 
 
 def _peak_flops_per_s(dtype: str, device: torch.device) -> float | None:
-    if device.type != "cuda" or dtype != "bfloat16":
-        return None
+    if device.type != "cuda" or dtype == "float32":
+        return None  # float16 has bfloat16's peak
     return peak_bf16_flops_per_s(torch.cuda.get_device_name(device))

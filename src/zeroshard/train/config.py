@@ -12,6 +12,7 @@ This module imports no torch: the command line reads it before it knows whether 
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,8 @@ from zeroshard.errors import UserError
 from zeroshard.train.validate import validate
 
 SHORTHANDS = {"model": "name", "data": "source"}  # `model = "NAME"` stands for `model.name = "NAME"`
-StrategyName = Literal["zero0", "zero1", "zero2", "zero3", "ddp"]
+StrategyName = Literal["zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2"]
+CompileBackend = Literal["inductor", "aot_eager", "eager"]
 
 
 class _Config(BaseModel):
@@ -40,12 +42,25 @@ class ModelConfig(_Config):
     n_embd: int = Field(0, ge=0, description="Width in features; 0: the preset's.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Probability that an activation is dropped.")
     bias: bool = Field(True, description="Biases in GPT-2's linear layers and norms.")
-    activation_checkpointing: bool = Field(False, description="Recompute each block in backward.")
+    activation_checkpointing: str = Field(
+        "none",
+        description="Recompute in backward: none, full, every:N (N-th block), or selective (all but matrix products).",
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, raw: Any) -> Any:
         return {SHORTHANDS["model"]: raw} if isinstance(raw, str) else raw
+
+    @model_validator(mode="after")
+    def _recomputation_is_known(self) -> Self:
+        if not re.fullmatch(r"none|full|selective|every:[1-9]\d*", self.activation_checkpointing):
+            raise UserError(
+                "model.activation_checkpointing",
+                f"{self.activation_checkpointing!r} is not a choice",
+                "choose none, full, selective, or every:N for every N-th block",
+            )
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -87,6 +102,9 @@ class TrainConfig(_Config):
     data: DataConfig = DataConfig()
 
     strategy: StrategyName = Field("zero2", description="How training state is spread over ranks.")
+    reshard_after_forward: bool = Field(
+        True, description="Free whole weights between forward and backward; zero3 and fsdp2 alone may keep them."
+    )
     comm: Literal["auto", "torch", "ring", "shm"] = Field(
         "auto", description="Who moves bytes: torch (NCCL, gloo), our ring or shared memory. auto: the fastest."
     )
@@ -112,12 +130,25 @@ class TrainConfig(_Config):
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean squared gradient.")
     grad_clip: float = Field(1.0, ge=0, allow_inf_nan=False, description="Largest global norm; 0: off.")
 
+    ema_decay: float = Field(
+        0.0, ge=0, lt=1, description="Decay of a moving average of the weights, evaluated too; 0: none."
+    )
+
     kernels: Literal["auto", "reference", "triton", "liger"] = Field(
         "auto",
         description="Who computes norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch.",
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute type; masters are float32.")
-    compile: bool = Field(False, description="torch.compile the model.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Compute type; masters are float32. float16 scales the loss."
+    )
+    loss_scale: float = Field(65536.0, gt=0, allow_inf_nan=False, description="float16: what the loss is scaled by.")
+    loss_scale_interval: int = Field(
+        2000, ge=1, description="float16: steps without an overflow that double the scale; an overflow halves it."
+    )
+    compile: bool = Field(False, description="torch.compile each block.")
+    compile_backend: CompileBackend = Field(
+        "inductor", description="inductor: generated kernels. aot_eager, eager: the same graphs, run as they are."
+    )
     seed: int = Field(0, ge=0, description="Weights, order of data, dropout.")
 
     eval_interval: int = Field(100, ge=0, description="Steps between evaluations; 0: only at the end.")
@@ -134,6 +165,9 @@ class TrainConfig(_Config):
         if self.global_batch_size and self.grad_accum_steps > 1:
             what = f"{self.global_batch_size} already sets how many micro-batches a step has"
             raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
+        if not self.reshard_after_forward and self.strategy not in ("zero3", "fsdp2"):
+            what = f"{self.strategy} has whole weights all the time, and none to keep or free"
+            raise UserError("reshard_after_forward", what, "leave it out, or use --strategy zero3 or fsdp2")
         if self.min_lr > self.lr:
             raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
         if not self.out:
@@ -152,6 +186,7 @@ class GenerateConfig(_Config):
     """What `zeroshard generate` writes, and from which run."""
 
     run: str = Field(min_length=1, description="Run folder, as in runs/NAME.")
+    weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
     prompt: str = Field("", description="Text to go on from; empty: a line break.")
     max_new_tokens: int = Field(200, ge=1, description="Tokens to write.")
     temperature: float = Field(0.8, ge=0, allow_inf_nan=False, description="0: always the likeliest token.")

@@ -19,6 +19,7 @@ from zeroshard.models import LanguageModel
 from zeroshard.train.build import choose_device, make_model, tokenizer_folder
 from zeroshard.train.config import GenerateConfig, load_config
 from zeroshard.train.run import checkpoint_folder
+from zeroshard.zero.ema import EMA
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -26,7 +27,8 @@ def run_generate(config: GenerateConfig) -> int:
     """Print the prompt and ``max_new_tokens`` more, from the newest checkpoint of a run; returns the exit status.
 
     Raises:
-        UserError: there is no run, it has no complete checkpoint, or the checkpoint is damaged.
+        UserError: there is no run, it has no complete checkpoint, or the checkpoint is damaged or has not the weights
+            that were asked for.
     """
     folder = Path(config.run)
     if not (folder / "config.toml").is_file():
@@ -39,7 +41,11 @@ def run_generate(config: GenerateConfig) -> int:
     device = choose_device("auto", 0)
     # The kernels that it was trained with may not be had here.
     model = make_model(trained.model_copy(update={"kernels": "auto"}), tokenizer.vocab_size, device)
-    checkpoint.load(path, _Weights(model))
+    kind = EMA if config.weights == "ema" else "param"
+    if all(tensor.kind != kind for tensor in checkpoint.open_manifest(path)[1].tensors):
+        todo = "train with --ema-decay, or use --weights last"
+        raise UserError("weights", f"{path} holds no moving average", todo)
+    checkpoint.load(path, _Weights(model, kind))
     prompt = config.prompt or "\n"
     ids = torch.from_numpy(tokenizer.encode(prompt)).to(device)
     generator = torch.Generator(device).manual_seed(config.seed)
@@ -100,12 +106,16 @@ def _draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Gen
 
 
 class _Weights:
-    """A model's weights as something that a checkpoint can be loaded into: without the optimizer's state."""
+    """A model's weights as something that a checkpoint can be loaded into: without the optimizer's state.
+
+    ``kind`` says which: ``"param"``, or ``"ema"`` for their average.
+    """
 
     comm: Communicator = LocalCommunicator()
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kind: str) -> None:
         self._model = model
+        self._kind = kind
 
     def named_shards(self) -> Iterable[NamedShard]:
         return ()
@@ -113,7 +123,7 @@ class _Weights:
     @torch.no_grad()
     def load_named_shards(self, reader: ShardReader) -> None:
         for kind, tensors in (
-            ("param", self._model.named_parameters()),
+            (self._kind, self._model.named_parameters()),
             ("buffer", self._model.named_buffers()),
         ):
             for name, tensor in tensors:

@@ -75,17 +75,19 @@ def train(run: Run, stop_wanted: Callable[[], bool] = lambda: False) -> ExitStat
 
 def _train(run: Run, stop_wanted: Callable[[], bool]) -> ExitStatus:
     schedule, step = run.schedule, run.first_step
-    status, saved_at, val_loss = ExitStatus.OK, run.first_step, None
+    status, saved_at = ExitStatus.OK, run.first_step
+    val_loss: float | None = None
+    ema_val_loss: float | None = None
     loss, started = None, perf_counter()
     _tell(run, lambda observer: observer.on_start(_start_info(run)))
     if step == 0 and schedule.eval_interval:
-        val_loss = _evaluate(run, step)
+        val_loss, ema_val_loss = _evaluate(run, step)
     while step < schedule.max_steps and status == ExitStatus.OK:
         record, stop = take_step(run, step, stop_wanted)
         if step == run.first_step:
             gc.freeze()  # what lives from here on is not searched for garbage again and again
         _tell(run, lambda observer, record=record: observer.on_step(record))
-        if not (isfinite(record.loss) and isfinite(record.grad_norm)):
+        if not (isfinite(record.loss) and isfinite(record.grad_norm)) and not record.skipped:
             _complain(run, record)
             status = ExitStatus.NOT_FINITE
             break
@@ -93,7 +95,7 @@ def _train(run: Run, stop_wanted: Callable[[], bool]) -> ExitStatus:
         status = ExitStatus.TERMINATED if stop else ExitStatus.OK
         at_end = step == schedule.max_steps
         if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
-            val_loss = _evaluate(run, step)
+            val_loss, ema_val_loss = _evaluate(run, step)
         if stop or at_end or _is_due(step, schedule.checkpoint_interval):
             _checkpoint(run, step)
             saved_at = step
@@ -102,6 +104,7 @@ def _train(run: Run, stop_wanted: Callable[[], bool]) -> ExitStatus:
         "step": step,
         "loss": loss,
         "val_loss": val_loss,
+        **({} if run.strategy.ema is None else {"ema_val_loss": ema_val_loss}),
         "tokens": step * run.tokens_per_step,
         "last_checkpoint_step": saved_at,
         "wall_s": perf_counter() - started,
@@ -113,20 +116,29 @@ def _train(run: Run, stop_wanted: Callable[[], bool]) -> ExitStatus:
 def take_step(run: Run, step: int, stop_wanted: Callable[[], bool]) -> tuple[StepRecord, bool]:
     """One optimizer step, number ``step`` from 0; the weights stay as they were where it is not finite.
 
+    In float16 that is an overflow: the step is skipped on all ranks together. Data go on, the learning rate does not:
+    it belongs to the steps that were taken.
+
     Returns:
         The record, the same on every rank but for times and memory, and whether some rank wants to stop.
     """
-    strategy, schedule = run.strategy, run.schedule
+    strategy, schedule, scaler = run.strategy, run.schedule, run.scaler
     start = perf_counter()
     torch.manual_seed(_step_seed(schedule.seed, step, strategy.comm.rank))
-    lr = run.learning_rate(step)
+    loss_scale = scaler.scale if scaler else None
+    lr = run.learning_rate(step - (scaler.num_skipped if scaler else 0))
     for group in strategy.optimizer.param_groups:
         group["lr"] = lr
     health = _agree(run, _backward(run, step), stop_wanted())
+    finite = scaler.unscale_(strategy.optimizer) if scaler else True
     # The norm is wanted in every record; infinity as the limit measures and clips nothing.
-    grad_norm = float(strategy.clip_grad_norm_(schedule.grad_clip or inf))
+    grad_norm = float(strategy.clip_grad_norm_(schedule.grad_clip or inf)) if finite else inf
     if isfinite(health.loss) and isfinite(grad_norm):
         strategy.optimizer.step()
+        if strategy.ema is not None:
+            strategy.ema.update()
+    if scaler:
+        scaler.update()
     memory_bytes = strategy.memory_bytes()  # here all of it is alive at once
     strategy.optimizer.zero_grad()
     step_s = perf_counter() - start
@@ -148,6 +160,9 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], bool]) -> tuple[Ste
         ),
         memory_bytes=memory_bytes,
         comm=traffic,
+        skipped=scaler is not None and not finite and not scaler.exhausted,
+        num_skipped=scaler.num_skipped if scaler else 0,
+        loss_scale=loss_scale,
         exposed_s=exposed_s,
     )
     return record, health.stop
@@ -161,7 +176,7 @@ def _backward(run: Run, step: int) -> Tensor:
         tokens_BT, targets_BT = (x.to(run.device, non_blocking=True) for x in run.batches(step, micro_step))
         with run.strategy.micro_batch(last=micro_step == num_micro - 1):
             loss = run.strategy.model(tokens_BT, targets_BT)
-            (loss / num_micro).backward()
+            (run.scaler.scale_loss(loss / num_micro) if run.scaler else loss / num_micro).backward()
         total += loss.detach().to(total)
     return total / num_micro
 
@@ -175,18 +190,26 @@ def _agree(run: Run, loss: Tensor, stop: bool) -> _Health:
     return _Health(mean_loss, num_stopping > 0)
 
 
-def _evaluate(run: Run, step: int) -> float:
-    val_loss = evaluate(run.strategy.model, run.eval_batches, run.strategy.comm, run.device)
-    _tell(run, lambda observer: observer.on_eval(step, val_loss))
+def _evaluate(run: Run, step: int) -> tuple[float, float | None]:
+    """The validation loss of the weights, and of their moving average where there is one."""
+    strategy = run.strategy
+    loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device)
+    ema_loss = None
+    if strategy.ema is not None:
+        with strategy.ema.weights():
+            ema_loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device)
+    _tell(run, lambda observer: observer.on_eval(step, loss, ema_loss))
     if run.comm:
         run.comm.drain()  # an evaluation's traffic is no step's
         run.comm.exposed.take()
-    return val_loss
+    return loss, ema_loss
 
 
 def _checkpoint(run: Run, step: int) -> None:
     path = checkpoint_folder(run.folder) / f"step-{step:08d}"
     extra = {"config": run.config or {}, "torch": torch.__version__}
+    if run.scaler:
+        extra["loss_scaler"] = run.scaler.state_dict()
     checkpoint.save(path, run.strategy, step=step, extra=extra)
     _tell(run, lambda observer: observer.on_checkpoint(step, path))
 
@@ -222,7 +245,8 @@ def _tell(run: Run, call: Callable[[Observer], None]) -> None:
 def _complain(run: Run, record: StepRecord) -> None:
     if run.strategy.comm.rank == 0:
         print(
-            f"error: step {record.step}: loss {record.loss} with gradient norm {record.grad_norm} is not finite; "
+            f"error: step {record.step}: loss {record.loss} with gradient norm {record.grad_norm} is not finite"
+            f"{'' if record.loss_scale is None else f' at a loss scale of {record.loss_scale:g}'}; "
             "lower lr, lengthen warmup_steps or set grad_clip, and resume from the last checkpoint",
             file=sys.stderr,
         )

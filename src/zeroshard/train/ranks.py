@@ -17,6 +17,7 @@ from zeroshard.comm.launch import World, end_as_peer_lost, init_process_group, s
 from zeroshard.comm.sentinel import SentinelCommunicator, StoreBoard
 from zeroshard.comm.shm import ranks_share_host
 from zeroshard.errors import UserError
+from zeroshard.parallel import NEEDS_GROUP, OVER_TORCH
 
 
 def join(world: World, wanted: str, strategy: str, device: torch.device, stack: ExitStack) -> Communicator:
@@ -33,7 +34,7 @@ def join(world: World, wanted: str, strategy: str, device: torch.device, stack: 
         UserError: ring or shared memory for tensors on a GPU; shared memory among several hosts.
     """
     stack.callback(shutdown)
-    if world.world_size == 1 and wanted in ("auto", "ring", "shm"):
+    if world.world_size == 1 and wanted in ("auto", "ring", "shm") and strategy not in NEEDS_GROUP:
         return LocalCommunicator()
     if device.type != "cpu" and wanted in ("ring", "shm"):
         raise UserError("comm", f"{wanted} moves CPU tensors, and this run is on {device}", "use auto or torch")
@@ -53,6 +54,6 @@ def join(world: World, wanted: str, strategy: str, device: torch.device, stack: 
 
 def choose(strategy: str, device: torch.device) -> str:
     """What ``auto`` stands for in an initialised world of several ranks. Collective."""
-    if device.type != "cpu" or not strategy.startswith("zero"):
+    if device.type != "cpu" or strategy in OVER_TORCH:
         return "torch"
     return "shm" if ranks_share_host() else "ring"

@@ -32,7 +32,7 @@ class StepRecord:
     Attributes:
         step: counted from 1, after the update.
         loss: mean over the global batch, in nats per token.
-        grad_norm: global, over all ranks, before clipping.
+        grad_norm: global, over all ranks, before clipping; infinite where a gradient is not finite.
         lr: of this step.
         step_s: wall time.
         tokens: of the global batch, all ranks together, since the run began.
@@ -42,6 +42,9 @@ class StepRecord:
         memory_bytes: of this rank, by category ("params", "grads", "optimizer", ...); empty where not
             measured.
         comm: of this rank in this step, by operation; empty where not observed.
+        skipped: whether gradients overflowed float16 on some rank, so that no rank took the step.
+        num_skipped: steps skipped since the run began.
+        loss_scale: of this step; None where the loss is not scaled.
         exposed_s: seconds that this rank's computation stood still for communication, by unit, what was sent and
             phase ("blocks.3/weights/backward", ..., "control"); empty where not observed. On CUDA what the device has
             not reached yet is in the next step's.
@@ -57,6 +60,9 @@ class StepRecord:
     mfu: float | None = None
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     comm: Mapping[str, Any] = field(default_factory=dict)
+    skipped: bool = False
+    num_skipped: int = 0
+    loss_scale: float | None = None
     exposed_s: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -71,8 +77,8 @@ class Observer(Protocol):
         """A step is done."""
         ...
 
-    def on_eval(self, step: int, loss: float) -> None:
-        """The validation loss after `step`, in nats per token."""
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
+        """The validation loss after `step`, in nats per token; that of the moving average, where one is kept."""
         ...
 
     def on_checkpoint(self, step: int, path: Path) -> None:
@@ -104,9 +110,10 @@ class JsonlWriter:
         """Write a ``step`` line; exposed communication by kind, all units together."""
         self._write("step", asdict(record) | {"exposed_s": by_kind(record.exposed_s)})
 
-    def on_eval(self, step: int, loss: float) -> None:
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
         """Write an ``eval`` line."""
-        self._write("eval", {"step": step, "loss": loss})
+        average = {} if ema_loss is None else {"ema_loss": ema_loss}
+        self._write("eval", {"step": step, "loss": loss, **average})
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Write a ``checkpoint`` line."""
@@ -142,7 +149,7 @@ class SummaryWriter:
             self._exposed_s[label] += seconds
         self._num_steps += 1
 
-    def on_eval(self, step: int, loss: float) -> None:
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
         """Nothing yet."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
@@ -196,9 +203,10 @@ class ConsoleRecorder:
         elif record.step in (1, self._max_steps) or record.step % self._log_interval == 0:
             self._print(f"step {record.step}  {facts_of(record)}")
 
-    def on_eval(self, step: int, loss: float) -> None:
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
         """Print the validation loss."""
-        self._print(f"step {step}  val_loss {loss:.4f}")
+        average = "" if ema_loss is None else f"  ema_val_loss {ema_loss:.4f}"
+        self._print(f"step {step}  val_loss {loss:.4f}{average}")
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Print where the checkpoint lies."""
@@ -223,7 +231,8 @@ class ConsoleRecorder:
 def facts_of(record: StepRecord) -> str:
     """One step in words: ``loss 4.1234  grad_norm 0.98  lr 3.0e-04  12,345 tok/s  mfu 41.2%  mem 10.1GiB  comm 3%``.
 
-    `mfu`, memory and the share of the step that waited for communication are said only where they are known.
+    `mfu`, the loss's scale, memory and the share of the step that waited for communication are said only where they
+    are known.
     """
     facts = [
         f"loss {record.loss:.4f}",
@@ -233,6 +242,8 @@ def facts_of(record: StepRecord) -> str:
     ]
     if record.mfu is not None:
         facts.append(f"mfu {record.mfu:.1%}")
+    if record.loss_scale is not None:
+        facts.append(f"scale {record.loss_scale:g}  skipped {record.num_skipped}")
     if record.memory_bytes:
         facts.append(f"mem {bytes_in_words(sum(record.memory_bytes.values()))}")
     if record.exposed_s:

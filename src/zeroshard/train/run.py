@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zeroshard.comm import ObservedCommunicator
 from zeroshard.data import Batches
+from zeroshard.optim import LossScaler
 from zeroshard.parallel import Strategy
 from zeroshard.train.record import Observer
 
@@ -39,7 +40,7 @@ class Run:
         strategy: the model, its optimizer and its ranks.
         batches: this rank's training batches.
         eval_batches: this rank's validation batches, the same ones each time.
-        learning_rate: of a step, counted from 0.
+        learning_rate: of a step, counted from 0, of those that were taken.
         schedule: how often and how long.
         observers: told of everything; on rank 0 alone there are any.
         folder: the run folder; checkpoints go below it.
@@ -48,6 +49,7 @@ class Run:
         num_flops_per_token: forward and backward, for MFU.
         peak_flops_per_s: of one device; None where it is not known.
         first_step: steps already done, above 0 when the run is resumed.
+        scaler: of the loss, where float16 computes; None elsewhere.
         config: what goes into each checkpoint, as JSON can hold it.
         comm: the strategy's communicator, observed; None where nobody counts.
         kernels: who serves each operation, as ``LayerNorm: triton``.
@@ -65,6 +67,7 @@ class Run:
     num_flops_per_token: int = 0
     peak_flops_per_s: float | None = None
     first_step: int = 0
+    scaler: LossScaler | None = None
     config: dict[str, Any] | None = None
     comm: ObservedCommunicator | None = None
     kernels: Mapping[str, str] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, scope
 from zeroshard.zero import full_state, grads, shards
+from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.flat import Init
 from zeroshard.zero.hooks import attach
 from zeroshard.zero.optimizer import SavesPasses, ShardedParams, build_optimizer
@@ -84,6 +85,7 @@ class Zero:
         by_column: Accumulate = "local" if self.strategy.grads is REPLICATE else "sharded"
         self.accumulate: Accumulate = accumulate or by_column
         self._optimizers: list[tuple[Optimizer, set[nn.Parameter]]] = []
+        self._ema: Ema | None = None
 
         meta = materialise(model, _default_device(device)) if any(p.is_meta for p in model.parameters()) else set()
         if meta and init is None:
@@ -182,6 +184,24 @@ class Zero:
         self._runtime.require_reduced("full_grads")
         return full_state.full_grads(self.model, self._runtime)
 
+    def ema(self, decay: float = 0.999) -> Ema:
+        """A moving average of the weights, sharded like the masters, saved and loaded with the rest.
+
+        Call ``update()`` on it after each step; inside ``with ema.weights():`` the module computes with it, and
+        `full_params` and `state_dict` show it.
+
+        Args:
+            decay: how much of the old average an update keeps, in [0, 1).
+
+        Raises:
+            ValueError: a decay outside [0, 1), or there is an average already.
+        """
+        if self._ema is not None:
+            raise ValueError("ema: this engine keeps an average already")
+        masters = [shard for group in self._runtime.groups() for shard in group.shards]
+        self._ema = Ema(masters, decay, self._runtime.masters_replaced)
+        return self._ema
+
     def zero_grad(self) -> None:
         """Forget all gradients."""
         self.clear_grads(None)
@@ -201,8 +221,13 @@ class Zero:
         optimizer.write_copies(copies)
 
     def before_update(self, optimizer: Optimizer | None) -> Tensor | None:
-        """Refuse a step that would drop gradients; what ``optimizer`` is to multiply those that it reads by."""
+        """Refuse a step that would drop gradients, or change an average instead of the weights.
+
+        Returns what ``optimizer`` is to multiply the gradients that it reads by.
+        """
         self._runtime.require_reduced("step")
+        if self._ema is not None:
+            self._ema.require_away("step")
         buffers = self._reduced_buffers()
         factors = {id(buffer.factor): buffer.factor for buffer in buffers}
         if len(factors) == 1 and isinstance(optimizer, SavesPasses):
@@ -257,25 +282,42 @@ class Zero:
             ``missing_keys`` and ``unexpected_keys``, as `nn.Module.load_state_dict`.
 
         Raises:
-            RuntimeError: shapes that differ; with ``strict``, names missing or unexpected.
+            RuntimeError: shapes that differ; with ``strict``, names missing or unexpected; inside `Ema.weights`.
         """
+        if self._ema is not None:
+            self._ema.require_away("load_state_dict")
         return full_state.load_state_dict(self.model, self._runtime, state, strict=strict)
 
     def named_shards(self) -> Iterator[NamedShard]:
         """What this rank writes to a checkpoint: over all ranks each tensor is tiled exactly once.
 
-        Parameters (kind ``"param"``, the masters), the state of every optimizer made here, and on rank 0 buffers.
+        Parameters (kind ``"param"``, the masters), the state of every optimizer made here, the average (kind
+        ``"ema"``) where there is one, and on rank 0 buffers.
+
+        Raises:
+            RuntimeError: inside `Ema.weights`.
         """
-        yield from shards.named_shards(self.model, self._runtime, [optimizer for optimizer, _ in self._optimizers])
+        stateful: list[shards.Stateful] = [optimizer for optimizer, _ in self._optimizers]
+        if self._ema is not None:
+            self._ema.require_away("named_shards")
+            stateful.append(self._ema)
+        yield from shards.named_shards(self.model, self._runtime, stateful)
 
     def load_named_shards(self, reader: ShardReader) -> None:
-        """Take this rank's part of parameters, optimizer states and buffers from ``reader``.
+        """Take this rank's part of parameters, optimizer states, averages and buffers from ``reader``.
+
+        An average that was not saved starts from the loaded weights.
 
         Raises:
             ValueError: a parameter that was not saved, or was saved with another shape.
+            RuntimeError: inside `Ema.weights`.
         """
+        if self._ema is not None:
+            self._ema.require_away("load_named_shards")
         optimizers = [optimizer for optimizer, _ in self._optimizers]
         shards.load_named_shards(self.model, self._runtime, optimizers, reader)
+        if self._ema is not None:
+            self._ema.load(shards.reader_of(self._runtime, reader, EMA))
 
     # -- facts ------------------------------------------------------------------------------------------------
 
@@ -285,7 +327,7 @@ class Zero:
         return self._runtime.all_units()
 
     def memory_bytes(self) -> dict[str, int]:
-        """Resident bytes of training state on this rank, now: params, grads, master, optimizer.
+        """Resident bytes of training state on this rank, now: params, grads, master, optimizer; ema where there is one.
 
         ``master`` counts masters of another dtype than the weights that compute; a master of the same dtype is (a
         shard of) the weights and counts as ``params``.
@@ -298,6 +340,8 @@ class Zero:
             for value in state.values()
             if isinstance(value, Tensor)
         )
+        if self._ema is not None:
+            total["ema"] = self._ema.num_bytes
         return total
 
     # -- construction -----------------------------------------------------------------------------------------

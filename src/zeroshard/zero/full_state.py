@@ -28,7 +28,7 @@ def state_dict(model: nn.Module, runtime: Runtime) -> OrderedDict[str, Tensor]:
         for param, view in zip(group.params.params, group.params.layout.views(flat), strict=True):
             whole[param] = view.clone()
     state: OrderedDict[str, Tensor] = OrderedDict()
-    for name, tensor in _named_state(model).items():
+    for name, tensor in named_state(model).items():
         # A tied parameter is one tensor under two names, here as in the module.
         state[name] = whole[tensor] if tensor in whole else tensor.detach().cpu().clone()
     return state
@@ -38,7 +38,7 @@ def load_state_dict(
     model: nn.Module, runtime: Runtime, state: Mapping[str, Tensor], *, strict: bool
 ) -> IncompatibleKeys:
     """See `Zero.load_state_dict`."""
-    own = _named_state(model)
+    own = named_state(model)
     keys = IncompatibleKeys([name for name in own if name not in state], [name for name in state if name not in own])
     wrong = [
         f"size mismatch for {name}: {tuple(state[name].shape)} in the state, {tuple(tensor.shape)} in the model"
@@ -81,7 +81,7 @@ def full_grads(model: nn.Module, runtime: Runtime) -> dict[str, Tensor | None]:
     return {name: found[param] for name, param in model.named_parameters()}
 
 
-def _named_state(model: nn.Module) -> dict[str, Tensor]:
+def named_state(model: nn.Module) -> dict[str, Tensor]:
     """Every entry of ``model.state_dict()`` as the live tensor, without running its hooks."""
     found: dict[str, Any] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):

@@ -221,6 +221,7 @@ class Runtime:
         for unit in self.all_units():
             self._reshard(unit)
             for group in unit.groups:
+                group.awaited = not self.sync and (group.trained or group.awaited)
                 if group.grads.reduced is not None:
                     group.expose_grads()
         self._forget_backward()
@@ -312,6 +313,7 @@ class Runtime:
             if chosen and not set_to_none:
                 group.grads.zero(chosen)
             elif chosen:
+                group.awaited = group.awaited and len(chosen) < len(group.params.params)
                 group.grads.clear(chosen)
                 for piece, shard in zip(group.params.pieces, group.shards, strict=True):
                     if piece.slot in chosen:
@@ -337,6 +339,19 @@ class Runtime:
             self._pinned = False
             for unit in self.all_units():
                 self._reshard(unit)
+
+    def masters_replaced(self) -> None:
+        """Masters have got other values, outside of a step. Collective.
+
+        Whole weights follow at once, in one order on every rank: `pinned` shows them, and a backward whose forward is
+        over would ask for those alone that this rank runs.
+        """
+        for group in self.groups():
+            group.params.mark_stale()
+            if group.params.stale or self._pinned:
+                group.params.gather()
+        for unit in self.all_units():
+            unit.wait()
 
     @property
     def weights_readable(self) -> bool:

@@ -7,8 +7,8 @@ replicated each rank writes the part that it would own if it were not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,19 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.optimizer import SCALAR_STATES
 from zeroshard.zero.runtime import Runtime
-from zeroshard.zero.state import NamedShard, ShardReader
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
 
 
-def named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optimizer]) -> Iterator[NamedShard]:
+class Stateful(Protocol):
+    """What has state for the pieces that it is given: an optimizer, an average."""
+
+    @property
+    def state(self) -> Mapping[Any, Mapping[str, Any]]:
+        """By piece, then by kind."""
+        ...
+
+
+def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Stateful]) -> Iterator[NamedShard]:
     """See `Zero.named_shards`."""
     rank = runtime.comm.rank
     for group in runtime.groups():
@@ -57,7 +66,7 @@ def load_named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optim
                 states[shard] = {
                     kind: _read_state(reader, slot.name, kind, shape, slot.shape, piece.interval)
                     for kind, shape in kinds.items()
-                    if kind not in ("param", "buffer")
+                    if kind not in MODEL_KINDS
                 }
             group.params.mark_stale()
         for name, buffer in persistent_buffers(model).items():
@@ -65,6 +74,21 @@ def load_named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optim
                 buffer.copy_(reader.read(name, "buffer", (0, buffer.numel())).reshape(buffer.shape))
     for optimizer in optimizers:
         _load_optimizer(optimizer, states)
+
+
+def reader_of(runtime: Runtime, reader: ShardReader, kind: str) -> Callable[[Tensor], Tensor | None]:
+    """From this rank's piece of a master to the saved values of ``kind`` that belong to it; None where none were."""
+    places = {
+        shard: (group.params.layout.slots[piece.slot].name, piece.interval)
+        for group in runtime.groups()
+        for piece, shard in zip(group.params.pieces, group.shards, strict=True)
+    }
+
+    def read(shard: Tensor) -> Tensor | None:
+        name, interval = places[cast(nn.Parameter, shard)]
+        return reader.read(name, kind, interval) if kind in reader.kinds(name) else None
+
+    return read
 
 
 def _read_state(
@@ -89,7 +113,7 @@ def _load_optimizer(optimizer: Optimizer, states: Mapping[nn.Parameter, dict[str
     optimizer.load_state_dict({"state": loaded, "param_groups": current["param_groups"]})
 
 
-def _states(optimizers: list[Optimizer], shard: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+def _states(optimizers: Sequence[Stateful], shard: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
     for optimizer in optimizers:
         for kind, value in optimizer.state.get(shard, {}).items():
             if isinstance(value, Tensor):

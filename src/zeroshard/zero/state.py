@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+MODEL_KINDS = frozenset({"param", "buffer", "ema"})  # every other kind is a state of an optimizer
+
 
 @dataclass(frozen=True)
 class NamedShard:

@@ -24,6 +24,7 @@ class FlatGroup:
 
     Attributes:
         shards: for each of ``params.pieces``, the 1-D `nn.Parameter` that the optimizer updates: a view of the master.
+        awaited: whether some rank may have gradients that wait for a reduction; the same on every rank.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class FlatGroup:
         self.shards = [
             nn.Parameter(self.params.piece_of_master(piece), requires_grad=floating) for piece in self.params.pieces
         ]
+        self.awaited = False
 
     @property
     def trained(self) -> bool:
@@ -120,8 +122,8 @@ class Unit:
             group.grads.settle()
 
     def trained_groups(self) -> list[FlatGroup]:
-        """Groups that take gradients now."""
-        return [group for group in self.groups if group.trained]
+        """Groups that take gradients now, or did in a backward of this step that reduced none."""
+        return [group for group in self.groups if group.trained or group.awaited]
 
     @property
     def stale(self) -> bool:

@@ -1,0 +1,88 @@
+"""Activation checkpointing: which blocks drop their activations and run forward again in backward.
+
+| `activation_checkpointing` | kept between forward and backward                                                |
+|----------------------------|----------------------------------------------------------------------------------|
+| `none`                     | every activation                                                                 |
+| `full`                     | each block's inputs                                                              |
+| `every:N`                  | inputs of the first block of each N; all of the others'                          |
+| `selective`                | inputs, and what matrix products and attention gave: only cheap work is repeated |
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174; selective:
+Korthikanti et al. 2022, "Reducing Activation Recomputation", https://arxiv.org/abs/2205.05198.
+
+The block's ``forward`` is wrapped, not its call: hooks on the block (a sharding engine's, say) run once, outside of
+what runs again, and `torch.compile` may wrap the result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from zeroshard.errors import UserError
+
+_aten: Any = torch.ops.aten
+# What costs more to repeat than to keep. Attention is a kernel of its own on each kind of device.
+EXPENSIVE = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+def recomputed_blocks(how: str, num_blocks: int) -> list[int]:
+    """The places of the blocks that run again.
+
+    Raises:
+        UserError: ``how`` is not none, full, selective, or every:N with N from 1.
+    """
+    if how == "none":
+        return []
+    if how in ("full", "selective"):
+        return list(range(num_blocks))
+    match = re.fullmatch(r"every:([1-9]\d*)", how)
+    if match is None:
+        raise UserError(
+            "model.activation_checkpointing",
+            f"{how!r} is not a choice",
+            "choose none, full, selective, or every:N for every N-th block",
+        )
+    return list(range(0, num_blocks, int(match[1])))
+
+
+def recompute_blocks(blocks: Iterable[nn.Module], how: str, *, random: bool) -> None:
+    """Have ``blocks`` keep what ``how`` says, in place.
+
+    Args:
+        blocks: each takes tensors and returns one.
+        how: see the table above.
+        random: whether a block draws random numbers, so that the generator's state must be kept for its second run.
+
+    Raises:
+        UserError: as `recomputed_blocks`.
+    """
+    blocks = list(blocks)
+    for place in recomputed_blocks(how, len(blocks)):
+        block = blocks[place]
+        # A partial and no closure: a copy of the model then runs its own blocks.
+        block.forward = partial(_run, block.forward, how == "selective", random)
+
+
+def _run(forward: Callable[..., Tensor], selective: bool, random: bool, *inputs: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return forward(*inputs)
+    options: dict[str, Any] = {}
+    if selective:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, EXPENSIVE)
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=random, **options)

@@ -1,0 +1,131 @@
+"""Dynamic loss scaling, agreed among ranks: what float16 needs and bfloat16 does not.
+
+Small gradients vanish in float16, so the loss is multiplied by a scale before backward and the gradients are divided
+by it after. A scale that is too large makes some of them overflow: then no rank takes that step, and the scale is
+halved; after a number of steps without an overflow it is doubled. Micikevicius et al. 2018, "Mixed Precision
+Training", section 3.2, https://arxiv.org/abs/1710.03740.
+
+`torch.amp.GradScaler` decides from the gradients of its own process. A sharded optimizer shows each rank others, so an
+overflow would be seen on one rank and the weights would part; here the ranks take the maximum of one flag.
+
+    loss = model(tokens, targets)
+    scaler.scale_loss(loss).backward()
+    if scaler.unscale_(optim):
+        zero.clip_grad_norm_(1.0)
+        optim.step()
+    scaler.update()
+    optim.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.comm import CONTROL, Communicator, scope
+
+GROWTH, BACKOFF = 2.0, 0.5  # powers of two: scaling changes no bit of a gradient that neither over- nor underflows
+SMALLEST_SCALE = 1.0
+
+
+class LossScaler:
+    """The scale of the loss, the same on every rank.
+
+    Args:
+        comm: the ranks that train together.
+        scale: to start with, above 0.
+        growth_interval: steps in a row without an overflow after which the scale is doubled, 1 or more.
+
+    Attributes:
+        scale: of the next step.
+        num_skipped: steps that were not taken, so far.
+
+    Raises:
+        ValueError: a scale or interval that makes no sense.
+    """
+
+    def __init__(self, comm: Communicator, scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+        if not (isfinite(scale) and scale > 0):
+            raise ValueError(f"scale: {scale} is not a finite number above 0")
+        if growth_interval < 1:
+            raise ValueError(f"growth_interval: {growth_interval} is below 1; give a number of steps")
+        self.comm = comm
+        self.scale = float(scale)
+        self.growth_interval = growth_interval
+        self.num_skipped = 0
+        self._num_since_overflow = 0
+        self._finite: bool | None = None
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to call ``backward`` on, in fp32 where it is narrower: a scaled loss is seldom below 65504."""
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: Optimizer) -> bool:
+        """Divide the gradients that ``optimizer`` would use by the scale, in place. Collective.
+
+        Returns:
+            Whether all of them are finite on every rank: the same answer everywhere. False: do not step.
+        """
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for grad in _local_grads(optimizer):
+            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+        overflowed = torch.zeros(1, device=self.comm.control_device)
+        for (device, _), grads in by_kind.items():
+            found = torch.zeros(1, device=device)
+            # The fused check and multiplication that torch's own scaler is made of.
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.full((1,), 1 / self.scale).to(device))
+            overflowed = torch.maximum(overflowed, found.to(overflowed.device))
+        with scope(CONTROL):
+            self.comm.all_reduce(overflowed, "max").wait()
+        self._finite = not overflowed.item()
+        return self._finite
+
+    def update(self) -> None:
+        """Count the step that `unscale_` judged, and choose the scale of the next one.
+
+        Raises:
+            RuntimeError: nothing was judged since the last `update`.
+        """
+        if self._finite is None:
+            raise RuntimeError("update: call unscale_(optimizer) first, once a step")
+        if self._finite:
+            self._num_since_overflow += 1
+            if self._num_since_overflow == self.growth_interval:
+                self.scale, self._num_since_overflow = self.scale * GROWTH, 0
+        else:
+            self.scale, self._num_since_overflow = self.scale * BACKOFF, 0
+            self.num_skipped += 1
+        self._finite = None
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the scale has become so small that overflows cannot be its fault."""
+        return self.scale < SMALLEST_SCALE
+
+    def state_dict(self) -> dict[str, float | int]:
+        """What a resumed run needs, as JSON can hold it."""
+        return {
+            "scale": self.scale,
+            "num_since_overflow": self._num_since_overflow,
+            "num_skipped": self.num_skipped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`'s values."""
+        self.scale = float(state["scale"])
+        self._num_since_overflow = int(state["num_since_overflow"])
+        self.num_skipped = int(state["num_skipped"])
+
+
+def _local_grads(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The gradients in this process's memory; of a `DTensor`, whose import takes most of a second, its part of it."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                yield param.grad.to_local() if hasattr(param.grad, "to_local") else param.grad

@@ -1,0 +1,305 @@
+"""PyTorch's own stage 3: ``torch.distributed.fsdp.fully_shard`` on each unit, then on the model.
+
+A parameter is a `DTensor` cut into blocks of whole rows: of n rows on W ranks, rank r holds ``ceil(n / W)`` from row
+``r * ceil(n / W)``, the last ranks fewer or none. Flattened, a block of rows is one interval, so that a checkpoint
+knows it as well as any other piece.
+
+Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277; its second version is described in
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from zeroshard.comm import Communicator, TorchCommunicator
+from zeroshard.parallel.base import Setup
+from zeroshard.parallel.replica import is_grouped, require_group
+from zeroshard.zero.ema import EMA, Ema
+from zeroshard.zero.full_state import named_state
+from zeroshard.zero.shards import persistent_buffers
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
+
+
+class Fsdp2:
+    """Weights, gradients and optimizer state sharded by rows; whole weights while a unit runs.
+
+    Training starts from rank 0's parameters and buffers, which `fully_shard` alone leaves to the caller. A model on
+    the meta device is sharded first and filled then, one parameter at a time.
+
+    Raises:
+        ValueError: no process group (one of a single process will do); some but not all parameters, or a buffer, on
+            the meta device; meta parameters without ``init``.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        if setup.comm is None and not is_grouped():
+            raise ValueError("fsdp2 trains over torch.distributed's default group: call init_process_group first")
+        self.comm: Communicator = setup.comm or TorchCommunicator()
+        require_group(self.comm, "fsdp2")
+        model = setup.model
+        on_meta = _is_on_meta(model)
+        if on_meta and setup.init is None:
+            raise ValueError("init: the model has parameters on the meta device; give a function that fills them")
+        device = setup.device or _device_of(model)
+        if not on_meta:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                self._take_from_rank_zero(tensor, device)
+
+        mesh = init_device_mesh(device.type, (self.comm.world_size,))
+        self._reshard_after_forward = setup.reshard_after_forward
+        units = set(setup.units)
+        for module in reversed(list(model.modules())):  # what is inside comes first
+            if module in units and module is not model:
+                policy = _policy(setup.compute_dtype, cast_inputs=False)
+                fully_shard(module, mesh=mesh, reshard_after_forward=setup.reshard_after_forward, mp_policy=policy)
+        # The root's weights are wanted again at once when backward begins: None keeps them.
+        fully_shard(
+            model,
+            mesh=mesh,
+            reshard_after_forward=None if setup.reshard_after_forward else False,
+            mp_policy=_policy(setup.compute_dtype, cast_inputs=True),
+        )
+        self.model: nn.Module = model
+        self._master_is_copy = setup.compute_dtype != torch.float32
+        if on_meta:
+            model.to_empty(device=device)
+        # While a unit runs its module has whole tensors in their place, so they are kept here.
+        self._params: dict[str, DTensor] = dict(model.named_parameters())  # ty: ignore[invalid-assignment]
+        self._by_every_name: dict[str, DTensor] = dict(model.named_parameters(remove_duplicate=False))  # ty: ignore[invalid-assignment]
+        if on_meta and setup.init is not None:
+            self._fill(setup.init, device)
+        self.optimizer = setup.optimizer_cls(setup.param_groups(model), **setup.optimizer_kwargs)
+        decay = setup.ema_decay
+        self.ema: Ema | None = None if decay is None else Ema(self._params.values(), decay, self._masters_replaced)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate whole gradients on each rank, without communication."""
+        return self._without_sync()
+
+    @contextmanager
+    def _without_sync(self) -> Generator[None]:
+        self._root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._root.set_requires_gradient_sync(True)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Reduce every micro-batch into the shard, as our stages 2 and 3 do: whole gradients never accumulate."""
+        return nullcontext()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the averaged gradients by their global norm, over all shards; collective."""
+        norm = nn.utils.clip_grad_norm_(self._params.values(), max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    @contextmanager
+    def full_params(self) -> Generator[None]:
+        """Whole weights, in the dtype that computes, inside the context; collective."""
+        units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        self._root.set_reshard_after_forward(False)
+        for unit in units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.set_reshard_after_forward(self._reshard_after_forward and unit is not self.model, recurse=False)
+                unit.reshard()
+
+    def state_dict(self) -> OrderedDict[str, Tensor]:
+        """The whole model's weights, on the CPU, with ordinary names; collective. One is whole at a time."""
+        whole: dict[int, Tensor] = {}
+        for param in self._params.values():
+            whole[id(param)] = param.full_tensor().detach().to("cpu", copy=True)
+        state: OrderedDict[str, Tensor] = OrderedDict()
+        for name, tensor in named_state(self.model).items():
+            param = self._by_every_name.get(name)
+            state[name] = tensor.detach().to("cpu", copy=True) if param is None else whole[id(param)]
+        return state
+
+    def named_shards(self) -> Iterator[NamedShard]:
+        """This rank's rows of every tensor; scalars and buffers on rank 0."""
+        averages: Mapping[Tensor, Mapping[str, Any]] = {}
+        if self.ema is not None:
+            self.ema.require_away("named_shards")
+            averages = self.ema.state
+        for name, param in self._params.items():
+            yield from self._rows_of(name, "param", param)
+            states: dict[str, Any] = {**self.optimizer.state.get(param, {}), **averages.get(param, {})}
+            for kind, value in states.items():
+                if isinstance(value, DTensor):
+                    yield from self._rows_of(name, kind, value)
+                elif isinstance(value, Tensor | int | float) and self.comm.rank == 0:
+                    yield _whole(name, kind, torch.as_tensor(value))
+        if self.comm.rank == 0:
+            for name, buffer in persistent_buffers(self.model).items():
+                yield _whole(name, "buffer", buffer)
+
+    def load_named_shards(self, reader: ShardReader) -> None:
+        """Read this rank's rows of every tensor; an average that was not saved starts from the weights.
+
+        Raises:
+            ValueError: a parameter was not saved, or has another shape; a state has neither its parameter's shape
+                nor is one number.
+        """
+        if self.ema is not None:
+            self.ema.require_away("load_named_shards")
+        states: dict[DTensor, dict[str, Tensor]] = {}
+        with torch.no_grad():
+            for name, param in self._params.items():
+                kinds = reader.kinds(name)
+                if kinds.get("param") != tuple(param.shape):
+                    raise ValueError(
+                        f"{name}: saved with shape {kinds.get('param', 'none')}, the model's is {tuple(param.shape)}; "
+                        "load it into the model that it was saved from"
+                    )
+                param.to_local().copy_(self._read(reader, name, "param", param))
+                states[param] = {
+                    kind: self._read_state(reader, name, kind, shape, param)
+                    for kind, shape in kinds.items()
+                    if kind not in MODEL_KINDS
+                }
+            for name, buffer in persistent_buffers(self.model).items():
+                if "buffer" in reader.kinds(name):
+                    buffer.copy_(reader.read(name, "buffer", (0, buffer.numel())).reshape(buffer.shape))
+        self._masters_replaced()
+        if self.ema is not None:
+            names = {id(param): name for name, param in self._params.items()}
+
+            def read(param: Tensor) -> Tensor | None:
+                assert isinstance(param, DTensor)
+                name = names[id(param)]
+                return self._read(reader, name, EMA, param) if EMA in reader.kinds(name) else None
+
+            self.ema.load(read)
+        members = [param for group in self.optimizer.param_groups for param in group["params"]]
+        state = {index: states[param] for index, param in enumerate(members) if states[param]}
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Resident bytes of this rank by category; rows that are padded to the first rank's number count whole.
+
+        As with our stages, shards of another dtype than the weights that compute are ``master``, not ``params``.
+        Whole weights that outlive a forward count as ``params``; those of a running unit are not seen.
+        """
+        params = list(self._params.values())
+        whole = [param for param in self.model.parameters() if not isinstance(param, DTensor)]
+        states = [state for per_param in self.optimizer.state.values() for state in per_param.values()]
+        shards = _storage_bytes(params)
+        total = {
+            "params": _storage_bytes(whole) + (0 if self._master_is_copy else shards),
+            "grads": _storage_bytes(param.grad for param in params if param.grad is not None),
+            "master": shards if self._master_is_copy else 0,
+            "optimizer": _storage_bytes(state for state in states if isinstance(state, Tensor)),
+        }
+        return total if self.ema is None else {**total, "ema": self.ema.num_bytes}
+
+    # -- how it is built --------------------------------------------------------------------------------------
+
+    @property
+    def _root(self) -> FSDPModule:
+        assert isinstance(self.model, FSDPModule)
+        return self.model
+
+    def _masters_replaced(self) -> None:
+        """Free whole weights that are left from an evaluation: they are old now."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @torch.no_grad()
+    def _take_from_rank_zero(self, tensor: Tensor, device: torch.device) -> None:
+        value = tensor.detach().to(device).contiguous()
+        self.comm.broadcast(value, src=0).wait()
+        tensor.copy_(value)
+
+    @torch.no_grad()
+    def _fill(self, init: Callable[[str, Tensor], None], device: torch.device) -> None:
+        """Each rank makes each parameter whole, and keeps its rows: values do not depend on the world's size."""
+        for name, param in self._params.items():
+            whole = torch.empty(param.shape, dtype=param.dtype, device=device)
+            init(name, whole)
+            self._take_from_rank_zero(whole, device)
+            start, stop = self._interval(param)
+            param.to_local().copy_(whole.view(-1)[start:stop].view(param.to_local().shape))
+
+    # -- rows -------------------------------------------------------------------------------------------------
+
+    def _interval(self, tensor: DTensor) -> tuple[int, int]:
+        """The elements of the flattened whole tensor that this rank holds."""
+        if tensor.placements != (Shard(0),):
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is placed as {tensor.placements}, not by rows")
+        num_rows, row_numel = tensor.shape[0], prod(tensor.shape[1:])
+        most = -(-num_rows // self.comm.world_size)
+        first = min(self.comm.rank * most, num_rows)
+        last = min(first + most, num_rows)
+        assert tensor.to_local().numel() == (last - first) * row_numel
+        return first * row_numel, last * row_numel
+
+    def _rows_of(self, name: str, kind: str, tensor: DTensor) -> Iterator[NamedShard]:
+        start, stop = self._interval(tensor)
+        if start < stop or (self.comm.rank == 0 and tensor.numel() == 0):
+            yield NamedShard(name, kind, tuple(tensor.shape), (start, stop), tensor.to_local().detach().reshape(-1))
+
+    def _read(self, reader: ShardReader, name: str, kind: str, like: DTensor) -> Tensor:
+        """This rank's rows of a saved tensor with the shape of ``like``, on the CPU."""
+        return reader.read(name, kind, self._interval(like)).view(like.to_local().shape)
+
+    def _read_state(self, reader: ShardReader, name: str, kind: str, shape: tuple[int, ...], param: DTensor) -> Tensor:
+        if shape == ():
+            return reader.read(name, kind, (0, 1)).reshape(())
+        if shape != tuple(param.shape):
+            raise ValueError(
+                f"{kind} of {name}: a state of shape {shape} cannot be cut like its parameter, of {tuple(param.shape)}"
+            )
+        rows = self._read(reader, name, kind, param).to(param.device)
+        placed = (param.device_mesh, param.placements)
+        return DTensor.from_local(rows, *placed, run_check=False, shape=param.shape, stride=param.stride())
+
+
+def _policy(compute_dtype: torch.dtype, *, cast_inputs: bool) -> MixedPrecisionPolicy:
+    """Ours: fp32 reductions, and only what enters the model is cast, so that a block's fp32 tables stay exact."""
+    if compute_dtype == torch.float32:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs)
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    on_meta = [param.is_meta for param in model.parameters()]
+    if any(on_meta) and not all(on_meta):
+        raise ValueError(
+            "some parameters are on the meta device and some are not: build all of them on one or the other"
+        )
+    if any(buffer.is_meta for buffer in model.buffers()):
+        raise ValueError("a buffer is on the meta device; build buffers on a real one")
+    return any(on_meta)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    device = next(model.parameters()).device
+    if device.type != "meta":
+        return device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _whole(name: str, kind: str, tensor: Tensor) -> NamedShard:
+    return NamedShard(name, kind, tuple(tensor.shape), (0, tensor.numel()), tensor.detach().reshape(-1))
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory that tensors lie in, each piece of it once."""
+    locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    storages = [tensor.untyped_storage() for tensor in locals_]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,183 @@
+"""A whole model on every rank, its gradients averaged by PyTorch's `DistributedDataParallel` while backward runs.
+
+What `ddp` and `zero1-torch` have in common: they differ in their optimizer alone.
+
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
+https://arxiv.org/abs/2006.15704
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
+from zeroshard.parallel.base import Setup
+from zeroshard.zero.ema import EMA, Ema
+from zeroshard.zero.shards import persistent_buffers
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
+
+
+class Replica:
+    """A module, wrapped in DDP where there is a process group, and its state as pieces.
+
+    Attributes:
+        module: what was given, on its device.
+        model: what the loop calls.
+        comm: the ranks.
+        ema: the average of the whole weights, the same on every rank; None where none was asked for.
+
+    Raises:
+        ValueError: several ranks without ``torch.distributed``, or a model on the meta device.
+    """
+
+    def __init__(self, setup: Setup, strategy: str) -> None:
+        if any(param.is_meta for param in setup.model.parameters()):
+            raise ValueError(f"{strategy} keeps whole weights on each rank: build the model on a real device")
+        grouped = is_grouped()
+        self.comm: Communicator = setup.comm or (TorchCommunicator() if grouped else LocalCommunicator())
+        if self.comm.world_size > 1:
+            require_group(self.comm, strategy)
+        self.module = setup.model.to(setup.device) if setup.device else setup.model
+        self._ddp = DistributedDataParallel(self.module, gradient_as_bucket_view=True) if grouped else None
+        self.model: nn.Module = self._ddp or self.module
+        if setup.compute_dtype != torch.float32:
+            self.model = _Autocast(self.model, setup.compute_dtype)
+        self.ema = None if setup.ema_decay is None else Ema(self.module.parameters(), setup.ema_decay)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients without communication."""
+        return self._ddp.no_sync() if self._ddp else nullcontext()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
+        """Clip by the global norm; gradients are the same on every rank, so nothing is sent."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's weights, copied to the CPU, with ordinary names."""
+        return {name: value.detach().to("cpu", copy=True) for name, value in self.module.state_dict().items()}
+
+    def model_shards(self) -> Iterator[NamedShard]:
+        """An even share of every flattened parameter, buffer and average."""
+        if self.ema is not None:
+            self.ema.require_away("named_shards")
+        for name, kind, tensor in self._tensors():
+            yield from self.even_share(name, kind, tensor)
+        if self.ema is not None:
+            for name, kind, tensor in self.states(self.ema.state):
+                yield from self.even_share(name, kind, tensor)
+
+    def even_share(self, name: str, kind: str, tensor: Tensor) -> Iterator[NamedShard]:
+        """This rank's part of a tensor that every rank holds; nothing where the tensor is shorter than the world."""
+        numel, rank, world_size = tensor.numel(), self.comm.rank, self.comm.world_size
+        start, stop = numel * rank // world_size, numel * (rank + 1) // world_size
+        if start < stop or (rank == 0 and numel == 0):
+            piece = tensor.detach().reshape(-1)[start:stop]
+            yield NamedShard(name, kind, tuple(tensor.shape), (start, stop), piece)
+
+    def states(self, state: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[str, str, Tensor]]:
+        """``(parameter's name, kind, whole tensor)`` of what an optimizer or average has in ``state`` on this rank."""
+        for name, param in self.module.named_parameters():
+            per_param = state.get(param, {})
+            for kind, value in per_param.items():
+                if isinstance(value, Tensor | int | float):
+                    yield name, kind, torch.as_tensor(value)
+
+    def load_model(self, reader: ShardReader) -> None:
+        """Read every parameter, buffer and average whole; an average that was not saved starts from the weights.
+
+        Raises:
+            ValueError: a tensor of the model was not saved, or has another shape.
+        """
+        if self.ema is not None:
+            self.ema.require_away("load_named_shards")
+        with torch.no_grad():
+            for name, kind, tensor in self._tensors():
+                tensor.copy_(_read_whole(reader, name, kind, tuple(tensor.shape)))
+        if self.ema is not None:
+            names = {id(param): name for name, param in self.module.named_parameters()}
+
+            def read(param: Tensor) -> Tensor | None:
+                name = names[id(param)]
+                return _read_whole(reader, name, EMA, tuple(param.shape)) if EMA in reader.kinds(name) else None
+
+            self.ema.load(read)
+
+    def load_states(self, reader: ShardReader, optimizer: Optimizer) -> None:
+        """Read the states of the parameters that ``optimizer`` has."""
+        names = {id(param): name for name, param in self.module.named_parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        state: dict[int, dict[str, Tensor]] = {}
+        for index, param in enumerate(params):
+            name = names[id(param)]
+            saved = {kind: shape for kind, shape in reader.kinds(name).items() if kind not in MODEL_KINDS}
+            if saved:
+                state[index] = {kind: _read_whole(reader, name, kind, shape) for kind, shape in saved.items()}
+        # torch's own loading casts and places each state as this optimizer wants it
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+    def memory_bytes(self, optimizer: Optimizer) -> dict[str, int]:
+        """Resident bytes of this rank by category, with the states of ``optimizer``."""
+        params = list(self.module.parameters())
+        states = [state for per_param in optimizer.state.values() for state in per_param.values()]
+        total = {
+            "params": _num_bytes(params),
+            "grads": _num_bytes(param.grad for param in params if param.grad is not None),
+            "master": 0,
+            "optimizer": _num_bytes(state for state in states if isinstance(state, Tensor)),
+        }
+        return total if self.ema is None else {**total, "ema": self.ema.num_bytes}
+
+    def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        yield from ((name, "param", param) for name, param in self.module.named_parameters())
+        yield from ((name, "buffer", buffer) for name, buffer in persistent_buffers(self.module).items())
+
+
+def is_grouped() -> bool:
+    """Whether `torch.distributed` has a default group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def require_group(comm: Communicator, strategy: str) -> None:
+    """Raise ValueError unless `torch.distributed`'s default group has as many ranks as ``comm``."""
+    if not is_grouped():
+        raise ValueError(f"{strategy} trains over torch.distributed's default group: call init_process_group first")
+    if dist.get_world_size() != comm.world_size:
+        raise ValueError(
+            f"{strategy} trains over torch.distributed's default group, which has {dist.get_world_size()} ranks where "
+            f"comm has {comm.world_size}: call init_process_group with as many, or take another strategy"
+        )
+
+
+class _Autocast(nn.Module):
+    """Runs a module's forward under autocast: fp32 weights, compute in ``dtype``."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module = module
+        self._dtype = dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        device_type = next(self.module.parameters()).device.type
+        with torch.autocast(device_type, dtype=self._dtype):
+            return self.module(*args, **kwargs)
+
+
+def _read_whole(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+    saved = reader.kinds(name).get(kind)
+    if saved != shape:
+        has = "nothing" if saved is None else f"shape {list(saved)}"
+        raise ValueError(f"{kind} of {name} has shape {list(shape)} here, the checkpoint has {has}")
+    return reader.read(name, kind, (0, prod(shape))).view(shape)
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

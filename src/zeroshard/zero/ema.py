@@ -1,0 +1,120 @@
+"""An exponential moving average of the weights, kept where the optimizer's states are.
+
+    average <- decay * average + (1 - decay) * weight        after each step, on what this rank's optimizer updates
+
+Averaged weights often evaluate better than the last ones (Polyak and Juditsky 1992, "Acceleration of Stochastic
+Approximation by Averaging"). Nothing is sent to keep them: an average is as sharded as the masters are. To be used
+they change places with the weights, which costs no second model, and travel as weights do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+EMA = "ema"  # the kind of its tensors in a checkpoint
+
+
+class Ema:
+    """The average of some weights, from their values of now on; `Zero.ema` makes it for an engine.
+
+    Args:
+        weights: what an optimizer on this rank updates, each tensor once: pieces of masters, parameters, `DTensor`s.
+            Those that are not of a floating type have no average.
+        decay: how much of the old average an update keeps, in [0, 1).
+        replaced: called when other values have come into the place of the weights. Collective if it likes.
+
+    Attributes:
+        decay: may be changed between updates; a low one early forgets the initial values sooner.
+        state: ``{weight: {"ema": average}}``, of the weight's shape and dtype; laid out like an optimizer's state, so
+            that a checkpoint saves them alike.
+        applied: whether the averages are in the place of the weights now.
+
+    Raises:
+        ValueError: a decay outside [0, 1).
+    """
+
+    def __init__(self, weights: Iterable[Tensor], decay: float, replaced: Callable[[], None] = lambda: None) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"decay: {decay} is outside [0, 1)")
+        self.decay = decay
+        self.applied = False
+        self.state: dict[Tensor, dict[str, Tensor]] = {
+            weight: {EMA: weight.detach().clone()} for weight in weights if weight.dtype.is_floating_point
+        }
+        self._replaced = replaced
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights of now into the average: once after each step that was taken.
+
+        Raises:
+            RuntimeError: inside `weights`.
+        """
+        self.require_away("update")
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for weight in self.state:
+            by_kind.setdefault((weight.device, weight.dtype), []).append(weight)
+        for weights in by_kind.values():
+            averages = [_local(self.state[weight][EMA]) for weight in weights]
+            torch._foreach_lerp_(averages, [_local(weight) for weight in weights], 1.0 - self.decay)
+
+    @contextmanager
+    def weights(self) -> Generator[None]:
+        """In this block the model computes with the averages: evaluate it, read its ``state_dict``. Collective.
+
+        Raises:
+            RuntimeError: inside another such block.
+        """
+        self.require_away("weights")
+        self._swap()
+        self.applied = True
+        try:
+            yield
+        finally:
+            self._swap()
+            self.applied = False
+
+    def require_away(self, what: str) -> None:
+        """Raise RuntimeError while the averages are in the place of the weights."""
+        if self.applied:
+            raise RuntimeError(f"{what}: the averages are in the place of the weights; leave ema.weights() first")
+
+    @torch.no_grad()
+    def load(self, read: Callable[[Tensor], Tensor | None]) -> None:
+        """Take saved averages; where ``read(weight)`` is None none was saved, and the average starts from the weight.
+
+        Args:
+            read: the average of a weight, with as many elements as the weight has on this rank.
+
+        Raises:
+            RuntimeError: inside `weights`.
+        """
+        self.require_away("load")
+        for weight, state in self.state.items():
+            average, saved = _local(state[EMA]), read(weight)
+            average.copy_(_local(weight) if saved is None else saved.view(average.shape))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the averages on this rank."""
+        averages = [_local(state[EMA]) for state in self.state.values()]
+        return sum(average.numel() * average.element_size() for average in averages)
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for weight, state in self.state.items():
+            here, average = _local(weight.detach()), _local(state[EMA])
+            held = here.clone()
+            here.copy_(average)
+            average.copy_(held)
+        self._replaced()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part in this process's memory: of a `DTensor`, whose import takes most of a second, its own."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()

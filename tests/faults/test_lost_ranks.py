@@ -1,0 +1,122 @@
+"""Three ranks train through the command line; one dies or skips a layer, and the others say so and end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+WORLD_SIZE, PATIENCE_S = 3, 30.0
+
+# At its fourth reduction of blocks.1's gradients, the culprit does what it was told to do.
+PROGRAM = """
+import os, sys
+from zeroshard import cli
+from zeroshard.comm import launch
+
+launch.prepare_torch()
+from zeroshard.zero import unit
+
+fault, culprit, *argv = sys.argv[1:]
+reduce_grads, calls = unit.Unit.reduce_grads, []
+
+def reduce_with_fault(self):
+    if self.name == "blocks.1" and os.environ["RANK"] == culprit:
+        calls.append(self)
+        if len(calls) == 4:
+            print("now", flush=True)
+            if fault == "dies":
+                os._exit(9)
+            return
+    reduce_grads(self)
+
+unit.Unit.reduce_grads = reduce_with_fault
+sys.exit(cli.main(["train", *argv]))
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """`ranks(fault, culprit, *flags)`: the processes of a run."""
+    started = []
+
+    def start(fault, culprit, *flags):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        text = tmp_path / "text.txt"
+        text.write_text("to be or not to be, that is the question\n" * 300)
+        command = [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            fault,
+            str(culprit),
+            *flags,
+            "--data",
+            "text",
+            "--data.path",
+            str(text),
+        ]
+        command += ["--data.dir", str(tmp_path / "data"), "--out", str(tmp_path / "run"), "--max-steps", "100000"]
+        command += ["--model", "gpt2-demo", "--model.n_layer", "2", "--model.n_embd", "24", "--model.n_head", "2"]
+        command += ["--seq-len", "16", "--micro-batch-size", "1", "--eval-interval", "0", "--strategy", "zero2"]
+        world = {"WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        for rank in range(WORLD_SIZE):
+            env = os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            pipe = subprocess.PIPE
+            started.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def _endings(processes, culprit):
+    """Exit status and stderr of each rank, within `PATIENCE_S` of the fault."""
+    assert "now\n" in iter(processes[culprit].stdout.readline, ""), processes[culprit].communicate()[1]
+    began = time.monotonic()
+    endings = []
+    for process in processes:
+        err = process.communicate(timeout=PATIENCE_S - (time.monotonic() - began))[1]
+        endings.append((process.returncode, err))
+    return endings
+
+
+@pytest.mark.parametrize(("comm", "culprit"), [("torch", 1), ("ring", 2), ("shm", 1), ("shm", 0)])
+def test_a_rank_that_dies_is_named_by_the_others_which_end(ranks, comm, culprit):
+    endings = _endings(ranks("dies", culprit, "--comm", comm), culprit)
+    assert endings.pop(culprit) == (9, "")
+    assert [status for status, _ in endings] == [4, 4], endings
+    said = [err for _, err in endings if err]
+    assert said, endings
+    for err in said:
+        assert re.fullmatch(rf"error: rank \d: rank {culprit}\b[^\n]* is gone\b[^\n]+\n", err), endings
+
+
+@pytest.mark.parametrize("comm", ["ring", "shm"])
+def test_a_rank_that_skips_a_layer_is_named_with_it_and_all_end(ranks, comm):
+    endings = _endings(ranks("skips", 1, "--comm", comm), 1)
+    assert [status for status, _ in endings] == [4, 4, 4], endings
+    said = [err for _, err in endings if err]
+    assert len(said) == 1, said
+    assert re.fullmatch(r"error: [^\n]*ranks diverged at operation \d+: [^\n]+\n", said[0])
+    assert "blocks.1/grads" in said[0]
+    assert "rank 1 issued" in said[0]
+
+
+def test_over_gloos_own_collectives_too_nobody_hangs_and_somebody_says_who_is_to_blame(ranks):
+    endings = _endings(ranks("skips", 1, "--comm", "torch"), 1)
+    assert all(status in (4, -signal.SIGABRT) for status, _ in endings), endings  # gloo may abort a rank in its thread
+    if any(status == 4 for status, _ in endings):
+        assert any(re.search(r"rank \d(, or the launcher,)? is gone|ranks diverged", err) for _, err in endings), (
+            endings
+        )

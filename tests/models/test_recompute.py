@@ -1,0 +1,118 @@
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from zeroshard.errors import UserError
+from zeroshard.models import GPT2, GPT2Config
+from zeroshard.models.recompute import recomputed_blocks
+
+DEEP = GPT2Config(vocab_size=61, seq_len=12, n_layer=4, n_head=4, n_embd=32)
+
+
+def _gradients(model):
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["full", "selective", "every:1", "every:2"])
+def test_recomputing_changes_no_bit_of_loss_or_gradients(config, build, batch, how):
+    plain, recomputing = build(config), build(replace(config, activation_checkpointing=how))
+    losses = [model(*batch) for model in (plain, recomputing)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    expected = _gradients(plain)
+    assert all(torch.equal(grad, expected[name]) for name, grad in _gradients(recomputing).items())
+
+
+def _runs_of_each_block(model, batch):
+    """How often each block's first norm ran in forward and backward."""
+    runs = [0] * len(model.blocks)
+
+    def counter(place):
+        def count(*_):
+            runs[place] += 1
+
+        return count
+
+    for place, block in enumerate(model.blocks):
+        next(block.children()).register_forward_pre_hook(counter(place))
+    loss = model(*batch)
+    if loss.requires_grad:
+        loss.backward()
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("how", "runs"),
+    [
+        ("none", [1, 1, 1, 1]),
+        ("full", [2, 2, 2, 2]),
+        ("selective", [2, 2, 2, 2]),
+        ("every:2", [2, 1, 2, 1]),
+        ("every:3", [2, 1, 1, 2]),
+        ("every:9", [2, 1, 1, 1]),
+    ],
+)
+def test_the_blocks_that_were_asked_for_run_again_where_gradients_are_wanted(how, runs, batch):
+    model = GPT2(replace(DEEP, activation_checkpointing=how))
+    assert _runs_of_each_block(model, batch) == runs
+    with torch.no_grad():
+        assert _runs_of_each_block(GPT2(replace(DEEP, activation_checkpointing=how)), batch) == [1, 1, 1, 1]
+
+
+def _kept_numel(how, batch):
+    """Elements that autograd keeps for backward, each tensor once, parameters aside."""
+    model = GPT2(replace(DEEP, activation_checkpointing=how))
+    own = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in own:
+            kept[pointer] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(*batch)
+    return sum(kept.values())
+
+
+def test_less_is_kept_the_more_is_recomputed(batch):
+    kept = {how: _kept_numel(how, batch) for how in ("none", "every:2", "full")}
+    assert kept["full"] < 0.75 * kept["every:2"]
+    assert kept["every:2"] < 0.75 * kept["none"]
+
+
+def test_selective_repeats_no_matrix_product(batch):
+    flops = {}
+    for how in ("none", "selective", "full"):
+        model = GPT2(replace(DEEP, activation_checkpointing=how))
+        with FlopCounterMode(display=False) as counter:
+            model(*batch).backward()
+        flops[how] = counter.get_total_flops()
+    assert flops["none"] == flops["selective"] < flops["full"]
+
+
+def test_a_copy_of_a_model_runs_its_own_blocks(batch):
+    model = GPT2(replace(DEEP, activation_checkpointing="full"))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    other(*batch).backward()
+    assert torch.equal(other(*batch), GPT2(DEEP)(*batch))
+    assert all(param.grad is None for param in model.parameters())
+    assert all(param.grad is not None for param in other.parameters())
+
+
+def test_what_is_no_choice_is_refused():
+    for how in ("all", "every", "every:0", "every:-1", "every:x", ""):
+        with pytest.raises(UserError, match=r"model.activation_checkpointing: .* every:N for every N-th block"):
+            recomputed_blocks(how, 4)
+        with pytest.raises(UserError):
+            replace(DEEP, activation_checkpointing=how)
+    with pytest.raises(UserError, match="wrong type"):
+        replace(DEEP, activation_checkpointing=True)

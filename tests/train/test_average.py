@@ -1,0 +1,93 @@
+"""A run that keeps a moving average: evaluated and logged beside the weights, resumed, and written text with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard.comm import LocalCommunicator
+from zeroshard.errors import UserError
+from zeroshard.parallel import STRATEGIES
+from zeroshard.train.build import build_run
+from zeroshard.train.config import GenerateConfig
+from zeroshard.train.generate import run_generate
+from zeroshard.train.loop import take_step, train
+
+CPU = torch.device("cpu")
+
+
+def _events(config, kind):
+    lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def trained(comm, config, until=None):
+    run = build_run(config, comm, CPU)
+    if until is not None:
+        run = replace(run, schedule=replace(run.schedule, max_steps=until))
+    train(run)
+    run.close()
+    if run.strategy.ema is None:
+        return run.strategy.state_dict(), None
+    with run.strategy.ema.weights():
+        average = run.strategy.state_dict()
+    return run.strategy.state_dict(), average
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_average_is_logged_resumes_to_the_bit_and_changes_no_step(strategy, tiny_config, gloo_ranks):
+    config = tiny_config(strategy=strategy, ema_decay=0.5)
+    plain = config.model_copy(update={"ema_decay": 0.0, "out": f"{config.out}-plain"})
+    parts = config.model_copy(update={"out": f"{config.out}-parts"})
+    ranks = gloo_ranks(2)
+    whole = ranks.run(trained, config)
+    without = ranks.run(trained, plain)
+    ranks.run(trained, parts, 3)
+    resumed = ranks.run(trained, parts.model_copy(update={"resume": "auto"}))
+    for (weights, average), (alone, none), (weights_then, average_then) in zip(whole, without, resumed, strict=True):
+        assert none is None
+        for name, tensor in weights.items():
+            assert torch.equal(alone[name], tensor)
+            assert torch.equal(weights_then[name], tensor)
+            assert torch.equal(average_then[name], average[name])
+        assert any(not torch.equal(average[name], weights[name]) for name in weights)
+    evals = _events(config, "eval")
+    assert [event["step"] for event in evals] == [0, 3, 6]
+    assert evals[0]["ema_loss"] == evals[0]["loss"]
+    assert all(event["ema_loss"] != event["loss"] for event in evals[1:])
+    assert _events(parts, "eval")[-1] == evals[-1]
+    assert _events(config, "end")[0]["ema_val_loss"] == evals[-1]["ema_loss"]
+    assert "ema_loss" not in _events(plain, "eval")[-1]
+    assert "ema_val_loss" not in _events(plain, "end")[0]
+
+
+def test_a_step_that_is_not_taken_leaves_the_average_alone(tiny_config):
+    run = build_run(tiny_config(dtype="float16", ema_decay=0.5), LocalCommunicator(), CPU)
+    for step, factor in ((0, 1.0), (1, 1e12)):
+        before = {key: state["ema"].clone() for key, state in run.strategy.ema.state.items()}
+        handle = run.strategy.model.register_forward_hook(lambda module, args, loss, factor=factor: loss * factor)
+        assert take_step(run, step, lambda: False)[0].skipped == (factor > 1)
+        handle.remove()
+        same = all(torch.equal(before[key], state["ema"]) for key, state in run.strategy.ema.state.items())
+        assert same == (factor > 1)
+    run.close()
+
+
+def test_text_is_written_with_the_average_where_it_is_asked_for(text_config, capsys):
+    config = text_config(max_steps=60, lr=1e-2, ema_decay=0.9, eval_interval=0)
+    trained(LocalCommunicator(), config)
+    capsys.readouterr()
+    run_generate(GenerateConfig(run=config.out, weights="ema", prompt="abcd\n", max_new_tokens=10, temperature=0))
+    assert capsys.readouterr().out == "abcd\nabcd\nabcd\n\n"
+
+
+def test_an_average_that_nobody_kept_is_refused(text_config):
+    config = text_config(max_steps=2, eval_interval=0)
+    trained(LocalCommunicator(), config)
+    with pytest.raises(UserError, match="holds no moving average; train with --ema-decay") as refusal:
+        run_generate(GenerateConfig(run=config.out, weights="ema"))
+    assert refusal.value.field == "weights"
