@@ -171,7 +171,8 @@ def rope(
         sin: of the angles [T, D / 2], floating.
         inplace: our kernels may write over ``q`` and ``k``, and in backward over the gradients of what is returned.
             Use the returned tensors from then on, each in one place that makes a gradient of its own, as attention
-            does; autograd raises where the old values were kept. Not for a leaf.
+            does; autograd raises where the old values were kept. Not for a leaf, and not for what selective
+            checkpointing (`torch.utils.checkpoint`) keeps for its second run: there nobody raises.
         kernels: who computes it; see `zeroshard.kernels.use_kernels`.
 
     Returns:

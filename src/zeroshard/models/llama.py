@@ -123,6 +123,8 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, kernels: Choice) -> None:
         super().__init__()
         self.head_dim, self.kernels = config.head_dim, kernels
+        # Selective recomputation keeps what the projections gave, and reads it again.
+        self.turns_in_place = config.activation_checkpointing != "selective"
         kv_width = config.n_kv_head * config.head_dim
         self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.k_proj = nn.Linear(config.n_embd, kv_width, bias=False)
@@ -135,7 +137,7 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, H, T, D]: (8, 18, 2048, 64)
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
-        q, k = rope(q, k, cos, sin, inplace=True, kernels=self.kernels)
+        q, k = rope(q, k, cos, sin, inplace=self.turns_in_place, kernels=self.kernels)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # (8, 18, 2048, 64)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, C))  # (8, 2048, 1152)
 
