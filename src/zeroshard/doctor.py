@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
+from typing import Any
 
 import psutil
 
@@ -20,7 +21,12 @@ def report() -> str:
     """The whole report, one ``name  value`` a line."""
     rows = [("zeroshard", zeroshard.__version__), ("python", platform.python_version())]
     rows += [(name, _version(name)) for name in _requirements()]
-    rows += [("triton", _version("triton")), ("os", platform.platform()), ("cpus", str(num_cpus()))]
+    rows += [
+        ("triton", _version("triton")),
+        ("liger-kernel", _version("liger-kernel")),
+        ("os", platform.platform()),
+        ("cpus", str(num_cpus())),
+    ]
     memory = psutil.virtual_memory()
     rows.append(("memory", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"))
     rows += _devices()
@@ -59,8 +65,16 @@ def _devices() -> list[tuple[str, str]]:
     rows.append(("nccl", _yes(dist.is_available() and dist.is_nccl_available())))
     rows.append(("bfloat16 on cuda", _yes(has_cuda and torch.cuda.is_bf16_supported())))
     rows.append(("device auto", "cuda" if has_cuda else "cpu"))
+    rows.append(("kernels auto", _kernels(torch.device("cuda" if has_cuda else "cpu"))))
     rows.append(("comm auto", "torch (nccl)" if has_cuda else "shm on one host, ring on several"))
     return rows
+
+
+def _kernels(device: Any) -> str:
+    from zeroshard.kernels import describe
+
+    served = describe(device, "auto")
+    return ", ".join(f"{operation}: {backend}" for operation, backend in served.items())
 
 
 def _requirements() -> list[str]:

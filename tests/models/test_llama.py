@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from zeroshard.kernels.rope import rotate
 from zeroshard.models import Llama, LlamaConfig
-from zeroshard.models.llama import Attention, rope_tables, rotate
+from zeroshard.models.llama import Attention, rope_tables
 
 SMALL = LlamaConfig(vocab_size=61, seq_len=12, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_hidden=48)
 CPU = torch.device("cpu")
@@ -113,8 +114,8 @@ def test_rotation_returns_the_dtype_it_was_given():
 
 def test_grouped_heads_equal_full_heads_with_repeated_keys_and_values():
     shape = {"vocab_size": 61, "seq_len": 12, "n_layer": 1, "n_head": 6, "n_embd": 24}
-    grouped = Attention(LlamaConfig(n_kv_head=2, **shape))
-    full = Attention(LlamaConfig(n_kv_head=6, **shape))
+    grouped = Attention(LlamaConfig(n_kv_head=2, **shape), "reference")
+    full = Attention(LlamaConfig(n_kv_head=6, **shape), "reference")
     with torch.no_grad():
         full.q_proj.weight.copy_(grouped.q_proj.weight)
         full.o_proj.weight.copy_(grouped.o_proj.weight)

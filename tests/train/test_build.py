@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,8 @@ import torch
 
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
+from zeroshard.kernels import dispatch
+from zeroshard.kernels.launch import INTERPRETED
 from zeroshard.train.build import build_run, choose_device, make_model
 from zeroshard.train.config import load_config
 from zeroshard.train.loop import run_training
@@ -158,6 +161,47 @@ def test_matrices_decay_and_the_rest_does_not(tiny_config):
     model = make_model(tiny_config(), 256, "cpu")
     expected = [sum(p.numel() for p in model.parameters() if (p.ndim >= 2) == decays) for decays in (True, False)]
     assert sizes == expected
+
+
+def test_kernels_that_cannot_be_had_are_refused_before_anything_is_made(tiny_config, monkeypatch):
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    config = tiny_config(kernels="triton")
+    assert _refusal(config).startswith("kernels: triton was asked for and")
+    assert not Path(config.out).exists()
+
+
+def test_the_log_names_who_serves_each_operation(tiny_config):
+    config = tiny_config(max_steps=1, warmup_steps=0, fused=False)
+    assert run_training(config) == 0
+    start = json.loads((Path(config.out) / "metrics.jsonl").read_text().splitlines()[0])
+    assert start["kernels"] == {"LayerNorm": "reference", "LinearCrossEntropy": "reference", "AdamW": "torch"}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("strategy", ["zero2", "ddp"])
+def test_a_run_on_our_kernels_gives_the_losses_of_one_without(strategy, tiny_config, tmp_path):
+    """And a checkpoint that either goes on from."""
+    losses = {}
+    for kernels in ("triton", "reference"):
+        model = {"name": "llama-tiny", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_kv_head": 1}
+        config = tiny_config(
+            kernels=kernels,
+            model=model,
+            strategy=strategy,
+            seq_len=4,
+            max_steps=2,
+            eval_interval=0,
+            eval_batches=1,
+            out=str(tmp_path / kernels),
+        )
+        assert run_training(config) == 0
+        lines = [json.loads(line) for line in (tmp_path / kernels / "metrics.jsonl").read_text().splitlines()]
+        losses[kernels] = [line["loss"] for line in lines if line["event"] in ("step", "eval")]
+        served = set(lines[0]["kernels"].values())
+        assert served == ({"triton"} if kernels == "triton" else {"reference", "torch fused"})
+    assert losses["triton"] == pytest.approx(losses["reference"], rel=1e-4)
+    further = config.model_copy(update={"max_steps": 3, "resume": str(tmp_path / "triton/checkpoints/step-00000002")})
+    assert run_training(further.model_copy(update={"out": str(tmp_path / "further")})) == 0
 
 
 def test_more_ranks_than_the_global_batch_feeds_are_refused(tiny_config):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,12 @@ def refusal(raw: dict) -> UserError:
         validate(TrainConfig, raw)
     assert "\n" not in str(caught.value)
     return caught.value
+
+
+def test_the_kernels_to_choose_from_are_those_of_the_dispatcher():
+    from zeroshard.kernels import CHOICES
+
+    assert get_args(TrainConfig.model_fields["kernels"].annotation) == CHOICES
 
 
 def test_defaults_are_a_valid_run_with_a_folder_of_its_own():

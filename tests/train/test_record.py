@@ -148,7 +148,7 @@ def test_bytes_in_words(num_bytes, words):
 def test_a_pipe_gets_plain_lines_at_the_first_the_last_and_each_interval():
     stream = io.StringIO()
     with ConsoleRecorder(max_steps=25, log_interval=10, stream=stream) as console:
-        console.on_start({"world_size": 2, "tokens": 1_000_000, "data": "[bold]"})
+        console.on_start({"world_size": 2, "tokens": 1_000_000, "kernels": {"LayerNorm": "triton"}, "data": "[bold]"})
         for step in range(1, 26):
             console.on_step(a_record(step=step))
         console.on_eval(25, 2.25)
@@ -156,6 +156,7 @@ def test_a_pipe_gets_plain_lines_at_the_first_the_last_and_each_interval():
         console.on_end({"loss": 2.0, "memory": {"params": 1}})
     lines = stream.getvalue().splitlines()
     assert lines[0] == "world_size 2  tokens 1,000,000  data [bold]"
+    assert lines.pop(1) == "kernels  LayerNorm: triton"
     assert [line.split("  ")[0] for line in lines[1:5]] == ["step 1", "step 10", "step 20", "step 25"]
     assert lines[5] == "step 25  val_loss 2.2500"
     assert lines[6].endswith("long-name-" * 20)

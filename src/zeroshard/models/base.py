@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.errors import UserError
+from zeroshard.kernels import Choice, cross_entropy, linear_cross_entropy
 from zeroshard.models.config import ModelConfig
 
 IGNORED_TARGET = -100  # a target that adds nothing to the loss, as in torch's cross_entropy
@@ -35,11 +36,15 @@ class LanguageModel(nn.Module, ABC):
         num_multiplied_params: N of :func:`flops_per_token`; counted when the model is built, so that it stays
             right after an engine has taken the parameters apart.
         seed: of the initial values.
+        kernels: who computes the ``operations``; see `zeroshard.kernels.dispatch`.
+        operations: what it has kernels for, as in `zeroshard.kernels.OPERATIONS`.
     """
 
     blocks: nn.ModuleList
     num_multiplied_params: int
     seed: int
+    kernels: Choice
+    operations: ClassVar[tuple[str, ...]]
 
     @property
     @abstractmethod
@@ -99,18 +104,26 @@ def flops_per_token(num_multiplied_params: int, n_layer: int, n_embd: int, seq_l
     return 6 * num_multiplied_params + 12 * n_layer * n_embd * seq_len
 
 
-def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor, kernels: Choice | None = None) -> Tensor:
     """Mean cross-entropy in nats over the positions that have a target.
 
     Args:
         logits_BTV: [B, T, V], any floating dtype.
         targets_BT: [B, T], int64; -100 is left out of the mean.
+        kernels: who computes it.
 
     Returns:
         A scalar in fp32, in float64 where the logits are. NaN where no position has a target.
     """
-    logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED_TARGET)
+    return cross_entropy(logits_BTV, targets_BT, ignore_index=IGNORED_TARGET, check_targets=False, kernels=kernels)
+
+
+def projected_loss(hidden_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, kernels: Choice | None = None) -> Tensor:
+    """`next_token_loss` of the logits ``hidden @ weight.T``, which need not exist all at once."""
+    # Looking for targets outside the vocabulary would wait for the device: there they make the loss NaN instead.
+    return linear_cross_entropy(
+        hidden_BTC, weight_VC, targets_BT, ignore_index=IGNORED_TARGET, check_targets=False, kernels=kernels
+    )
 
 
 @torch.no_grad()

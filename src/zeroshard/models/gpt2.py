@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.errors import UserError
+from zeroshard.kernels import Choice, LayerNorm
 from zeroshard.models.base import (
     LanguageModel,
     fill_constant_,
     fill_normal_,
     materialize,
-    next_token_loss,
+    projected_loss,
 )
 from zeroshard.models.config import check_counts, check_divides, check_types
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
@@ -109,17 +110,18 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A residual layer pair, each branch normalised at its entrance."""
 
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self, config: GPT2Config, kernels: Choice) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, LAYER_NORM_EPS, bias=config.bias)
+        self.ln_1 = LayerNorm(config.n_embd, LAYER_NORM_EPS, bias=config.bias, kernels=kernels)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, LAYER_NORM_EPS, bias=config.bias)
+        self.ln_2 = LayerNorm(config.n_embd, LAYER_NORM_EPS, bias=config.bias, kernels=kernels)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+        mixed = self.attn(self.ln_1(x))
+        normed, x = self.ln_2(mixed.to(x.dtype), x)  # x + mixed on the way; autocast makes mixed narrower than x
+        return x + self.mlp(normed)
 
 
 class GPT2(LanguageModel):
@@ -131,16 +133,18 @@ class GPT2(LanguageModel):
     ``lm_head.weight`` *is* ``wte.weight``: one parameter under two names (arXiv:1608.05859).
     """
 
-    def __init__(self, config: GPT2Config, seed: int = 0) -> None:
+    operations = ("layer_norm", "linear_cross_entropy")
+
+    def __init__(self, config: GPT2Config, seed: int = 0, kernels: Choice = "auto") -> None:
         super().__init__()
-        self._config, self.seed = config, seed
+        self._config, self.seed, self.kernels = config, seed, kernels
         device = torch.get_default_device()
         with torch.device("meta"):  # shapes first: torch's own initial values would be drawn for nothing
             self.wte = nn.Embedding(config.vocab_size, config.n_embd)
             self.wpe = nn.Embedding(config.seq_len, config.n_embd)
             self.drop = nn.Dropout(config.dropout)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-            self.ln_f = nn.LayerNorm(config.n_embd, LAYER_NORM_EPS, bias=config.bias)
+            self.blocks = nn.ModuleList(Block(config, kernels) for _ in range(config.n_layer))
+            self.ln_f = LayerNorm(config.n_embd, LAYER_NORM_EPS, bias=config.bias, kernels=kernels)
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
             self.lm_head.weight = self.wte.weight
         num_params = sum(param.numel() for param in self.parameters())
@@ -165,8 +169,10 @@ class GPT2(LanguageModel):
         x = self.drop(self.wte(tokens_BT) + self.wpe(positions_T))  # [B, T, C]: (8, 1024, 768)
         for block in self.blocks:
             x = block(x)
-        logits_BTV = self.lm_head(self.ln_f(x))  # (8, 1024, 50257)
-        return logits_BTV if targets_BT is None else next_token_loss(logits_BTV, targets_BT)
+        x = self.ln_f(x)
+        if targets_BT is None:
+            return self.lm_head(x)  # (8, 1024, 50257)
+        return projected_loss(x, self.lm_head.weight, targets_BT, self.kernels)
 
     def init_parameter(self, name: str, param: Tensor, seed: int | None = None) -> None:
         """GPT-2's initial values, by name; see :meth:`LanguageModel.init_parameter`.

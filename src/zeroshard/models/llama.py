@@ -21,12 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.errors import UserError
+from zeroshard.kernels import Choice, RMSNorm, rope, swiglu
 from zeroshard.models.base import (
     LanguageModel,
     fill_constant_,
     fill_normal_,
     materialize,
-    next_token_loss,
+    projected_loss,
 )
 from zeroshard.models.config import check_counts, check_divides, check_types
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
@@ -116,22 +117,14 @@ def rope_tables(num_tokens: int, head_dim: int, theta: float, device: torch.devi
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + D / 2) of a head by its position's angle: [B, H, T, D] -> [B, H, T, D].
-
-    The products are taken in the wider of the two dtypes, the result has ``x``'s.
-    """
-    first, second = x.chunk(2, dim=-1)  # each [B, H, T, D / 2]: (8, 18, 2048, 32)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
-
-
 class Attention(nn.Module):
     """Causal self-attention; groups of query heads share a key and value head (GQA, arXiv:2305.13245)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, kernels: Choice) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.kernels = config.head_dim, kernels
+        # Selective recomputation keeps what the projections gave, and reads it again.
+        self.turns_in_place = config.activation_checkpointing != "selective"
         kv_width = config.n_kv_head * config.head_dim
         self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.k_proj = nn.Linear(config.n_embd, kv_width, bias=False)
@@ -144,7 +137,7 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, H, T, D]: (8, 18, 2048, 64)
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = rope(q, k, cos, sin, inplace=self.turns_in_place, kernels=self.kernels)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # (8, 18, 2048, 64)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, C))  # (8, 2048, 1152)
 
@@ -152,31 +145,34 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv:2002.05202)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, kernels: Choice) -> None:
         super().__init__()
+        self.kernels = kernels
         self.gate_proj = nn.Linear(config.n_embd, config.ffn_width, bias=False)
         self.up_proj = nn.Linear(config.n_embd, config.ffn_width, bias=False)
         self.down_proj = nn.Linear(config.ffn_width, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Work on each position alone: [B, T, C] -> [B, T, F] -> [B, T, C]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), kernels=self.kernels))
 
 
 class Block(nn.Module):
     """A residual layer pair, each branch normalised at its entrance (RMSNorm: arXiv:1910.07467)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, kernels: Choice) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.n_embd, config.norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.n_embd, config.norm_eps)
-        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps, kernels=kernels)
+        self.self_attn = Attention(config, kernels)
+        self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps, kernels=kernels)
+        self.mlp = MLP(config, kernels)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]; ``cos`` and ``sin`` [T, D / 2] from :func:`rope_tables`."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        mixed = self.self_attn(self.input_layernorm(x), cos, sin)
+        # x + mixed on the way; autocast makes mixed narrower than x
+        normed, x = self.post_attention_layernorm(mixed.to(x.dtype), x)
+        return x + self.mlp(normed)
 
 
 class Llama(LanguageModel):
@@ -186,14 +182,16 @@ class Llama(LanguageModel):
     :meth:`init_parameter` gives each parameter the values that it would have had.
     """
 
-    def __init__(self, config: LlamaConfig, seed: int = 0) -> None:
+    operations = ("rms_norm", "rope", "swiglu", "linear_cross_entropy")
+
+    def __init__(self, config: LlamaConfig, seed: int = 0, kernels: Choice = "auto") -> None:
         super().__init__()
-        self._config, self.seed = config, seed
+        self._config, self.seed, self.kernels = config, seed, kernels
         device = torch.get_default_device()
         with torch.device("meta"):  # shapes first: torch's own initial values would be drawn for nothing
             self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-            self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
+            self.blocks = nn.ModuleList(Block(config, kernels) for _ in range(config.n_layer))
+            self.norm = RMSNorm(config.n_embd, config.norm_eps, kernels=kernels)
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
             if config.tie_embeddings:
                 self.lm_head.weight = self.embed_tokens.weight
@@ -215,8 +213,10 @@ class Llama(LanguageModel):
         x = self.embed_tokens(tokens_BT)  # [B, T, C]: (8, 2048, 1152)
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits_BTV = self.lm_head(self.norm(x))  # (8, 2048, 32000)
-        return logits_BTV if targets_BT is None else next_token_loss(logits_BTV, targets_BT)
+        x = self.norm(x)
+        if targets_BT is None:
+            return self.lm_head(x)  # (8, 2048, 32000)
+        return projected_loss(x, self.lm_head.weight, targets_BT, self.kernels)
 
     def init_parameter(self, name: str, param: Tensor, seed: int | None = None) -> None:
         """Initial values by name; see :meth:`LanguageModel.init_parameter`.

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 
 from zeroshard.errors import UserError
+from zeroshard.kernels import Choice
 from zeroshard.models.base import LanguageModel
 from zeroshard.models.gpt2 import GPT2, GPT2Config
 from zeroshard.models.llama import Llama, LlamaConfig
@@ -77,15 +78,17 @@ def build_model(
     seq_len: int | None = None,
     overrides: Mapping[str, object] = MappingProxyType({}),
     seed: int = 0,
+    kernels: Choice = "auto",
 ) -> LanguageModel:
     """A preset's model on the default device, or without values under ``torch.device("meta")``.
 
-    Arguments and errors are :func:`model_config`'s; ``seed`` is that of the initial values.
+    Arguments and errors are :func:`model_config`'s; ``seed`` is that of the initial values, ``kernels`` says who
+    computes what has a kernel.
     """
     config = model_config(name, vocab_size=vocab_size, seq_len=seq_len, overrides=overrides)
     if isinstance(config, GPT2Config):
-        return GPT2(config, seed)
-    return Llama(config, seed)
+        return GPT2(config, seed, kernels)
+    return Llama(config, seed, kernels)
 
 
 def _nearest(word: str, known: Mapping[str, object] | list[str]) -> str:

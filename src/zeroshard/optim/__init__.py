@@ -1,7 +1,8 @@
 """What a training loop needs around an optimizer: parameter groups, the learning-rate schedule, the loss's scale."""
 
+from zeroshard.optim.fused_adamw import FusedAdamW
 from zeroshard.optim.groups import decay_groups
 from zeroshard.optim.loss_scale import LossScaler
 from zeroshard.optim.schedule import Decay, learning_rate
 
-__all__ = ["Decay", "LossScaler", "decay_groups", "learning_rate"]
+__all__ = ["Decay", "FusedAdamW", "LossScaler", "decay_groups", "learning_rate"]

@@ -23,9 +23,10 @@ from zeroshard.comm.launch import World, world_from_env
 from zeroshard.data import EvalBatches, TokenBatches, TokenDataset, require_enough
 from zeroshard.data.prepare import DataSpec, data_dir, prepare
 from zeroshard.errors import UserError
+from zeroshard.kernels import choose, describe
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.presets import model_config
-from zeroshard.optim import LossScaler, decay_groups, learning_rate
+from zeroshard.optim import FusedAdamW, LossScaler, decay_groups, learning_rate
 from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.agree import first_rank_does
@@ -35,6 +36,7 @@ from zeroshard.train.ranks import join
 from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
 from zeroshard.train.run import Run, Schedule, checkpoint_folder
 
+PLAIN_PIECES = ("zero0", "zero1", "zero2", "zero3", "ddp")  # whose optimizer sees tensors and no DTensors
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -48,6 +50,7 @@ def built(config: TrainConfig) -> Generator[Run]:
     world = world_from_env() or World()
     device = choose_device(config.device, world.local_rank)
     check_model(config)
+    describe(device, config.kernels)  # refuses what cannot be had
     with ExitStack() as stack:
         comm = join(world, config.comm, config.strategy, device, stack)
         run = build_run(config, comm, device)
@@ -63,6 +66,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
     """
     check_model(config)
     check_shard_size(config, comm.world_size)
+    describe(device, config.kernels)  # refuses what cannot be had
     grad_accum_steps = accumulation_steps(config, comm.world_size)
     folder, spec = Path(config.out), data_spec(config.data)
     tokens_folder = Path(config.data.dir) if config.data.dir else data_dir(spec)
@@ -124,6 +128,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
         scaler=scaler,
         config=config.model_dump(mode="json"),
         comm=observed,
+        kernels=_kernels(config, model, strategy, device),
     )
 
 
@@ -182,7 +187,11 @@ def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str)
     """The model of ``config``: on ``device``, or without values on ``"meta"``."""
     with torch.device(device):
         return build_model(
-            config.model.name, vocab_size=vocab_size, overrides=_overrides(config.model), seed=config.seed
+            config.model.name,
+            vocab_size=vocab_size,
+            overrides=_overrides(config.model),
+            seed=config.seed,
+            kernels=config.kernels,
         )
 
 
@@ -257,13 +266,14 @@ def _model_and_strategy(
     def groups(module: nn.Module) -> list[dict[str, Any]]:
         return decay_groups(module.named_parameters(), config.weight_decay)
 
+    optimizer_cls, optimizer_kwargs = _optimizer(config, device)
     setup = Setup(
         model=model,
         units=list(model.blocks),
         comm=comm,
-        optimizer_cls=torch.optim.AdamW,
+        optimizer_cls=optimizer_cls,
         param_groups=groups,
-        optimizer_kwargs={"lr": config.lr, "betas": (config.beta1, config.beta2), "fused": config.fused},
+        optimizer_kwargs=optimizer_kwargs,
         compute_dtype=DTYPES[config.dtype],
         init=init if from_meta else None,
         device=device,
@@ -272,6 +282,21 @@ def _model_and_strategy(
         ema_decay=config.ema_decay or None,
     )
     return model, build_strategy(config.strategy, setup)
+
+
+def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Our kernel's AdamW where Triton serves and torch does not shard, else torch's; their states are alike."""
+    kwargs: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2)}
+    if config.fused and config.strategy in PLAIN_PIECES and choose("adamw", device, config.kernels) == "triton":
+        return FusedAdamW, {**kwargs, "kernels": "triton"}
+    return torch.optim.AdamW, {**kwargs, "fused": config.fused}
+
+
+def _kernels(config: TrainConfig, model: LanguageModel, strategy: Strategy, device: torch.device) -> dict[str, str]:
+    """Who serves each operation of this run."""
+    optimizer = ("adamw", "sum_of_squares") if isinstance(strategy.optimizer, FusedAdamW) else ()
+    served: dict[str, str] = dict(describe(device, config.kernels, (*model.operations, *optimizer)))
+    return served if optimizer else {**served, "AdamW": "torch fused" if config.fused else "torch"}
 
 
 def _overrides(model: ModelConfig) -> dict[str, object]:

@@ -138,6 +138,10 @@ class TrainConfig(_Config):
         0.0, ge=0, lt=1, description="Decay of a moving average of the weights, evaluated too; 0: none."
     )
 
+    kernels: Literal["auto", "reference", "triton", "liger"] = Field(
+        "auto",
+        description="Who computes norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch.",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Compute type; masters are float32. float16 scales the loss."
     )

@@ -39,7 +39,8 @@ def run_generate(config: GenerateConfig) -> int:
     trained = load_config(folder / "config.toml")
     tokenizer = load_tokenizer(tokenizer_folder(folder))
     device = choose_device("auto", 0)
-    model = make_model(trained, tokenizer.vocab_size, device)
+    # The kernels that it was trained with may not be had here.
+    model = make_model(trained.model_copy(update={"kernels": "auto"}), tokenizer.vocab_size, device)
     kind = EMA if config.weights == "ema" else "param"
     if all(tensor.kind != kind for tensor in checkpoint.open_manifest(path)[1].tensors):
         todo = "train with --ema-decay, or use --weights last"

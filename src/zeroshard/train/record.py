@@ -187,8 +187,12 @@ class ConsoleRecorder:
         self.close()
 
     def on_start(self, info: Mapping[str, Any]) -> None:
-        """Print what is fixed during the run, in one line."""
-        self._print("  ".join(f"{name} {_short(value)}" for name, value in info.items()))
+        """Print what is fixed during the run, in one line, and each table in a line of its own."""
+        tables = {name: value for name, value in info.items() if isinstance(value, Mapping)}
+        self._print("  ".join(f"{name} {_short(value)}" for name, value in info.items() if name not in tables))
+        for name, table in tables.items():
+            if table:
+                self._print(f"{name}  " + "  ".join(f"{key}: {_short(value)}" for key, value in table.items()))
         if self._bar is not None:
             self._bar.start()
 

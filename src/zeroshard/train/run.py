@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class Run:
         scaler: of the loss, where float16 computes; None elsewhere.
         config: what goes into each checkpoint, as JSON can hold it.
         comm: the strategy's communicator, observed; None where nobody counts.
+        kernels: who serves each operation, as ``LayerNorm: triton``.
     """
 
     strategy: Strategy
@@ -69,6 +70,7 @@ class Run:
     scaler: LossScaler | None = None
     config: dict[str, Any] | None = None
     comm: ObservedCommunicator | None = None
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
     def close(self) -> None:
         """Close the observers: the log is whole, whatever ended the run."""

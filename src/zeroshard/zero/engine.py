@@ -23,7 +23,7 @@ from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.flat import Init
 from zeroshard.zero.hooks import attach
 from zeroshard.zero.levels import Levels, check_row
-from zeroshard.zero.optimizer import PiecewiseOptimizer, ShardedParams
+from zeroshard.zero.optimizer import PiecewiseOptimizer, SavesPasses, ShardedParams
 from zeroshard.zero.partition import UnitSpec, materialise, partition
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.reduction import FlatGrads
@@ -163,6 +163,8 @@ class Zero:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``. Collective.
 
+        An optimizer that `SavesPasses` scales them as it reads them: until then its ``grad``s are as they were.
+
         Args:
             max_norm: the bound; as in torch, gradients are multiplied by ``max_norm / (norm + 1e-6)`` if that is < 1.
             norm_type: p of the p-norm; a positive number or inf.
@@ -180,9 +182,14 @@ class Zero:
         self._runtime.require_reduced("clip_grad_norm_")
         buffers = self._reduced_buffers()
         device = next((b.reduced.device for b in buffers if b.reduced is not None), torch.device("cpu"))
-        norm = grads.global_norm(buffers, self.levels.shard, float(norm_type), device)
-        grads.clip_(buffers, norm, float(max_norm))
         exact = any(b.master_dtype == torch.float64 for b in buffers)
+        savers = [known.optimizer for known in self._optimizers if isinstance(known.optimizer, SavesPasses)]
+        saves = len(savers) == len(self._optimizers) > 0 and not exact
+        for buffer in buffers:
+            buffer.apply_factor()
+        sum_of_squares = savers[0].sum_of_squares if saves else None
+        norm = grads.global_norm(buffers, self.levels.shard, float(norm_type), device, sum_of_squares)
+        grads.clip_(buffers, norm, float(max_norm), lazily=saves)
         return norm if exact else norm.to(torch.float32)
 
     def full_grads(self) -> dict[str, Tensor | None]:
@@ -240,20 +247,43 @@ class Zero:
         for known in affected:
             known.take_pieces_anew()
 
-    def before_update(self) -> None:
-        """Refuse a step that would drop gradients, or change an average instead of the weights."""
+    def after_joining(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
+        """Where weights compute in another dtype than their masters have, let the optimizer write both."""
+        if not isinstance(optimizer, SavesPasses):
+            return
+        copies: dict[Tensor, Tensor] = {}
+        for group in self._runtime.groups():
+            for piece, shard in zip(group.params.pieces, group.shards, strict=True):
+                place = group.params.place_in_full(piece)
+                if place is not None and group.params.params[piece.slot] in members:
+                    copies[shard] = place
+        optimizer.write_copies(copies)
+
+    def before_update(self, optimizer: Optimizer | None) -> Tensor | None:
+        """Refuse a step that would drop gradients, or change an average instead of the weights.
+
+        Returns what ``optimizer`` is to multiply the gradients that it reads by.
+        """
         self._runtime.require_reduced("step")
         if self._ema is not None:
             self._ema.require_away("step")
+        buffers = self._reduced_buffers()
+        factors = {id(buffer.factor): buffer.factor for buffer in buffers}
+        if len(factors) == 1 and isinstance(optimizer, SavesPasses):
+            return buffers[0].factor
+        for buffer in buffers:
+            buffer.apply_factor()
+        return None
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Mark the weights that ``optimizer`` may have changed, the same on every rank."""
         self._runtime.forget_calls()
         members = next((known.members for known in self._optimizers if known.optimizer is optimizer), set())
+        copied = isinstance(optimizer, SavesPasses)
         for group in self._runtime.groups():
             used = group.grads.used
             if any(used[slot] and param in members for slot, param in enumerate(group.params.params)):
-                group.params.mark_stale()
+                group.params.mark_stale(copied=copied)
 
     def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool = True) -> None:
         """Forget the gradients of ``params``, None: of all; or have them be zero."""

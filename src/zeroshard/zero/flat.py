@@ -60,6 +60,7 @@ class FlatParams:
         self.shard_params = strategy.params is SHARD and comm.world_size > 1
         self.stale = False
         self.whole = True
+        self._copy_due = False  # whether `full` lacks what this rank's master holds
         self._shown = False  # whether the parameters are the views of `full`
         self._work: Work | None = None
 
@@ -121,6 +122,15 @@ class FlatParams:
         start = piece.offset - self.master_offset
         return self.master[start : start + piece.numel].view(piece.shape)
 
+    def place_in_full(self, piece: Piece) -> Tensor | None:
+        """View, of the piece's shape, of the weights that compute, for an optimizer to write beside the master.
+
+        None where there is nothing to write: the master is those weights, or they do not outlive a step.
+        """
+        if self._aliased or self.shard_params:
+            return None
+        return self.full[piece.offset : piece.offset + piece.numel].view(piece.shape)
+
     def gather(self, *, again: bool = False) -> None:
         """Start to make ``full`` whole and current; nothing to do where that is under way.
 
@@ -132,15 +142,17 @@ class FlatParams:
             self.full.untyped_storage().resize_(self._storage_bytes)
             self.whole = True
         self.stale = False
+        copy_due = self._copy_due or self.shard_params
+        self._copy_due = False
         with torch.no_grad():
             if not self.shard_optim:
-                if not self._aliased:
+                if not self._aliased and copy_due:
                     self.full.copy_(self.master)
                 return
             own = self.full[self._own]
             if not self._aliased and self.full.dtype == self.master.dtype:
                 own = self.master
-            elif not self._aliased:
+            elif not self._aliased and copy_due:
                 own.copy_(self.master)
             with scope(f"{self.name}/weights"):
                 self._work = self.comm.all_gather(self.full, own)
@@ -165,10 +177,14 @@ class FlatParams:
         self.full.untyped_storage().resize_(0)
         self.whole = self._shown = False
 
-    def mark_stale(self) -> None:
-        """The master has changed: the next `gather` refreshes ``full``."""
+    def mark_stale(self, *, copied: bool = False) -> None:
+        """The master has changed: the next `gather` refreshes ``full``.
+
+        ``copied``: this rank's own part of ``full`` has changed with it; see `place_in_full`.
+        """
         self.release()
-        if self.whole and (self.shard_optim or not self._aliased):
+        self._copy_due = self._copy_due or not copied
+        if self.whole and (self.shard_optim or (not self._aliased and not copied)):
             self.stale = True
 
     def write_back(self) -> None:

@@ -9,7 +9,7 @@ cannot be seen in the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,13 @@ from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.zero.reduction import FlatGrads
 
 
-def global_norm(grads: Sequence[FlatGrads], comm: Communicator, norm_type: float, device: torch.device) -> Tensor:
+def global_norm(
+    grads: Sequence[FlatGrads],
+    comm: Communicator,
+    norm_type: float,
+    device: torch.device,
+    sum_of_squares: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """The p-norm of all reduced gradients: 0-dim float64, the same on every rank; 0.0 without gradients. Collective.
 
     Args:
@@ -26,14 +32,18 @@ def global_norm(grads: Sequence[FlatGrads], comm: Communicator, norm_type: float
         comm: the ranks that hold the shards.
         norm_type: p > 0, or inf.
         device: where the result lives.
+        sum_of_squares: of a flat tensor, 0-dim float64, for p = 2; None: torch's norm, squared.
     """
     sharded = bool(grads) and grads[0].shard_optim and comm.world_size > 1
     num_partials = 1 if sharded else comm.world_size
     partials = torch.zeros(num_partials, dtype=torch.float64, device=device)
     for buffer in grads:
-        norms = [torch.linalg.vector_norm(shard, norm_type) for shard in buffer.shards() if shard.numel()]
-        if norms:
-            partials = _add(partials, torch.stack(norms).to(partials), norm_type)
+        shards = [shard for shard in buffer.shards() if shard.numel()]
+        if shards and sum_of_squares is not None and norm_type == 2.0:
+            partials = partials + torch.stack([sum_of_squares(shard) for shard in shards]).to(partials)
+        elif shards:
+            norms = torch.stack([torch.linalg.vector_norm(shard, norm_type) for shard in shards])
+            partials = _add(partials, norms.to(partials), norm_type)
     if sharded:
         gathered = torch.empty(comm.world_size, dtype=torch.float64, device=device)
         with scope(CONTROL):
@@ -53,8 +63,11 @@ def _add(partials: Tensor, norms: Tensor, norm_type: float) -> Tensor:
     return partials + norms**norm_type
 
 
-def clip_(grads: Sequence[FlatGrads], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients by ``max_norm / (norm + 1e-6)`` where that is below 1, as torch does; NaN makes them NaN."""
+def clip_(grads: Sequence[FlatGrads], norm: Tensor, max_norm: float, *, lazily: bool = False) -> None:
+    """Scale gradients by ``max_norm / (norm + 1e-6)`` where that is below 1, as torch does; NaN makes them NaN.
+
+    ``lazily``: leave the factor at the gradients, for whoever reads them next.
+    """
     coefficient = max_norm / (norm + 1e-6)
     if coefficient.device.type == "cpu":
         if coefficient >= 1.0:
@@ -62,6 +75,11 @@ def clip_(grads: Sequence[FlatGrads], norm: Tensor, max_norm: float) -> None:
         factor: Tensor | float = float(coefficient)
     else:
         factor = coefficient.clamp(max=1.0)  # reading it here would stop the host until the device is done
+    if lazily:
+        due = torch.as_tensor(factor, dtype=torch.float32, device=norm.device)
+        for buffer in grads:
+            buffer.factor = due
+        return
     for buffer in grads:
         if buffer.reduced is not None:
             buffer.reduced.mul_(factor)

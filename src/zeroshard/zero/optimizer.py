@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,23 @@ from zeroshard.zero.unit import FlatGroup
 SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})
 
 
+@runtime_checkable
+class SavesPasses(Protocol):
+    """An optimizer that does as it passes over memory what would else take passes of its own.
+
+    `zeroshard.optim.FusedAdamW` is one. Its ``step`` takes ``grad_scale``: a 0-dim fp32 tensor by which it multiplies
+    gradients as it reads them.
+    """
+
+    def sum_of_squares(self, flat: Tensor) -> Tensor:
+        """Of all elements of a contiguous tensor: 0-dim, float64, the same bits each time."""
+        ...
+
+    def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
+        """From now on, write each of these parameters into the tensor beside it too, in that one's dtype."""
+        ...
+
+
 class StepListener(Protocol):
     """What the engine does around an optimizer's step."""
 
@@ -32,8 +49,19 @@ class StepListener(Protocol):
         """An optimizer that needs these parameters as whole tensors is about to be given them."""
         ...
 
-    def before_update(self) -> None:
-        """Gradients are about to be used."""
+    def after_joining(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
+        """``members`` are all that this optimizer updates from now on."""
+        ...
+
+    def before_update(self, optimizer: Optimizer | None) -> Tensor | None:
+        """Gradients are about to be used.
+
+        Args:
+            optimizer: who can be told what gradients are still to be multiplied by; None: nobody can.
+
+        Returns:
+            That factor; None where gradients are as they should be.
+        """
         ...
 
     def after_update(self, optimizer: Optimizer) -> None:
@@ -148,6 +176,7 @@ class PiecewiseOptimizer:
             self.optimizer = self._make([{**group, "params": sharded.pieces(chosen)} for group, chosen in pairs])
         self._kwargs = kwargs
         self._listen()
+        listener.after_joining(self.optimizer, self.members)
 
     @property
     def members(self) -> set[nn.Parameter]:
@@ -165,6 +194,7 @@ class PiecewiseOptimizer:
         fresh = self._make([dict(group) for group in groups])
         self.optimizer.state.clear()
         self.optimizer.state.update(fresh.state)
+        self.listener.after_joining(self.optimizer, self.members)
 
     def _add_param_group(self, add_group: Callable[[dict[str, Any]], None], given: dict[str, Any]) -> None:
         with self.sharded.all_or_none():
@@ -175,6 +205,7 @@ class PiecewiseOptimizer:
                 self.listener.keep_whole(whole)
             add_group({**given, "params": self.sharded.pieces(chosen)})
         self.by_group.append(chosen)
+        self.listener.after_joining(self.optimizer, self.members)
 
     def _listen(self) -> None:
         optimizer, listener = self.optimizer, self.listener
@@ -190,9 +221,12 @@ class PiecewiseOptimizer:
             itself, *given = args  # torch passes the optimizer along
             closure = given[0] if given else kwargs.get("closure")
             if closure is None:
-                listener.before_update()
-                return None
-            wrapped = _once_then(closure, listener.before_update)
+                factor = listener.before_update(optimizer)
+                if factor is None:
+                    return None
+                own = kwargs.get("grad_scale")
+                return args, {**kwargs, "grad_scale": factor if own is None else own * factor}
+            wrapped = _once_then(closure, lambda: listener.before_update(None))
             return ((itself, wrapped, *given[1:]), kwargs) if given else (args, {**kwargs, "closure": wrapped})
 
         def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -226,7 +260,7 @@ def _stand_in(param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(param.detach().new_zeros(()).expand(param.shape), requires_grad=param.requires_grad)
 
 
-def _once_then(closure: Callable[[], Any], after: Callable[[], None]) -> Callable[[], Any]:
+def _once_then(closure: Callable[[], Any], after: Callable[[], Any]) -> Callable[[], Any]:
     """The closure runs backward inside ``step``: only after it are there gradients to use."""
     called = False
 

@@ -45,6 +45,8 @@ class FlatGrads:
         used: for each slot, whether it has had a gradient since the last `clear`: on this rank first, on any rank
             once the engine has agreed on it.
         reduced: the mean over ranks of what has been reduced; None before the first reduction.
+        factor: what ``reduced`` is still to be multiplied by, 0-dim fp32; None where nothing is due. Clipping leaves
+            it to an optimizer that multiplies as it reads; whatever else looks at ``reduced`` calls `apply_factor`.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class FlatGrads:
         self.device, self.master_dtype, self.reduce_dtype = device, master_dtype, reduce_dtype
         self.used = [False] * len(layout.slots)
         self.reduced: Tensor | None = None
+        self.factor: Tensor | None = None
         self._local: Tensor | None = None
         self._views: list[Tensor] = []
         self._written = [False] * len(layout.slots)
@@ -121,6 +124,7 @@ class FlatGrads:
                 self._arriving = self._arriving.clone()
             return
         self.settle()
+        self.apply_factor()
         if self.reduced is not None and self.keep_local and not self.pending and self._lies_in_local(self.reduced):
             self.reduced = self.reduced.clone()
 
@@ -207,9 +211,16 @@ class FlatGrads:
         assert self.reduced is not None
         return list(self.reduced.split(self.layout.shard_numel)) if self.layout.shard_numel else []
 
+    def apply_factor(self) -> None:
+        """Multiply what is reduced by `factor`, if one is due."""
+        if self.factor is not None and self.reduced is not None:
+            self.reduced.mul_(self.factor)
+        self.factor = None
+
     def zero(self, slots: set[int]) -> None:
         """Make the gradients of ``slots`` zero, reduced or not; those that there are stay there."""
         self.settle()
+        self.apply_factor()  # a factor that is not finite would make NaN of the zeros
         for slot in slots:
             if self._written[slot]:
                 self._local_views()[slot].zero_()
@@ -224,7 +235,7 @@ class FlatGrads:
         for slot in slots:
             self._written[slot] = self.used[slot] = False
         if not any(self.used):
-            self.reduced = None
+            self.reduced = self.factor = None
             return
         self.zero(slots)
 

@@ -1,0 +1,37 @@
+"""Triton kernels for the operations of a language model, each beside its reference in plain PyTorch.
+
+One file an operation, in one order: reference, kernels, launchers, `autograd.Function`, public function. The reference
+is the specification; `zeroshard.kernels.dispatch` says which of the two serves a call.
+"""
+
+from zeroshard.kernels.adamw import AdamWOptions, adamw
+from zeroshard.kernels.cross_entropy import cross_entropy
+from zeroshard.kernels.dispatch import CHOICES, OPERATIONS, Backend, Choice, choose, describe, use_kernels
+from zeroshard.kernels.gated import geglu, swiglu
+from zeroshard.kernels.linear_cross_entropy import linear_cross_entropy
+from zeroshard.kernels.modules import LayerNorm, RMSNorm
+from zeroshard.kernels.norm import layer_norm, rms_norm
+from zeroshard.kernels.rope import rope
+from zeroshard.kernels.sum_of_squares import sum_of_squares
+
+__all__ = [
+    "CHOICES",
+    "OPERATIONS",
+    "AdamWOptions",
+    "Backend",
+    "Choice",
+    "LayerNorm",
+    "RMSNorm",
+    "adamw",
+    "choose",
+    "cross_entropy",
+    "describe",
+    "geglu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rope",
+    "sum_of_squares",
+    "swiglu",
+    "use_kernels",
+]

@@ -1,0 +1,227 @@
+"""The output projection and the cross-entropy after it, by chunks of rows, so that the logits never exist at once.
+
+    loss = cross_entropy(hidden @ weight.T, targets)
+
+For each chunk of rows: logits = h W^T; their loss and, in place, their gradient g; then dh = g W and dW += g^T h, both
+summed in fp32. Forward leaves the two gradients behind, and backward multiplies them by the upstream gradient. Memory
+is one chunk of logits and dW, instead of several times [tokens x vocab]; the products are the same ones that separate
+forward and backward passes would take, so time is too. Fused losses by chunks: Hsu et al. 2024, Liger-Kernel,
+arXiv:2410.10989, section 3.2; Wijmans et al. 2024, arXiv:2411.09009, go on to keep even a chunk on the chip.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from zeroshard.kernels import liger
+from zeroshard.kernels.checks import check_device, check_floating
+from zeroshard.kernels.cross_entropy import (
+    Reduction,
+    check_loss_options,
+    check_target_range,
+    cross_entropy_reference,
+    losses_and_gradient,
+    mean_scale,
+    split_scale,
+)
+from zeroshard.kernels.dispatch import Choice, choose
+from zeroshard.kernels.launch import accumulator_dtype, opaque
+
+CHUNK_BYTES = 2**29  # of logits at once: large products, and a small share of what all logits would take
+ROW_MULTIPLE = 128  # rows of a chunk: a tile of a matrix product
+VOCAB_MULTIPLE = 64  # a row of logits starts at a multiple of this many: aligned loads for any vocabulary
+
+# ---------------------------------------------------------------------------------------------------- reference
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """`linear_cross_entropy` in PyTorch, all logits at once."""
+    logits = F.linear(hidden, weight)
+    return cross_entropy_reference(logits, targets, ignore_index, label_smoothing, z_loss, reduction)
+
+
+# ---------------------------------------------------------------------------------------------------- launchers
+# The kernels are those of `zeroshard.kernels.cross_entropy`; the products are cuBLAS's.
+
+
+def rows_at_once(num_rows: int, vocab: int, itemsize: int) -> int:
+    """Rows of a chunk: chunks of one size, of at most about `CHUNK_BYTES` of logits."""
+    most = max(1, CHUNK_BYTES // (vocab * itemsize))
+    num_chunks = max(1, -(-num_rows // most))
+    return -(-num_rows // num_chunks // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+@opaque("linear_cross_entropy", "losses", "d_hidden", "d_weight")
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    losses: Tensor,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    chunk_rows: int,
+) -> None:
+    """hidden, d_hidden [rows, width]; weight [vocab, width]; targets, losses [rows]; d_weight [vocab, width] wide."""
+    num_rows, vocab = hidden.shape[0], weight.shape[0]
+    if num_rows == 0 and d_weight is not None:
+        d_weight.zero_()
+    padded_vocab = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    buffer = torch.empty(min(chunk_rows, num_rows), padded_vocab, dtype=hidden.dtype, device=hidden.device)
+    for start in range(0, num_rows, chunk_rows):
+        chunk = slice(start, min(start + chunk_rows, num_rows))
+        h = hidden[chunk]
+        logits = buffer[: h.shape[0], :vocab]
+        torch.mm(h, weight.t(), out=logits)
+        grad = logits if d_hidden is not None or d_weight is not None else None
+        options = (ignore_index, label_smoothing, z_loss)
+        losses_and_gradient(logits, targets[chunk], losses[chunk], None, grad, scale, *options)
+        if d_hidden is not None:
+            wide = torch.empty(h.shape, dtype=losses.dtype, device=h.device)
+            _product(logits, weight, wide, add=False)
+            d_hidden[chunk].copy_(wide)
+        if d_weight is not None:
+            _product(logits.t(), h, d_weight, add=start > 0)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+    """out = a @ b, or out += a @ b, with nothing rounded to less than ``out``'s dtype on the way."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=int(add), out=out)
+    elif a.device.type == "cuda":
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(add), out=out)
+    else:  # only CUDA's product has an output wider than its inputs
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(add), out=out)
+
+
+# ----------------------------------------------------------------------------------------------------- autograd
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
+        reduction: Reduction,
+        chunk_rows: int,
+    ) -> Tensor:
+        rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten().contiguous()
+        dtype = accumulator_dtype(hidden.dtype)
+        scale = mean_scale(targets, ignore_index, reduction, dtype)
+        losses = torch.empty(rows.shape[0], dtype=dtype, device=hidden.device)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.empty(rows.shape, dtype=hidden.dtype, device=hidden.device) if needs_hidden else None
+        d_weight = torch.empty(weight.shape, dtype=dtype, device=hidden.device) if needs_weight else None
+        options = (ignore_index, label_smoothing, z_loss, chunk_rows)
+        at_once, later = split_scale(scale, hidden.dtype)
+        _forward(rows, weight, targets, at_once, losses, d_hidden, d_weight, *options)
+        ctx.save_for_backward(d_hidden, d_weight, later)
+        ctx.shape, ctx.weight_dtype = hidden.shape, weight.dtype
+        return losses.sum() * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> Any:
+        d_hidden, d_weight, later = ctx.saved_tensors
+        if later is not None:
+            d_loss = d_loss * later
+        if d_hidden is not None:  # in d_loss's dtype: a narrow one would round the factor, or not hold it
+            d_hidden = (d_hidden.to(d_loss.dtype) * d_loss).to(d_hidden.dtype).view(ctx.shape)
+        if d_weight is not None:
+            scaled = torch.empty(d_weight.shape, dtype=ctx.weight_dtype, device=d_weight.device)
+            d_weight = torch.mul(d_weight, d_loss, out=scaled)
+        return d_hidden, d_weight, None, None, None, None, None, None
+
+
+# ------------------------------------------------------------------------------------------------------- public
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "mean",
+    chunk_rows: int | None = None,
+    check_targets: bool = True,
+    kernels: Choice | None = None,
+) -> Tensor:
+    """`cross_entropy` of the logits ``hidden @ weight.T``, which our kernels never hold all at once.
+
+    Where a gradient is wanted it is computed with the loss, in forward; `backward` may run again.
+
+    Args:
+        hidden: [..., width], fp16, bf16, fp32 or fp64; under `torch.autocast` the two are cast to its dtype.
+        weight: [vocab, width], hidden's dtype: that of an `nn.Linear` without bias.
+        targets: [...], int64.
+        ignore_index: the target that does not count.
+        label_smoothing: as in `cross_entropy`.
+        z_loss: as in `cross_entropy`.
+        reduction: ``"mean"`` over the targets that count (NaN without any), or ``"sum"``.
+        chunk_rows: rows whose logits exist at once, >= 1; None: as many as take about half a GiB.
+        check_targets: as in `cross_entropy`.
+        kernels: who computes it; see `zeroshard.kernels.use_kernels`.
+
+    Returns:
+        0-dim, fp32 (fp64 for fp64 hidden states).
+
+    Raises:
+        ValueError: an argument that does not fit, by its name.
+
+    Source: Hsu et al. 2024, arXiv:2410.10989.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):  # as for any other product of matrices
+        narrow = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(narrow), weight.to(narrow)
+    _check(hidden, weight, targets, chunk_rows)
+    check_loss_options(targets, hidden.shape[:-1], ignore_index, label_smoothing, z_loss, reduction)
+    if check_targets:
+        check_target_range(targets, weight.shape[0], ignore_index)
+    options = (ignore_index, label_smoothing, z_loss, reduction)
+    backend = choose("linear_cross_entropy", hidden.device, kernels)
+    if backend == "reference":
+        return linear_cross_entropy_reference(hidden, weight, targets, *options)
+    if backend == "liger":
+        return liger.linear_cross_entropy(hidden, weight, targets, *options)
+    num_rows = hidden.numel() // hidden.shape[-1]
+    rows = chunk_rows or rows_at_once(num_rows, weight.shape[0], hidden.element_size())
+    options = (ignore_index, float(label_smoothing), float(z_loss), reduction)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, *options, max(1, rows))
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int | None) -> None:
+    check_floating("hidden", hidden)
+    if hidden.ndim == 0 or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden: shape {tuple(hidden.shape)} has no width; give [..., width]")
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(f"weight: shape {tuple(weight.shape)} is not [vocab, {hidden.shape[-1]}]")
+    if weight.dtype != hidden.dtype:
+        raise ValueError(f"weight: {weight.dtype} is not hidden's {hidden.dtype}; cast one of them")
+    check_device("weight", weight, "hidden", hidden)
+    check_device("targets", targets, "hidden", hidden)
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows: {chunk_rows} is below 1")

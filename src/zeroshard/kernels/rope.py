@@ -1,0 +1,220 @@
+"""Rotary positions on queries and keys together: one launch, in place if wanted.
+
+    (a, b) -> (a cos - b sin, b cos + a sin)        for each pair (a, b) = (x_i, x_(i + D / 2)) of a head
+
+The gradient is the same turn by the opposite angle. RoFormer, Su et al. 2021, arXiv:2104.09864; the pairs are those of
+Hugging Face's LLaMA. A program takes one position and turns all its heads by the angles that it has loaded once.
+
+Shape legend: B batch, H query heads, K key heads, T sequence, D width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+
+from zeroshard.kernels import liger
+from zeroshard.kernels.checks import check_device, check_floating
+from zeroshard.kernels.dispatch import Choice, choose
+from zeroshard.kernels.launch import accumulator, jit, next_power_of_2, opaque, tl
+
+# ---------------------------------------------------------------------------------------------------- reference
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + D / 2) of a head by its position's angle: [B, H, T, D] -> [B, H, T, D].
+
+    The products are taken in the wider of the two dtypes, the result has ``x``'s.
+    """
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------ kernels
+
+
+@jit
+def _turn(
+    x_ptr, y_ptr, cos, sin, pairs, x_head, x_last, y_head, y_last, HEADS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    for start in range(0, HEADS, BLOCK_HEADS):
+        heads = (start + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
+        mask = (heads < HEADS)[:, None] & (pairs < HALF)[None, :]
+        x_ptrs = x_ptr + heads[:, None] * x_head + pairs[None, :] * x_last
+        y_ptrs = y_ptr + heads[:, None] * y_head + pairs[None, :] * y_last
+        first = tl.load(x_ptrs, mask=mask, other=0.0).to(ACC)
+        second = tl.load(x_ptrs + HALF * x_last, mask=mask, other=0.0).to(ACC)
+        dtype = y_ptr.dtype.element_ty
+        tl.store(y_ptrs, (first * cos[None, :] - second * sin[None, :]).to(dtype), mask=mask)
+        tl.store(y_ptrs + HALF * y_last, (second * cos[None, :] + first * sin[None, :]).to(dtype), mask=mask)
+
+
+@jit
+def _rope_kernel(
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, num_positions, cos_stride, sin_stride, q_batch, q_head,
+    q_position, q_last, k_batch, k_head, k_position, k_last, q_out_batch, q_out_head, q_out_position, q_out_last,
+    k_out_batch, k_out_head, k_out_position, k_out_last, BACK: tl.constexpr, Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr, HALF: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    batch = (tl.program_id(0) // num_positions).to(tl.int64)
+    position = (tl.program_id(0) % num_positions).to(tl.int64)
+    pairs = tl.arange(0, BLOCK)
+    cos = tl.load(cos_ptr + position * cos_stride + pairs, mask=pairs < HALF, other=0.0).to(ACC)
+    sin = tl.load(sin_ptr + position * sin_stride + pairs, mask=pairs < HALF, other=0.0).to(ACC)
+    if BACK:
+        sin = -sin
+    q_ptr += batch * q_batch + position * q_position
+    q_out_ptr += batch * q_out_batch + position * q_out_position
+    _turn(q_ptr, q_out_ptr, cos, sin, pairs, q_head, q_last, q_out_head, q_out_last, Q_HEADS, HALF, Q_BLOCK, ACC)
+    k_ptr += batch * k_batch + position * k_position
+    k_out_ptr += batch * k_out_batch + position * k_out_position
+    _turn(k_ptr, k_out_ptr, cos, sin, pairs, k_head, k_last, k_out_head, k_out_last, K_HEADS, HALF, K_BLOCK, ACC)
+
+
+# ---------------------------------------------------------------------------------------------------- launchers
+
+
+@opaque("rope", "q_out", "k_out")
+def _rope(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
+    """q, q_out [B, H, T, D], k, k_out [B, K, T, D], any strides, an output perhaps its input; cos, sin [T, D / 2]."""
+    num_batch, q_heads, num_positions, width = q.shape
+    if q.numel() + k.numel() == 0:
+        return
+    block = next_power_of_2(width // 2)
+    q_block, k_block = (min(next_power_of_2(max(1, n)), max(1, 2048 // block)) for n in (q_heads, k.shape[1]))
+    _rope_kernel[(num_batch * num_positions,)](
+        q,
+        k,
+        q_out,
+        k_out,
+        cos,
+        sin,
+        num_positions,
+        cos.stride(0),
+        sin.stride(0),
+        *q.stride(),
+        *k.stride(),
+        *q_out.stride(),
+        *k_out.stride(),
+        BACK=back,
+        Q_HEADS=q_heads,
+        K_HEADS=k.shape[1],
+        HALF=width // 2,
+        Q_BLOCK=q_block,
+        K_BLOCK=k_block,
+        BLOCK=block,
+        ACC=accumulator(q.dtype),
+        num_warps=max(1, min(4, q_block * block // 256)),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- autograd
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
+        cos, sin = _angles(cos), _angles(sin)
+        q_out, k_out = (q, k) if inplace else (torch.empty_like(q), torch.empty_like(k))
+        _rope(q, k, q_out, k_out, cos, sin, False)
+        if inplace:
+            for x in (q, k):
+                increment_version(x)  # whoever kept it for their own backward is told
+        ctx.save_for_backward(cos, sin)
+        ctx.inplace = inplace
+        return q_out, k_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        inplace = ctx.inplace and not any(_overlaps(x) for x in (dq, dk)) and dq.data_ptr() != dk.data_ptr()
+        dq_out, dk_out = (dq, dk) if inplace else (torch.empty_like(dq), torch.empty_like(dk))
+        _rope(dq, dk, dq_out, dk_out, cos, sin, True)
+        return dq_out, dk_out, None, None, None
+
+
+def _angles(table: Tensor) -> Tensor:
+    return table if table.stride(-1) == 1 else table.contiguous()
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements of ``x`` share memory, as an expanded tensor's do."""
+    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------- public
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    inplace: bool = False,
+    kernels: Choice | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Turn each pair (i, i + D / 2) of every head of ``q`` and ``k`` by its position's angle.
+
+    Args:
+        q: queries [B, H, T, D], fp16, bf16, fp32 or fp64, any strides, D even.
+        k: keys [B, K, T, D], q's dtype.
+        cos: of the angles [T, D / 2], floating.
+        sin: of the angles [T, D / 2], floating.
+        inplace: our kernels may write over ``q`` and ``k``, and in backward over the gradients of what is returned.
+            Use the returned tensors from then on, each in one place that makes a gradient of its own, as attention
+            does; autograd raises where the old values were kept. Not for a leaf, and not for what selective
+            checkpointing (`torch.utils.checkpoint`) keeps for its second run: there nobody raises.
+        kernels: who computes it; see `zeroshard.kernels.use_kernels`.
+
+    Returns:
+        The turned queries and keys, in their own dtype; the products are taken in fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: an argument that does not fit, by its name.
+
+    Source: Su et al. 2021, arXiv:2104.09864.
+    """
+    _check(q, k, cos, sin)
+    backend = choose("rope", q.device, kernels)
+    if backend == "reference":
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+    if backend == "liger":
+        return liger.rope(q, k, cos, sin)
+    inplace = inplace and not torch.compiler.is_compiling()  # there the compiler decides what lies where
+    if inplace:
+        for name, x in (("q", q), ("k", k)):
+            if x.is_leaf and x.requires_grad:
+                raise ValueError(f"{name}: a leaf that requires a gradient cannot be written over; leave inplace out")
+            if _overlaps(x):
+                raise ValueError(f"{name}: elements of it share memory (strides {x.stride()}); leave inplace out")
+        if q.data_ptr() == k.data_ptr() and q.numel():
+            raise ValueError("k: it lies where q does, and would be turned twice; leave inplace out")
+    return _Rope.apply(q, k, cos, sin, inplace)
+
+
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    for name, x in (("q", q), ("k", k)):
+        check_floating(name, x)
+        if x.ndim != 4:
+            raise ValueError(f"{name}: shape {tuple(x.shape)} is not [batch, heads, positions, width of a head]")
+    if q.shape[-1] == 0 or q.shape[-1] % 2:
+        raise ValueError(f"q: a head of width {q.shape[-1]} has no pairs; give an even width")
+    if (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
+        raise ValueError(f"k: shape {tuple(k.shape)} differs from q's {tuple(q.shape)} in more than the heads")
+    if k.dtype != q.dtype:
+        raise ValueError(f"k: {k.dtype} is not q's {q.dtype}; cast one of them")
+    check_device("k", k, "q", q)
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_floating(name, table)
+        if table.shape != (q.shape[2], q.shape[3] // 2):
+            raise ValueError(f"{name}: shape {tuple(table.shape)} is not [{q.shape[2]}, {q.shape[3] // 2}]")
+        check_device(name, table, "q", q)

@@ -1,0 +1,321 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from zeroshard.kernels import AdamWOptions, adamw
+from zeroshard.kernels.adamw import BLOCK, Pieces, adamw_reference, round_stochastically
+
+OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+NUMELS = (1, 5, BLOCK, BLOCK + 1, 127)  # less than a block, a whole one, one and a tail
+# A unit of fp32 in each of m, v and the update; the kernel's hyper-parameters are fp32, the reference's are double.
+UPDATE = 1e-4
+
+
+@pytest.fixture
+def draw(random):
+    """`draw(numels, dtype=...)`: parameters, gradients, m and v; v is positive."""
+
+    def make(numels=NUMELS, dtype=torch.float32, grad_dtype=None, state_dtype=None):
+        return (
+            [random(n, dtype=dtype) for n in numels],
+            [random(n, dtype=grad_dtype or dtype) for n in numels],
+            [random(n, dtype=state_dtype or dtype) / 8 for n in numels],
+            [random(n, dtype=state_dtype or dtype).square() for n in numels],
+        )
+
+    return make
+
+
+def copied(state):
+    return tuple([tensor.clone() for tensor in column] for column in state)
+
+
+def in_fp64(state, step, options, scale=1.0):
+    """The formula of the module's docstring, in float64."""
+    made = []
+    for p, g, m, v in zip(*([x.double() for x in column] for column in state), strict=True):
+        g = g * scale
+        m = options.beta1 * m + (1 - options.beta1) * g
+        v = options.beta2 * v + (1 - options.beta2) * g * g
+        p = p * (1 - options.lr * options.weight_decay)
+        root = v.sqrt() / math.sqrt(1 - options.beta2**step) + options.eps
+        made.append((p - options.lr / (1 - options.beta1**step) * m / root, m, v))
+    return [list(column) for column in zip(*made, strict=True)]
+
+
+def assert_updated(state, before, step, options, scale=1.0):
+    """params, m and v are those of the formula: a share `UPDATE` of the update itself, and their own rounding."""
+    wanted = in_fp64(before, step, options, scale)
+    for got, exact, old in zip((state[0], state[2], state[3]), wanted, (before[0], before[2], before[3]), strict=True):
+        for one, other, start in zip(got, exact, old, strict=True):
+            eps = torch.finfo(one.dtype).eps
+            bound = UPDATE * (other - start.double()).abs() + 2 * eps * (other.abs() + start.double().abs())
+            assert ((one.double() - other).abs() <= bound + 1e-12).all()
+
+
+@pytest.mark.parametrize("step", [1, 2, 1000])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_an_update_is_the_formula_s(step, weight_decay, triton, draw):
+    options = AdamWOptions(1e-2, 0.9, 0.95, 1e-8, weight_decay)
+    for kernels in ("reference", triton):
+        state = draw()
+        before = copied(state)
+        assert adamw(*state, step=step, options=options, kernels=kernels) is None
+        assert_updated(state, before, step, options)
+        assert all(torch.equal(*pair) for pair in zip(state[1], before[1], strict=True))  # gradients stay
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_parameters(dtype, triton, draw):
+    state = draw((5, 300), dtype)
+    before = copied(state)
+    adamw(*state, step=3, options=OPTIONS, kernels=triton)
+    assert_updated(state, before, 3, OPTIONS)
+
+
+def test_fp32_masters_with_16_bit_gradients_and_states(triton, draw):
+    state = draw((5, 300), grad_dtype=torch.bfloat16, state_dtype=torch.bfloat16)
+    before = copied(state)
+    adamw(*state, step=3, options=OPTIONS, kernels=triton)
+    assert_updated(state, before, 3, OPTIONS)
+
+
+def test_the_kernel_takes_the_steps_of_torch_s_fused_one(triton, draw):
+    """Its operations in its order, fp32 hyper-parameters: the same bits. The interpreter rounds twice in an fma."""
+    step, state = 7, draw((300,))
+    p, g, m, v = (column[0].clone().cpu().numpy().astype(np.float64) for column in state)
+    adamw(*state, step=step, options=OPTIONS, kernels=triton)
+    lr, beta1, beta2, eps, decay = (
+        float(np.float32(x)) for x in (OPTIONS.lr, OPTIONS.beta1, OPTIONS.beta2, OPTIONS.eps, OPTIONS.weight_decay)
+    )
+
+    def once(x):  # round to fp32; a product of two fp32 numbers is exact in fp64
+        return np.float32(x).astype(np.float64)
+
+    def fma(a, b, c):
+        return once((a * b if state[0][0].is_cuda else once(a * b)) + c)
+
+    p = fma(-once(lr * decay), p, p)
+    square = once(g * g)
+    m = fma(beta1, m, fma(-beta1, g, g))
+    v = fma(beta2, v, fma(-beta2, square, square))
+    size = once(lr / once(1 - once(np.float32(beta1) ** np.float32(step))))
+    root = once(np.sqrt(once(1 - once(np.float32(beta2) ** np.float32(step)))))
+    p = once(p - once(once(size * m) / once(once(once(np.sqrt(v)) / root) + eps)))
+    for got, wanted in zip((state[0][0], state[2][0], state[3][0]), (p, m, v), strict=True):
+        assert np.array_equal(got.cpu().numpy(), wanted.astype(np.float32))
+
+
+@pytest.mark.gpu
+def test_the_bits_of_torch_s_fused_kernel(triton, draw):
+    state = draw()
+    params, grads = [torch.nn.Parameter(p.clone()) for p in state[0]], state[1]
+    theirs = torch.optim.AdamW(params, 1e-2, (0.9, 0.95), 1e-8, 0.1, fused=True)
+    for m, v in zip(*state[2:], strict=True):
+        m.zero_()
+        v.zero_()
+    for step in range(1, 4):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        theirs.step()
+        adamw(*state, step=step, options=OPTIONS, kernels=triton)
+        for param, p, m, v in zip(params, state[0], *state[2:], strict=True):
+            assert torch.equal(theirs.state[param]["exp_avg"], m)
+            assert torch.equal(theirs.state[param]["exp_avg_sq"], v)
+            torch.testing.assert_close(param.detach(), p, rtol=0, atol=2e-7)  # the power in the correction
+
+
+def test_the_reference_has_the_bits_of_torch_s(draw):
+    state = draw()
+    params = [torch.nn.Parameter(p.clone()) for p in state[0]]
+    theirs = torch.optim.AdamW(params, 1e-2, (0.9, 0.95), 1e-8, 0.1, foreach=False)
+    for m, v in zip(*state[2:], strict=True):
+        m.zero_()
+        v.zero_()
+    for step in range(1, 4):
+        for param, grad in zip(params, state[1], strict=True):
+            param.grad = grad * step
+        theirs.step()
+        adamw(state[0], [g * step for g in state[1]], *state[2:], step=step, options=OPTIONS, kernels="reference")
+    for param, p in zip(params, state[0], strict=True):
+        assert torch.equal(param.detach(), p)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_gradients_are_scaled_as_they_are_read(kernels, triton, draw, device):
+    plain, scaled = (lambda s: (s, copied(s)))(draw())
+    scale = torch.tensor(0.37, device=device)
+    adamw(*scaled, step=2, options=OPTIONS, grad_scale=scale, kernels=kernels)
+    adamw(plain[0], [g * scale for g in plain[1]], *plain[2:], step=2, options=OPTIONS, kernels=kernels)
+    for index in (0, 2, 3):
+        assert all(torch.equal(*pair) for pair in zip(plain[index], scaled[index], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_copies_are_written_beside_their_masters(kernels, dtype, triton, draw):
+    state = draw()
+    copies = [torch.full_like(p, float("nan"), dtype=dtype) for p in state[0]]
+    adamw(*state, step=2, options=OPTIONS, copies=copies, kernels=kernels)
+    unit = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 0.0}[dtype]  # as in exactness.ROUNDING
+    for master, copy in zip(state[0], copies, strict=True):
+        assert ((copy.float() - master).abs() <= unit * master.abs() + 1e-7 * (dtype == torch.float16)).all()
+
+
+def test_each_parameter_has_its_own_number_of_steps(triton, draw):
+    together, apart = (lambda s: (s, copied(s)))(draw((5, 6, 7)))
+    adamw(*together, step=[1, 50, 3], options=OPTIONS, kernels=triton)
+    for index, step in enumerate((1, 50, 3)):
+        adamw(*(column[index] for column in apart), step=step, options=OPTIONS, kernels=triton)
+    for one, other in zip(together, apart, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_tables_follow_tensors_that_move_or_change_their_number(triton, draw):
+    pieces = Pieces()
+    for numels in ((5, 6), (5, 6), (6, 5), (2048 + 3, 1, 1), (1,)):
+        kept, fresh = (lambda s: (s, copied(s)))(draw(numels))
+        adamw(*kept, step=2, options=OPTIONS, pieces=pieces, kernels=triton)
+        adamw(*fresh, step=2, options=OPTIONS, kernels=triton)
+        assert all(torch.equal(*pair) for pair in zip(kept[0], fresh[0], strict=True))
+
+
+def test_pieces_that_start_anywhere_and_what_lies_between_them(triton, random, device):
+    """Views into one buffer at odd offsets: neighbours stay as they are."""
+    flats = [random(64).abs() for _ in range(4)]
+    before = [flat.clone() for flat in flats]
+    cuts = [slice(1, 18), slice(19, 20), slice(37, 63)]
+    views = [[flat[cut] for cut in cuts] for flat in flats]
+    expected = [[view.clone() for view in column] for column in views]
+    adamw(*views, step=2, options=OPTIONS, kernels=triton)
+    adamw(*expected, step=2, options=OPTIONS, kernels=triton)
+    for flat, old, column, wanted in zip(flats, before, views, expected, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(column, wanted, strict=True))
+        for gap in (0, 18, 20, 36, 63):
+            assert flat[gap] == old[gap]
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_empty_tensors_and_no_tensors(kernels, triton, device):
+    adamw([], [], [], [], step=1, options=OPTIONS, kernels=kernels)
+    empty = torch.zeros(0, device=device)
+    adamw(*([empty, torch.ones(1, device=device)] for _ in range(4)), step=1, options=OPTIONS, kernels=kernels)
+    adamw(empty, empty, empty, empty, step=1, options=OPTIONS, kernels=kernels)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_spoils_its_own_element_alone(bad, triton, draw):
+    clean, state = (lambda s: (s, copied(s)))(draw((70,)))
+    state[1][0][3] = bad
+    adamw(*clean, step=2, options=OPTIONS, kernels=triton)
+    adamw(*state, step=2, options=OPTIONS, kernels=triton)
+    assert state[0][0][3].isnan()
+    others = torch.arange(70, device=state[0][0].device) != 3
+    assert torch.equal(state[0][0][others], clean[0][0][others])
+
+
+# ------------------------------------------------------------------------------------------- stochastic rounding
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_rounding_is_right_in_the_mean_and_the_same_for_a_seed(kernels, triton, device):
+    """No gradient and a decay of 2^-10: the new value lies a quarter of the way between two bf16 numbers."""
+    options = AdamWOptions(lr=1.0, weight_decay=2.0**-10, eps=1.0)
+    numel = 20_000
+
+    def rounded(seed):
+        zeros = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+        param = torch.ones(numel, dtype=torch.bfloat16, device=device)
+        adamw(param, zeros, zeros.clone(), zeros.clone(), step=1, options=options, rounding_seed=seed, kernels=kernels)
+        return param.float()
+
+    down = 1 - 2.0**-8  # bf16 below 1
+    one = rounded(1)
+    assert set(one.unique().tolist()) == {down, 1.0}
+    share = (one == down).double().mean().item()
+    assert abs(share - 0.25) < 5 * math.sqrt(0.25 * 0.75 / numel)
+    assert torch.equal(one, rounded(1))
+    assert not torch.equal(one, rounded(2))
+    neighbours = ((one[1:] == down) & (one[:-1] == down)).double().mean().item()
+    assert abs(neighbours - 0.0625) < 0.01  # elements are independent
+
+
+def test_rounding_differs_from_piece_to_piece(triton, device):
+    options = AdamWOptions(lr=1.0, weight_decay=2.0**-10, eps=1.0)
+    columns = [[torch.full((500,), x, dtype=torch.bfloat16, device=device) for _ in range(2)] for x in (1, 0, 0, 0)]
+    adamw(*columns, step=1, options=options, rounding_seed=5, kernels=triton)
+    assert not torch.equal(*columns[0])
+
+
+def test_copies_are_rounded_and_masters_are_not(triton, draw):
+    state = draw((3000,))
+    plain = copied(state)
+    copies = [torch.empty_like(state[0][0], dtype=torch.bfloat16)]
+    adamw(*state, step=2, options=OPTIONS, copies=copies, rounding_seed=9, kernels=triton)
+    adamw(*plain, step=2, options=OPTIONS, kernels=triton)
+    assert torch.equal(state[0][0], plain[0][0])
+    error = (copies[0].float() - state[0][0]) / state[0][0].abs()
+    assert error.abs().max() <= 2.0**-7
+    assert (error > 0).any()
+    assert (error < 0).any()
+    assert abs(error.mean()) < 2e-4  # truncation would leave -2e-3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1.0, 0.0, -0.0])
+def test_what_bf16_holds_stays(value):
+    wide = torch.full((100,), value)
+    torch.testing.assert_close(round_stochastically(wide, 3), wide.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+# ----------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"params": torch.zeros(4).long()}, "params: torch.int64 is not served"),
+        ({"params": torch.zeros(8)[::2]}, "params: strides"),
+        ({"params": [torch.zeros(4), torch.zeros(4).half()]}, "params: torch.float16 beside torch.float32"),
+        ({"grads": torch.zeros(5)}, r"grads: shape \(5,\) is not its parameter's"),
+        ({"grads": [torch.zeros(4)] * 2}, "grads: 2 tensors for 1 parameters"),
+        ({"exp_avgs": torch.zeros(4, device="meta")}, "exp_avgs: on meta"),
+        ({"exp_avg_sqs": torch.zeros(2, 2)}, "exp_avg_sqs: shape"),
+        ({"copies": torch.zeros(5).bfloat16()}, "copies: shape"),
+        ({"step": 0}, "step: 0 is below 1"),
+        ({"step": [1, 2]}, "step: 2 counts for 1 parameters"),
+        ({"grad_scale": torch.ones(2)}, "grad_scale: torch.float32 of shape"),
+        ({"grad_scale": torch.ones(()).double()}, "grad_scale: torch.float64"),
+        ({"grad_scale": torch.ones((), device="meta")}, "grad_scale: on meta"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_a_wrong_argument_is_named(wrong, message, kernels):
+    given = {name: torch.zeros(4) for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}
+    given |= {"step": 1, "options": OPTIONS} | wrong
+    if isinstance(given["params"], list):
+        given |= {name: [torch.zeros(4)] * 2 for name in ("grads", "exp_avgs", "exp_avg_sqs")}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        adamw(**given, kernels=kernels)
+
+
+def test_fp64_is_refused_where_triton_was_asked_for(triton):
+    columns = [torch.ones(4, dtype=torch.float64) for _ in range(4)]
+    with pytest.raises(ValueError, match=r"^params: torch.float64 is not served by triton"):
+        adamw(*columns, step=1, options=OPTIONS, kernels=triton)
+    wanted = [c.clone() for c in columns]
+    adamw(*columns, step=1, options=OPTIONS)
+    adamw_reference(*wanted, 1, OPTIONS)
+    assert torch.equal(columns[0], wanted[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", -1.0), ("lr", math.nan), ("eps", math.inf), ("weight_decay", -0.1), ("beta1", 1.0), ("beta2", -0.5)],
+)
+def test_a_hyper_parameter_outside_its_range_is_named(name, value):
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        AdamWOptions(**{"lr": 1e-3, name: value})

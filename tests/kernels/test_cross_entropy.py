@@ -1,0 +1,245 @@
+from functools import partial
+
+import pytest
+import torch
+
+from exactness import assert_near, assert_same_bits, run
+from zeroshard.kernels import cross_entropy
+from zeroshard.kernels.cross_entropy import BLOCK, cross_entropy_reference
+
+# All tail, whole blocks and a tail, whole blocks alone.
+SHAPES = [(1, 1), (3, 7), (33, 7), (5, 257), (2, 50257), (1, 2 * BLOCK)]
+OPTIONS = [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.2, "z_loss": 1e-2, "reduction": "sum"}]
+
+
+def draw_targets(shape, vocab, device, ignored=()):
+    targets = torch.randint(vocab, shape, generator=torch.Generator().manual_seed(3))
+    targets.flatten()[list(ignored)] = -100
+    return targets.to(device)
+
+
+def exact(logits, targets, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, reduction="mean"):
+    """The formula of the module's docstring, in float64 and row by row."""
+    total, count = torch.zeros((), dtype=torch.float64, device=logits.device), 0
+    for row, target in zip(logits.reshape(-1, logits.shape[-1]), targets.flatten().tolist(), strict=True):
+        if target == ignore_index:
+            total = total + 0.0 * row.nan_to_num(0, 0, 0).sum()
+            continue
+        lse = row.logsumexp(0)
+        loss = lse - (1 - label_smoothing) * row[target] + z_loss * lse**2
+        if label_smoothing:
+            loss = loss - label_smoothing * row.mean()
+        total, count = total + loss, count + 1
+    return total / count if reduction == "mean" and count else total
+
+
+def ours(logits, targets, inplace=False, **options):
+    # A product by 1, because a leaf cannot be written over.
+    return cross_entropy(logits * 1 if inplace else logits, targets, inplace=inplace, kernels="triton", **options)
+
+
+def compare(logits, targets, upstream=1.0, **options):
+    grad = [torch.full((), upstream, device=logits.device)]
+    wanted = run(partial(exact, targets=targets, **options), [logits.double()], grad)
+    for inplace in (False, True):
+        function = partial(ours, targets=targets, inplace=inplace, **options)
+        got = run(function, [logits], grad)
+        for name, one, other in zip(("loss", "d_logits"), got, wanted, strict=True):
+            terms = float(logits.shape[-1] == 1)  # with a vocabulary of 1 the loss is a difference of equals
+            assert_near(one, other, terms=terms, what=f"{tuple(logits.shape)} {logits.dtype} {options} {name}")
+        assert_same_bits(got, run(function, [logits], grad))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_loss_and_gradient_are_the_formula_s(shape, options, triton, random, device):
+    rows, vocab = shape
+    ignored = range(0, rows, 3) if rows > 1 else ()
+    compare(
+        random(*shape), draw_targets((rows,), vocab, device, ignored), upstream=0.5 if rows == 3 else 1.0, **options
+    )
+
+
+def test_a_vocabulary_of_128256(triton, random, device):
+    compare(random(1, 128256), draw_targets((1,), 128256, device))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype, triton, random, device):
+    compare(random(3, 257, dtype=dtype), draw_targets((3,), 257, device), upstream=0.25, z_loss=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(4097, 7), (127, 257), (127, 50257), (33, 128256)])
+def test_large_shapes(shape, dtype, triton, random, device):
+    compare(random(*shape, dtype=dtype), draw_targets(shape[:1], shape[1], device, [0]), label_smoothing=0.1)
+
+
+@pytest.mark.gpu
+def test_more_logits_than_a_32_bit_offset_can_name(triton, device):
+    logits = torch.zeros(2**31 // 50304 + 5, 50304, dtype=torch.bfloat16, device=device, requires_grad=True)
+    targets = torch.zeros(logits.shape[0], dtype=torch.int64, device=device)
+    loss = ours(logits, targets, inplace=True, reduction="sum")
+    loss.backward()
+    expected = torch.full((50304,), 1 / 50304, dtype=torch.float64)
+    expected[0] -= 1
+    assert_near(logits.grad[-1], expected)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_leading_shapes_and_strides(inplace, triton, random, device):
+    wide = random(2, 3, 40)
+    for logits in (wide[..., :33], wide[:, :1, :], wide.transpose(0, 1)) + (
+        () if inplace else (wide.mT, wide[..., ::2])
+    ):
+        targets = draw_targets(logits.shape[:-1], logits.shape[-1], device, [1])
+        wanted = run(partial(exact, targets=targets), [logits.double()])
+        for one, other in zip(run(partial(ours, targets=targets), [logits]), wanted, strict=True):
+            assert_near(one, other)
+
+
+def test_without_rows(triton, device):
+    logits, targets = torch.zeros(0, 7, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+    for kernels in ("reference", triton):
+        assert cross_entropy(logits, targets, kernels=kernels).isnan()
+        assert cross_entropy(logits, targets, reduction="sum", kernels=kernels) == 0
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_all_masked_is_nan_with_no_gradient(inplace, triton, random, device):
+    targets = torch.full((3,), -100, device=device)
+    loss, grad = run(partial(ours, targets=targets, inplace=inplace), [random(3, 9)])
+    assert loss.isnan()
+    assert torch.equal(grad, torch.zeros_like(grad))
+    reference = run(partial(cross_entropy, targets=targets, kernels="reference"), [random(3, 9)])
+    assert_same_bits([loss, grad], reference)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities in the interpreter
+@pytest.mark.parametrize("vocab", [9, BLOCK + 9])
+def test_extreme_values(vocab, triton, random, device):
+    targets = torch.tensor([0, 1, 2], device=device)
+    compare(random(3, vocab).sign() * 1e4, targets)
+    compare(random(3, vocab) - 1e4, targets)
+    masked = random(3, vocab)
+    masked[:, 3 : vocab - 3] = float("-inf")  # whole blocks of them
+    masked[:, 0] = float("-inf")
+    masked[0, 0] = 2.0
+    compare(masked, targets)
+    nothing = torch.full((1, vocab), float("-inf"), device=device)
+    assert ours(nothing, targets[:1]).isnan()
+    above = torch.full((1, vocab), float("inf"), device=device)
+    assert ours(above, targets[:1]).isnan()
+
+
+def test_gradcheck_in_float64(triton, random, device):
+    targets = draw_targets((3,), 5, device, [1])
+    logits = random(3, 5, dtype=torch.float64).requires_grad_()
+    function = partial(ours, targets=targets, label_smoothing=0.1, z_loss=0.1)
+    assert torch.autograd.gradcheck(function, [logits])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_reference_is_the_formula_and_torch_s(options, random, device):
+    logits, targets = random(2, 4, 33), draw_targets((2, 4), 33, device, [2])
+    got = run(partial(cross_entropy_reference, targets=targets, **options), [logits.double()])
+    wanted = run(partial(exact, targets=targets, **options), [logits.double()])
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_in_place_means_that_the_gradient_lies_where_the_logits_were(triton, random, device):
+    logits = random(3, 33).requires_grad_() * 1
+    grads = []
+    logits.register_hook(grads.append)
+    loss = cross_entropy(logits, draw_targets((3,), 33, device), inplace=True, kernels=triton)
+    loss.backward()
+    assert grads[0].data_ptr() == logits.data_ptr()
+
+
+def test_in_place_is_refused_where_it_would_be_wrong(triton, random, device):
+    targets = draw_targets((3,), 33, device)
+    leaf = random(3, 33).requires_grad_()
+    with pytest.raises(ValueError, match=r"^logits: a leaf"):
+        cross_entropy(leaf, targets, inplace=True, kernels=triton)
+    with pytest.raises(ValueError, match=r"^logits: strides"):
+        cross_entropy((leaf * 1).mT.contiguous().mT, targets, inplace=True, kernels=triton)
+    logits = leaf * 1
+    kept = logits.exp()  # autograd keeps the result, and not the logits
+    loss = cross_entropy(logits, targets, inplace=True, kernels=triton)
+    (loss + kept.sum()).backward()
+    logits = leaf * 1
+    kept = logits.square()  # autograd keeps the logits
+    loss = cross_entropy(logits, targets, inplace=True, kernels=triton)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss + kept.sum()).backward()
+    loss = cross_entropy(leaf * 1, targets, inplace=True, kernels=triton)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_without_a_gradient_nothing_is_written_over(triton, random, device):
+    logits = random(3, 33)
+    before = logits.clone()
+    cross_entropy(logits, draw_targets((3,), 33, device), inplace=True, kernels=triton)
+    with torch.no_grad():
+        cross_entropy(logits, draw_targets((3,), 33, device), inplace=True, kernels=triton)
+    assert torch.equal(logits, before)
+
+
+def test_backward_may_run_again_where_it_is_not_in_place(triton, random, device):
+    logits = random(3, 33).requires_grad_()
+    loss = ours(logits, draw_targets((3,), 33, device))
+    first = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(loss, logits)[0])
+
+
+@pytest.mark.parametrize("target", [-1, 33, 10**12])
+def test_a_target_outside_the_vocabulary_is_refused_or_not_a_number(target, triton, random, device):
+    targets = torch.tensor([1, target, 2], device=device)
+    for kernels in ("reference", triton):
+        with pytest.raises(ValueError, match=f"^targets: {target} is outside 0..32"):
+            cross_entropy(random(3, 33), targets, kernels=kernels)
+    for inplace in (False, True):
+        loss, grad = run(partial(ours, targets=targets, inplace=inplace, check_targets=False), [random(3, 33)])
+        assert loss.isnan()
+        assert grad[1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"logits": torch.zeros(2, 4, dtype=torch.int64)}, "logits: torch.int64 is not served"),
+        ({"logits": torch.zeros(2, 0)}, "logits: shape"),
+        ({"logits": torch.zeros(())}, "logits: shape"),
+        ({"targets": torch.zeros(2, dtype=torch.int32)}, "targets: torch.int32 is not int64"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets: shape \(3,\) is not \(2,\)"),
+        ({"targets": torch.zeros(2, dtype=torch.int64, device="meta")}, "targets: on meta"),
+        ({"ignore_index": 0.5}, "ignore_index: 0.5"),
+        ({"label_smoothing": 1.5}, "label_smoothing: 1.5"),
+        ({"z_loss": -1.0}, "z_loss: -1.0"),
+        ({"z_loss": float("nan")}, "z_loss: nan"),
+        ({"reduction": "none"}, "reduction: 'none' is unknown"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_a_wrong_argument_is_named(wrong, message, kernels):
+    given = {"logits": torch.zeros(2, 4), "targets": torch.zeros(2, dtype=torch.int64)} | wrong
+    with pytest.raises(ValueError, match=f"^{message}"):
+        cross_entropy(**given, kernels=kernels)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_without_a_break_in_the_graph(compiler, random, device):
+    targets = draw_targets((3,), 33, device)
+
+    def model(x):
+        return cross_entropy(x.sin(), targets, inplace=True, kernels="triton")
+
+    logits = random(3, 33)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for got, wanted in zip(run(compiled, [logits]), run(model, [logits]), strict=True):
+        assert_near(got, wanted.double())

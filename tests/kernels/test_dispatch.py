@@ -1,0 +1,141 @@
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from zeroshard.errors import UserError
+from zeroshard.kernels import CHOICES, OPERATIONS, LayerNorm, choose, describe, dispatch, layer_norm, use_kernels
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """`machine(triton=..., interpreted=..., liger=...)`: what is installed, as the dispatcher sees it."""
+
+    def have(triton=True, interpreted=False, liger=False):
+        monkeypatch.setattr(dispatch, "HAS_TRITON", triton)
+        monkeypatch.setattr(dispatch, "INTERPRETED", interpreted)
+        monkeypatch.setattr(dispatch, "_HAS_LIGER", liger)
+        dispatch._say_once.cache_clear()
+
+    have()
+    return have
+
+
+def test_auto_is_triton_on_a_gpu_and_the_reference_elsewhere(machine):
+    for operation in OPERATIONS:
+        assert choose(operation, CUDA, "auto") == "triton"
+        assert choose(operation, CPU, "auto") == "reference"
+    machine(triton=False)
+    assert choose("rope", CUDA, "auto") == "reference"
+    machine(interpreted=True)
+    assert choose("rope", CPU, "auto") == "reference"  # an environment variable alone changes nothing
+
+
+def test_what_auto_falls_back_to_is_said_once(machine, caplog):
+    caplog.set_level(logging.INFO, "zeroshard.kernels")
+    for _ in range(3):
+        choose("rope", CPU, "auto")
+    assert [record.message for record in caplog.records] == ["kernels: no CUDA device; PyTorch's own operations serve"]
+    caplog.clear()
+    machine(triton=False)
+    for _ in range(3):
+        choose("rope", CUDA, "auto")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "Triton is not installed" in record.message
+
+
+@pytest.mark.parametrize(
+    ("have", "kernels", "device", "message"),
+    [
+        ({"triton": False}, "triton", CUDA, "kernels: triton was asked for and is not installed"),
+        ({}, "triton", CPU, "kernels: triton was asked for and the tensors are on cpu"),
+        ({"interpreted": True}, "triton", torch.device("meta"), "kernels: triton was asked for and the tensors are"),
+        ({}, "liger", CUDA, "kernels: liger was asked for and is not installed"),
+        ({"liger": True}, "liger", CPU, "kernels: liger was asked for and the tensors are on cpu"),
+        ({}, "cuda", CPU, "kernels: 'cuda' is unknown; choose auto, reference, triton, liger"),
+    ],
+)
+def test_what_was_asked_for_by_name_is_never_replaced(have, kernels, device, message, machine):
+    machine(**have)
+    with pytest.raises(ValueError, match=f"^{message}") as caught:
+        choose("layer_norm", device, kernels)
+    assert isinstance(caught.value, UserError)
+
+
+def test_what_was_asked_for_by_name_is_had(machine):
+    machine(interpreted=True, liger=True)
+    assert choose("layer_norm", CUDA, "triton") == choose("layer_norm", CPU, "triton") == "triton"
+    assert choose("layer_norm", CUDA, "reference") == "reference"
+    assert choose("layer_norm", CUDA, "liger") == "liger"
+    assert choose("adamw", CUDA, "liger") == "triton"  # Liger-Kernel has no optimizer
+    assert choose("sum_of_squares", CUDA, "liger") == "triton"
+
+
+def test_the_block_chooses_for_calls_that_do_not(machine):
+    machine(interpreted=True)
+    assert choose("rope", CPU) == "reference"
+    with use_kernels("triton"):
+        assert choose("rope", CPU) == "triton"
+        assert choose("rope", CPU, "reference") == "reference"
+        with use_kernels("reference"):
+            assert choose("rope", CPU) == "reference"
+        assert choose("rope", CPU) == "triton"
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(choose("rope", CPU)))
+        thread.start()
+        thread.join()
+        assert seen == ["reference"]  # the block is this thread's
+    assert choose("rope", CPU) == "reference"
+    with pytest.raises(RuntimeError, match="inside"), use_kernels("triton"):
+        raise RuntimeError("inside")
+    assert choose("rope", CPU) == "reference"
+    with pytest.raises(ValueError, match="'fast' is unknown"), use_kernels("fast"):
+        pass
+
+
+def test_operations_and_modules_ask_the_dispatcher(machine, random):
+    machine(triton=False)
+    x = random(2, 4).cpu()
+    for call in (lambda k: layer_norm(x, kernels=k), lambda k: LayerNorm(4, kernels=k)(x)):
+        assert call("reference").shape == call("auto").shape == x.shape
+        with pytest.raises(ValueError, match="triton was asked for and is not installed"):
+            call("triton")
+
+
+def test_who_serves_is_told_by_name(machine):
+    assert describe(CUDA, "auto", ("layer_norm", "adamw")) == {"LayerNorm": "triton", "AdamW": "triton"}
+    assert set(describe(CPU).values()) == {"reference"}
+    assert len(describe(CPU)) == len(OPERATIONS)
+    assert CHOICES == ("auto", "reference", "triton", "liger")
+
+
+def test_without_triton_everything_imports_and_the_reference_serves():
+    """In a process of its own, in which `import triton` fails."""
+    program = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(name)
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name.startswith("triton") else find(name, *rest)
+sys.meta_path.insert(0, Absent())
+import torch
+from zeroshard import kernels
+x = torch.randn(3, 8, requires_grad=True)
+kernels.cross_entropy(kernels.rms_norm(x), torch.zeros(3, dtype=torch.int64)).backward()
+assert x.grad is not None and "triton" not in sys.modules
+try:
+    kernels.rms_norm(x, kernels="triton")
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("kernels: triton was asked for and is not installed")

@@ -1,0 +1,214 @@
+from functools import partial
+
+import pytest
+import torch
+
+from exactness import ROUNDING, assert_near, assert_same_bits, run
+from zeroshard.kernels import cross_entropy, linear_cross_entropy
+from zeroshard.kernels.cross_entropy import cross_entropy_reference
+from zeroshard.kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy_reference, rows_at_once
+
+
+def draw_targets(shape, vocab, device, ignored=()):
+    targets = torch.randint(vocab, shape, generator=torch.Generator().manual_seed(3))
+    targets.flatten()[list(ignored)] = -100
+    return targets.to(device)
+
+
+def exact(hidden, weight, targets, **options):
+    options.pop("chunk_rows", None)
+    return cross_entropy_reference(hidden @ weight.T, targets, **options)
+
+
+def ours(hidden, weight, targets, **options):
+    return linear_cross_entropy(hidden, weight, targets, kernels="triton", **options)
+
+
+def compare(hidden, weight, targets, upstream=1.0, slack=1.0, **options):
+    grad = [torch.full((), upstream, device=hidden.device)]
+    wanted = run(partial(exact, targets=targets, **options), [hidden.double(), weight.double()], grad)
+    function = partial(ours, targets=targets, **options)
+    got = run(function, [hidden, weight], grad)
+    for name, one, other in zip(("loss", "d_hidden", "d_weight"), got, wanted, strict=True):
+        assert_near(one, other, slack=slack, terms=1e-3, what=f"{options} {name}")
+    assert_same_bits(got, run(function, [hidden, weight], grad))
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 2, 3, 5, 6, None])
+@pytest.mark.parametrize("vocab", [1, 7, 257])
+def test_loss_and_gradients_are_the_formula_s_in_any_number_of_chunks(chunk_rows, vocab, triton, random, device):
+    targets = draw_targets((5,), vocab, device, [2])
+    compare(random(5, 12), random(vocab, 12), targets, upstream=0.5, chunk_rows=chunk_rows)
+
+
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"reduction": "sum", "z_loss": 1e-2, "ignore_index": 4}]
+)
+def test_options(options, triton, random, device):
+    compare(random(2, 3, 12), random(33, 12), draw_targets((2, 3), 33, device), chunk_rows=4, **options)
+
+
+@pytest.mark.parametrize("vocab", [50257, 8192 + 64])
+def test_large_vocabularies(vocab, triton, random, device):
+    # A product of so few rows adds its 50,257 terms one after the other: 6e-5 off, as PyTorch's own fp32 loss is.
+    compare(random(2, 4), random(vocab, 4), draw_targets((2,), vocab, device), slack=64, chunk_rows=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_the_logits_and_their_gradient_once(dtype, triton, random, device):
+    hidden, weight = random(6, 32, dtype=dtype), random(40, 32, dtype=dtype) / 8
+    targets = draw_targets((6,), 40, device, [1])
+    got = run(partial(ours, targets=targets, chunk_rows=4), [hidden, weight])
+    logits = (hidden @ weight.T).double().requires_grad_()
+    loss = cross_entropy_reference(logits, targets)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert_near(got[0], loss.detach())
+    # The gradient of the logits is rounded to the half dtype, a unit of each term, before it is multiplied.
+    for one, left, right in ((got[1], grad, weight.double()), (got[2], grad.T, hidden.double())):
+        wanted, terms = left @ right, left.abs() @ right.abs()
+        assert ((one.double() - wanted).abs() <= ROUNDING[dtype] * (wanted.abs() + terms)).all()
+
+
+@pytest.mark.parametrize("operation", ["projected", "in place"])
+def test_a_scaled_loss_keeps_small_gradients_in_fp16(operation, triton, random, device):
+    """Probabilities of 2e-5, a mean over 64 rows, a loss scale of 2^16: 3e-7 has two bits in fp16, 0.02 has eleven."""
+    targets = torch.zeros(64, dtype=torch.int64, device=device)
+    logits = torch.zeros(64, 16, dtype=torch.float16, device=device)
+    logits[:, 1:] = -11.0 + random(64, 15).half() / 8
+    if operation == "in place":
+        (got,) = run(lambda x: cross_entropy(x * 1, targets, inplace=True, kernels=triton) * 2.0**16, [logits])[1:]
+    else:
+        weight = torch.eye(16, dtype=torch.float16, device=device)
+        got = run(lambda x: ours(x, weight, targets) * 2.0**16, [logits])[1]
+    (wanted,) = run(lambda x: cross_entropy_reference(x, targets) * 2.0**16, [logits.double()])[1:]
+    assert_near(got, wanted, slack=2)
+
+
+def test_the_upstream_gradient_is_not_rounded(triton, random, device):
+    hidden, weight = random(4, 8, dtype=torch.bfloat16), random(9, 8, dtype=torch.bfloat16)
+    targets = draw_targets((4,), 9, device)
+    plain = run(partial(ours, targets=targets), [hidden, weight])[1]
+    third = run(lambda h, w: ours(h, w, targets) / 3, [hidden, weight])[1]
+    assert_near(third, plain.double() / 3)
+
+
+def test_the_weight_s_gradient_is_summed_in_fp32(triton, device):
+    """One large and many small addends: in bf16 the small ones would each be lost."""
+    hidden = torch.ones(65, 1, dtype=torch.bfloat16, device=device)
+    hidden[1:] *= 2.0**-8
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, device=device)
+    targets = torch.zeros(65, dtype=torch.int64, device=device)
+    d_weight = run(partial(ours, targets=targets, chunk_rows=1, reduction="sum"), [hidden, weight])[2]
+    assert d_weight[0, 0] == -0.625  # (1 + 64 / 256) / 2, each row's probability being a half
+
+
+@pytest.mark.gpu
+def test_large_shapes(triton, random, device):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    hidden, weight = random(4097, 64), random(50257, 64) / 8
+    compare(hidden, weight, draw_targets((4097,), 50257, device, [1]), slack=8, chunk_rows=1000)
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_a_chunk_and_not_the_logits(triton, device):
+    hidden = torch.zeros(16384, 768, dtype=torch.bfloat16, device=device, requires_grad=True)
+    weight = torch.zeros(50304, 768, dtype=torch.bfloat16, device=device, requires_grad=True)
+    targets = torch.zeros(16384, dtype=torch.int64, device=device)
+    peaks = []
+    for kernels in ("reference", "triton"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_cross_entropy(hidden, weight, targets, kernels=kernels).backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        hidden.grad = weight.grad = None
+    assert peaks[1] <= 0.15 * peaks[0]
+
+
+@pytest.mark.parametrize("ours_alone", ["hidden", "weight"])
+def test_one_gradient_alone_and_a_second_backward(ours_alone, triton, random, device):
+    targets = draw_targets((5,), 33, device)
+    hidden = random(5, 12).requires_grad_(ours_alone == "hidden")
+    weight = random(33, 12).requires_grad_(ours_alone == "weight")
+    wanted = hidden if ours_alone == "hidden" else weight
+    loss = ours(hidden, weight, targets)
+    first = torch.autograd.grad(loss * 2, wanted, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(loss * 2, wanted)[0])
+
+
+def test_no_rows_and_all_masked(triton, random, device):
+    weight = random(33, 12)
+    for hidden, targets in (
+        (random(0, 12), torch.zeros(0, dtype=torch.int64, device=device)),
+        (random(5, 12), torch.full((5,), -100, device=device)),
+    ):
+        loss, d_hidden, d_weight = run(partial(ours, targets=targets), [hidden, weight])
+        assert loss.isnan()
+        assert not d_hidden.any()
+        assert not d_weight.any()
+
+
+def test_without_a_gradient_only_the_loss_is_computed(triton, random, device, monkeypatch):
+    hidden, weight, targets = random(5, 12), random(33, 12), draw_targets((5,), 33, device)
+    monkeypatch.setattr(torch, "addmm", None)
+    assert_near(ours(hidden, weight, targets), exact(hidden.double(), weight.double(), targets))
+
+
+def test_gradcheck_in_float64(triton, random, device):
+    inputs = [random(3, 4, dtype=torch.float64).requires_grad_(), random(5, 4, dtype=torch.float64).requires_grad_()]
+    targets = draw_targets((3,), 5, device)
+    assert torch.autograd.gradcheck(partial(ours, targets=targets, chunk_rows=2, z_loss=0.1), inputs)
+
+
+def test_the_reference_is_a_linear_layer_and_torch_s_loss(random, device):
+    hidden, weight, targets = random(2, 3, 12), random(33, 12), draw_targets((2, 3), 33, device, [1])
+
+    def separate(hidden, weight):
+        logits = torch.nn.functional.linear(hidden, weight)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    got = run(partial(linear_cross_entropy_reference, targets=targets), [hidden, weight])
+    assert_same_bits(got, run(separate, [hidden, weight]))
+
+
+def test_chunks_are_of_one_size_and_small():
+    for num_rows, vocab in ((16384, 50304), (16384, 128256), (1, 7), (300, 10**9)):
+        rows = rows_at_once(num_rows, vocab, 2)
+        assert rows % 128 == 0
+        assert rows * vocab * 2 <= CHUNK_BYTES + 128 * vocab * 2
+    assert rows_at_once(16384, 50304, 2) == 4096
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"hidden": torch.zeros(2, 4).int()}, "hidden: torch.int32 is not served"),
+        ({"hidden": torch.zeros(2, 0)}, "hidden: shape"),
+        ({"weight": torch.zeros(7, 5)}, r"weight: shape \(7, 5\) is not \[vocab, 4\]"),
+        ({"weight": torch.zeros(7, 4).half()}, "weight: torch.float16 is not hidden's"),
+        ({"weight": torch.zeros(7, 4, device="meta")}, "weight: on meta"),
+        ({"targets": torch.zeros(3).long()}, r"targets: shape \(3,\)"),
+        ({"targets": torch.full((2,), 7)}, r"targets: 7 is outside 0\.\.6"),
+        ({"targets": torch.zeros(2, device="meta").long()}, "targets: on meta"),
+        ({"chunk_rows": 0}, "chunk_rows: 0 is below 1"),
+        ({"reduction": "none"}, "reduction: 'none'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_a_wrong_argument_is_named(wrong, message, kernels):
+    given = {"hidden": torch.zeros(2, 4), "weight": torch.zeros(7, 4), "targets": torch.zeros(2).long()} | wrong
+    with pytest.raises(ValueError, match=f"^{message}"):
+        linear_cross_entropy(**given, kernels=kernels)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_without_a_break_in_the_graph(compiler, random, device):
+    targets = draw_targets((3,), 33, device)
+
+    def model(hidden, weight):
+        return linear_cross_entropy(hidden.sin(), weight, targets, kernels="triton")
+
+    inputs = [random(3, 12), random(33, 12)]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for got, wanted in zip(run(compiled, inputs), run(model, inputs), strict=True):
+        assert_near(got, wanted.double())

@@ -1,0 +1,149 @@
+import pytest
+import torch
+
+from exactness import assert_near, assert_same_bits, run
+from zeroshard.kernels import rope
+
+
+def tables(num_positions, width, device, dtype=torch.float32):
+    angles = torch.outer(torch.arange(num_positions), 0.7 ** torch.arange(width // 2)).to(device, torch.float64)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def exact(q, k, cos, sin):
+    """Each pair as a complex number, times another."""
+
+    def turn(x):
+        half = x.shape[-1] // 2
+        turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos, sin)
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    return turn(q), turn(k)
+
+
+def compare(q, k, random, dtype=torch.float32):
+    cos, sin = tables(q.shape[2], q.shape[3], q.device, dtype)
+    grads = [random(*q.shape, dtype=q.dtype), random(*k.shape, dtype=k.dtype)]
+    wanted = run(lambda q, k: exact(q, k, cos.double(), sin.double()), [q.double(), k.double()], grads)
+    for inplace in (False, True):
+        ours = lambda q, k, inplace=inplace: rope(  # noqa: E731
+            q * 1, k * 1, cos, sin, inplace=inplace, kernels="triton"
+        )
+        got = run(ours, [q, k], [g.clone() for g in grads])
+        for name, one, other in zip(("q", "k", "dq", "dk"), got, wanted, strict=True):
+            assert_near(one, other, what=f"{name} {inplace}")
+        assert_same_bits(got, run(ours, [q, k], [g.clone() for g in grads]))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1, 2), (2, 3, 1, 5, 6), (1, 5, 2, 3, 64), (1, 40, 40, 2, 128), (2, 2, 2, 0, 8), (0, 1, 1, 3, 8)]
+)
+def test_values_and_gradients_are_the_formula_s(shape, triton, random):
+    B, H, K, T, D = shape
+    compare(random(B, H, T, D), random(B, K, T, D), random)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype, triton, random):
+    tables_in = torch.float64 if dtype == torch.float64 else torch.float32
+    compare(random(2, 3, 5, 8, dtype=dtype), random(2, 1, 5, 8, dtype=dtype), random, tables_in)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_shapes(dtype, triton, random):
+    compare(random(3, 127, 32, 128, dtype=dtype).transpose(1, 2), random(3, 8, 127, 128, dtype=dtype), random)
+
+
+def test_strided_heads(triton, random, device):
+    qkv = random(2, 5, 7, 12)  # [B, T, heads of q, k and v, D], as one projection gives them
+    q, k = qkv[:, :, :4].transpose(1, 2), qkv[:, :, 4:6].transpose(1, 2)
+    compare(q, k, random)
+    compare(random(2, 3, 5, 24)[..., ::2], random(2, 12, 5, 3).transpose(1, 3), random)
+    cos, sin = tables(5, 12, device)
+    q_out, k_out = rope(q, k, cos.mT.contiguous().mT, sin, kernels=triton)
+    for one, other in zip((q_out, k_out), exact(q.double(), k.double(), cos.double(), sin.double()), strict=True):
+        assert_near(one, other)
+    assert q_out.stride() == torch.empty_like(q).stride()
+
+
+def test_in_place_writes_forward_and_backward_over_what_came(triton, random, device):
+    q, k = random(1, 2, 3, 8).requires_grad_() * 1, random(1, 1, 3, 8).requires_grad_() * 1
+    cos, sin = tables(3, 8, device)
+    before = q.data_ptr(), k.data_ptr()
+    turned = rope(q, k, cos, sin, inplace=True, kernels=triton)
+    assert (turned[0].data_ptr(), turned[1].data_ptr()) == before
+    grads = [random(1, 2, 3, 8), random(1, 1, 3, 8)]
+    back = torch.autograd.grad(turned, [q, k], grads)
+    assert [g.data_ptr() for g in back] == [g.data_ptr() for g in grads]
+
+
+def test_one_gradient_for_both_is_not_turned_twice(triton, random, device):
+    q, k = random(1, 2, 3, 8), random(1, 2, 3, 8)
+    cos, sin = tables(3, 8, device)
+
+    def loss(function, q, k):
+        turned = function(q * 1, k * 1)
+        return (turned[0] + turned[1]).square().sum()
+
+    got = run(lambda q, k: loss(lambda *x: rope(*x, cos, sin, inplace=True, kernels=triton), q, k), [q, k])
+    wanted = run(lambda q, k: loss(lambda *x: exact(*x, cos.double(), sin.double()), q, k), [q.double(), k.double()])
+    for one, other in zip(got, wanted, strict=True):
+        assert_near(one, other)
+
+
+def test_in_place_is_refused_where_it_would_be_wrong(triton, random, device):
+    cos, sin = tables(3, 8, device)
+    leaf = random(1, 2, 3, 8).requires_grad_()
+    with pytest.raises(ValueError, match=r"^q: a leaf"):
+        rope(leaf, leaf * 1, cos, sin, inplace=True, kernels=triton)
+    with pytest.raises(ValueError, match=r"^k: elements of it share memory"):
+        rope(leaf * 1, random(1, 1, 3, 8).expand(1, 2, 3, 8), cos, sin, inplace=True, kernels=triton)
+    q = leaf * 1
+    with pytest.raises(ValueError, match=r"^k: it lies where q does"):
+        rope(q, q, cos, sin, inplace=True, kernels=triton)
+    kept = q.square()
+    turned, _ = rope(q, leaf * 1, cos, sin, inplace=True, kernels=triton)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (turned.sum() + kept.sum()).backward()
+
+
+def test_gradcheck_in_float64(triton, random, device):
+    cos, sin = tables(2, 4, device, torch.float64)
+    inputs = [random(1, 1, 2, 4, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    assert torch.autograd.gradcheck(lambda q, k: rope(q, k, cos, sin, kernels=triton), inputs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"q": torch.zeros(1, 2, 3, 8).int()}, "q: torch.int32 is not served"),
+        ({"q": torch.zeros(2, 3, 8)}, "q: shape"),
+        ({"q": torch.zeros(1, 2, 3, 7)}, "q: a head of width 7"),
+        ({"k": torch.zeros(1, 2, 4, 8)}, "k: shape"),
+        ({"k": torch.zeros(1, 2, 3, 8).half()}, "k: torch.float16 is not q's"),
+        ({"k": torch.zeros(1, 2, 3, 8, device="meta")}, "k: on meta"),
+        ({"cos": torch.zeros(3, 8)}, r"cos: shape \(3, 8\) is not \[3, 4\]"),
+        ({"sin": torch.zeros(3, 4).int()}, "sin: torch.int32 is not served"),
+        ({"sin": torch.zeros(3, 4, device="meta")}, "sin: on meta"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_a_wrong_argument_is_named(wrong, message, kernels):
+    given = {"q": torch.zeros(1, 2, 3, 8), "k": torch.zeros(1, 2, 3, 8), "cos": torch.ones(3, 4)}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        rope(**given | {"sin": torch.zeros(3, 4)} | wrong, kernels=kernels)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_without_a_break_in_the_graph(compiler, random, device):
+    cos, sin = tables(3, 8, device)
+
+    def model(q, k):
+        return rope(q.sin(), k.cos(), cos, sin, inplace=True, kernels="triton")
+
+    inputs = [random(1, 2, 3, 8), random(1, 1, 3, 8)]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for got, wanted in zip(run(compiled, inputs), run(model, inputs), strict=True):
+        assert_near(got, wanted.double())

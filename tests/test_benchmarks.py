@@ -1,0 +1,46 @@
+"""The programs that measure kernels run to their end without a GPU too, and say that they then measure nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zeroshard.kernels.launch import INTERPRETED
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+
+
+def _run(name, *args):
+    command = [sys.executable, BENCHMARKS / name, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_kernels_measures_each_mode_of_each_contestant(tmp_path):
+    shown = _run(
+        "kernels.py", "--operations", "rms_norm", "adamw", "--dtypes", "float32", "--json", tmp_path / "k.json"
+    )
+    assert "toy sizes, no claims" in shown
+    rows = json.loads((tmp_path / "k.json").read_text())["rows"]
+    seen = {(row["operation"], row["mode"], row["contestant"]) for row in rows}
+    modes = ("forward", "backward", "both")
+    assert seen == {("rms_norm", mode, who) for mode in modes for who in ("eager", "triton")} | {
+        ("adamw", "forward", who) for who in ("eager", "fused", "triton")
+    }
+    assert all(row["seconds"] > 0 for row in rows)
+    assert "no target applies" in _run("kernel_targets.py", tmp_path / "k.json")
+
+
+def test_train_gpu_compares_losses_step_by_step(tmp_path):
+    shown = _run("train_gpu.py", "--contestants", "eager", "kernels", "whole", "--json", tmp_path / "t.json")
+    assert "a toy model, no claims" in shown
+    results = json.loads((tmp_path / "t.json").read_text())["results"]
+    assert [result["contestant"] for result in results] == ["eager", "kernels", "whole"]
+    for result in results:
+        assert result["losses"] == pytest.approx(results[0]["losses"], rel=1e-2)
