@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -104,15 +105,16 @@ def test_help_shows_what_the_file_has_set(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--sed", "1"]])
-def test_help_and_a_typing_mistake_import_no_torch_and_answer_in_half_a_second(argv):
+def test_help_and_a_typing_mistake_import_no_torch_and_compute_for_half_a_second_at_most(argv):
     code = f"import sys; from zeroshard.cli import main; main({argv}); sys.exit('torch' in sys.modules)"
-    times = []
-    for _ in range(3):  # the machine may be busy once
-        began = time.perf_counter()
+    cpu_s = []
+    for _ in range(3):  # caches may be cold once
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-        times.append(time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0
-    assert min(times) < 0.5
+    assert min(cpu_s) < 0.5
 
 
 def test_flags_reach_the_run(trained):

@@ -25,7 +25,12 @@ DIALS = [
 
 
 def _train(comm, stage, checkpointed, zero_kwargs):
-    overrides = {"n_layer": 3, "n_head": 2, "n_embd": WIDTH, "activation_checkpointing": checkpointed}
+    overrides = {
+        "n_layer": 3,
+        "n_head": 2,
+        "n_embd": WIDTH,
+        "activation_checkpointing": "full" if checkpointed else "none",
+    }
     model = build_model("gpt2-demo", vocab_size=VOCAB, seq_len=SEQ_LEN, overrides=overrides)
     zero = Zero(model, stage=stage, comm=comm, **zero_kwargs)
     optim = zero.optimizer(torch.optim.AdamW, lr=1e-2)
