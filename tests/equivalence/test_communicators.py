@@ -17,14 +17,14 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 BF16_ALL_THE_WAY = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 # (activation checkpointing, what Zero is given)
 DIALS = [
-    (False, {"accumulate": "local", "prefetch": 1}),
-    (True, {"accumulate": "sharded", "prefetch": 2}),
-    (True, {"accumulate": "local", "prefetch": 0, "precision": BF16}),
-    (False, {"accumulate": "sharded", "prefetch": 5, "precision": BF16_ALL_THE_WAY}),
+    ("none", {"accumulate": "local", "prefetch": 1}),
+    ("full", {"accumulate": "sharded", "prefetch": 2}),
+    ("every:2", {"accumulate": "local", "prefetch": 0, "precision": BF16}),
+    ("selective", {"accumulate": "sharded", "prefetch": 5, "precision": BF16_ALL_THE_WAY}),
 ]
 
 
-def _train(comm, stage, checkpointed, zero_kwargs):
+def _train(comm, stage, checkpointing, zero_kwargs):
     overrides = {
         "n_layer": 3,
         "n_head": 2,
