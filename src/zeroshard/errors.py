@@ -16,7 +16,8 @@ class ExitStatus(IntEnum):
     STORAGE = 5
     NOT_FINITE = 6  # not finite or diverged
     INTERRUPTED = 130  # Ctrl-C
-    TERMINATED = 143  # SIGTERM
+    PREEMPTED = 138  # SIGUSR1, after a saved checkpoint
+    TERMINATED = 143  # SIGTERM, after a saved checkpoint
 
 
 class UserError(ValueError):

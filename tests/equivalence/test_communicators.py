@@ -29,7 +29,7 @@ def _train(comm, stage, checkpointing, zero_kwargs):
         "n_layer": 3,
         "n_head": 2,
         "n_embd": WIDTH,
-        "activation_checkpointing": "full" if checkpointed else "none",
+        "activation_checkpointing": checkpointing,
     }
     model = build_model("gpt2-demo", vocab_size=VOCAB, seq_len=SEQ_LEN, overrides=overrides)
     zero = Zero(model, stage=stage, comm=comm, **zero_kwargs)

@@ -1,6 +1,8 @@
 import gc
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,8 +154,28 @@ def test_a_wish_to_stop_on_one_rank_stops_all_after_that_step_with_a_checkpoint(
     assert _events(config.out, "end")[0]["status"] == "terminated"
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_it_spoils_the_weights(built_run, capsys):
-    run = built_run(eval_interval=0)
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, ExitStatus.TERMINATED), (signal.SIGUSR1, ExitStatus.PREEMPTED)]
+)
+def test_a_signal_is_noted_saved_for_and_told_by_the_status(tiny_config, monkeypatch, number, status):
+    config = tiny_config(eval_interval=0)
+    take_step = loop.take_step
+
+    def signalled(run, step, stop_wanted):
+        if step == 2:
+            os.kill(os.getpid(), number)
+        return take_step(run, step, stop_wanted)
+
+    monkeypatch.setattr(loop, "take_step", signalled)
+    before = signal.getsignal(number)
+    assert run_training(config) == status
+    assert signal.getsignal(number) == before
+    assert checkpoint.latest(Path(config.out) / "checkpoints").name == "step-00000003"
+    assert _events(config.out, "end")[0]["status"] == status.name.lower()
+
+
+def test_too_many_steps_that_are_not_finite_stop_the_run_with_its_weights_as_they_were(built_run, capsys):
+    run = built_run(eval_interval=0, optim={"max_not_finite": 2})
     before = {}
     forward = run.strategy.model.forward
     calls = 0
@@ -164,18 +186,20 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_spoils_the_weights(bu
         loss = forward(tokens_BT, targets_BT)
         if calls == 3:
             before.update(run.strategy.state_dict())
-            return loss * float("nan")
-        return loss
+        return loss * float("nan") if calls >= 3 else loss
 
     run.strategy.model.forward = explode
     assert train(run) == ExitStatus.NOT_FINITE
     after = run.strategy.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert [event["loss"] is None for event in _events(run.folder, "step")] == [False, False, True]
-    assert _events(run.folder, "end")[0]["step"] == 2
+    steps = _events(run.folder, "step")
+    assert [event["loss"] is None for event in steps] == [False, False, True, True]
+    assert [event["why_skipped"] for event in steps] == ["", "", "not finite", "not finite"]
+    assert _events(run.folder, "end")[0]["num_skipped"] == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith("error: step 3: loss nan")
+    assert lines[0].startswith("error: step 4: loss nan")
+    assert "first not finite was the output of the model (GPT2) on rank 0" in lines[0]
     assert checkpoint.latest(run.folder / "checkpoints") is None
 
 

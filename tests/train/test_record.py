@@ -80,6 +80,7 @@ def test_a_step_line_holds_every_fact_of_the_record(tmp_path):
         "memory_bytes": {"params": 8},
         "comm": {"all_gather": 4},
         "skipped": False,
+        "why_skipped": "",
         "num_skipped": 0,
         "loss_scale": None,
         "exposed_s": {"weights/forward": 0.75, "control": 2.0},

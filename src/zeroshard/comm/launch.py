@@ -93,13 +93,40 @@ def world_from_env(env: Mapping[str, str] | None = None) -> World | None:
     return World(rank, local_rank, world_size, addr, _number({"MASTER_PORT": port}, "MASTER_PORT"))
 
 
-def init_process_group(world: World, device: torch.device, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> dist.Store:
+def meet(world: World, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> dist.Store:
+    """The store at which the ranks of `world` meet, before they have a process group.
+
+    Args:
+        world: whose rank this is; its address where it has more than one.
+        timeout_s: how long this rank waits for what another one leaves there.
+    """
+    import torch.distributed as dist
+
+    if world.world_size == 1:
+        return dist.HashStore()
+    # under an elastic agent the store at this address may be the agent's, and rank 0 must not open another
+    agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        world.master_addr,
+        world.master_port,
+        world_size=world.world_size,
+        is_master=world.rank == 0 and not agent_has_it,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+    return dist.PrefixStore(f"zeroshard/{num_restarts()}", store)
+
+
+def init_process_group(
+    world: World, device: torch.device, timeout_s: float = COLLECTIVE_TIMEOUT_S, store: dist.Store | None = None
+) -> dist.Store:
     """Join the ranks of `world` as torch.distributed's default group, also where there is but one.
 
     Args:
         world: whose rank this is; its address where it has more than one.
         device: where the model lives. CUDA: NCCL for its tensors and gloo for the CPU's; else gloo.
         timeout_s: after which a collective that a peer never joined fails.
+        store: where the ranks have met; None: they do so now.
 
     Returns:
         The store at which the ranks have met.
@@ -107,30 +134,21 @@ def init_process_group(world: World, device: torch.device, timeout_s: float = CO
     import torch.distributed as dist
 
     on_cuda = device.type == "cuda"
-    timeout = timedelta(seconds=timeout_s)
-    if world.world_size == 1:
-        store: dist.Store = dist.HashStore()
-    else:
-        # under an elastic agent the store at this address is the agent's, and rank 0 must not open another
-        agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = dist.TCPStore(
-            world.master_addr,
-            world.master_port,
-            world_size=world.world_size,
-            is_master=world.rank == 0 and not agent_has_it,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
-        store = dist.PrefixStore(f"zeroshard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = store or meet(world, timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
         store=store,
         rank=world.rank,
         world_size=world.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout_s),
         device_id=device if on_cuda else None,
     )
     return store
+
+
+def num_restarts() -> int:
+    """How often an elastic agent has started this world anew; 0 without one."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def shutdown() -> None:

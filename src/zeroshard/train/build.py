@@ -21,6 +21,7 @@ from zeroshard import checkpoint
 from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.comm.launch import World, world_from_env
 from zeroshard.data import EvalBatches, TokenBatches, TokenDataset, require_enough
+from zeroshard.data.meta import DataMeta, read_meta
 from zeroshard.data.prepare import DataSpec, data_dir, prepare
 from zeroshard.errors import UserError
 from zeroshard.kernels import choose, describe
@@ -29,9 +30,10 @@ from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, LossScaler, decay_groups, learning_rate
 from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
-from zeroshard.train.agree import first_rank_does
+from zeroshard.train.agree import agree_on, first_rank_does, model_facts, start_facts
 from zeroshard.train.compiled import compile_blocks
 from zeroshard.train.config import DataConfig, ModelConfig, TrainConfig, dump_toml
+from zeroshard.train.guard import StepGuard
 from zeroshard.train.ranks import join
 from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
 from zeroshard.train.run import Run, Schedule, checkpoint_folder
@@ -52,7 +54,7 @@ def built(config: TrainConfig) -> Generator[Run]:
     check_model(config)
     describe(device, config.kernels)  # refuses what cannot be had
     with ExitStack() as stack:
-        comm = join(world, config.comm, config.strategy, device, stack)
+        comm = join(world, config.comm, config.strategy, device, stack, start_facts(config.model_dump()))
         run = build_run(config, comm, device)
         stack.callback(run.close)
         yield run
@@ -74,6 +76,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
     first_rank_does(comm, lambda: claim_folder(folder, resuming=config.resume != "none"))
     first_rank_does(comm, lambda: prepare(spec, tokens_folder))
 
+    agree_on(comm, data_facts(read_meta(tokens_folder)))
     train_tokens, val_tokens = (TokenDataset.open(tokens_folder, split) for split in ("train", "val"))
     rows_per_step = config.micro_batch_size * grad_accum_steps * comm.world_size
     require_enough(train_tokens, config.seq_len, rows_per_step)
@@ -82,6 +85,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
     observed = ObservedCommunicator(comm)
     model, strategy = _model_and_strategy(config, train_tokens.vocab_size, observed, device)
     scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
+    guard = StepGuard(config.optim.max_not_finite, config.optim.skip_spikes)
     first_step = 0
     if resume_from is not None:
         try:
@@ -89,6 +93,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
             first_step = int(saved["step"])
             if scaler is not None and saved.get("loss_scaler"):
                 scaler.load_state_dict(saved["loss_scaler"])
+            guard.load_state_dict(saved.get("guard") or guard.state_dict())
         except UserError:
             raise
         except ValueError as error:
@@ -126,6 +131,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
         peak_flops_per_s=_peak_flops_per_s(config.dtype, device),
         first_step=first_step,
         scaler=scaler,
+        guard=guard,
         config=config.model_dump(mode="json"),
         comm=observed,
         kernels=_kernels(config, model, strategy, device),
@@ -243,6 +249,12 @@ def claim_folder(folder: Path, *, resuming: bool) -> None:
         ) from None
 
 
+def data_facts(meta: DataMeta) -> dict[str, object]:
+    """What must be the same where every rank reads its own copy of the data."""
+    files = {f"data {shard.file}": shard.sha256 for split in meta.splits.values() for shard in split.shards}
+    return {"data vocab_size": meta.vocab_size, **files}
+
+
 def _describe(folder: Path, config: TrainConfig, tokens_folder: Path) -> None:
     (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
     kept = tokenizer_folder(folder)
@@ -262,6 +274,8 @@ def _model_and_strategy(
 
     def init(name: str, param: Tensor) -> None:
         model.init_parameter(name, param)
+
+    agree_on(comm, model_facts(model))
 
     def groups(module: nn.Module) -> list[dict[str, Any]]:
         return decay_groups(module.named_parameters(), config.weight_decay)

@@ -96,11 +96,26 @@ class DataConfig(_Config):
         return {SHORTHANDS["data"]: raw} if isinstance(raw, str) else raw
 
 
+class OptimConfig(_Config):
+    """Which steps are taken."""
+
+    max_not_finite: int = Field(
+        10, ge=1, description="Steps in a row whose loss or gradient is not finite that end the run; each is skipped."
+    )
+    skip_spikes: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Skip a step whose loss is this many standard deviations above the last ones; 0: never.",
+    )
+
+
 class TrainConfig(_Config):
     """One training run. After construction `out` is always filled in."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
 
     strategy: StrategyName = Field("zero2", description="How training state is spread over ranks.")
     shard_size: int = Field(
@@ -114,6 +129,9 @@ class TrainConfig(_Config):
     )
     nproc: int = Field(0, ge=0, description="Ranks to start here; 0: torchrun's or SLURM's, else 1.")
     port: int = Field(0, ge=0, le=65535, description="Port where --nproc ranks meet; 0: any free.")
+    max_restarts: int = Field(
+        0, ge=0, description="Times that --nproc ranks are started again after one was lost, from the last checkpoint."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
 
     seq_len: int = Field(128, ge=1, description="Tokens in a sequence.")

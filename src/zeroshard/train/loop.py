@@ -13,13 +13,10 @@ import gc
 import hashlib
 import signal
 import sys
-import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from time import perf_counter
-from types import FrameType
 from typing import Any
 
 import torch
@@ -31,9 +28,11 @@ from zeroshard.errors import ExitStatus
 from zeroshard.profiling.flops import model_flops_utilisation
 from zeroshard.train.build import built
 from zeroshard.train.config import TrainConfig
+from zeroshard.train.diagnose import first_not_finite
 from zeroshard.train.evaluate import evaluate
 from zeroshard.train.record import Observer, StepRecord
 from zeroshard.train.run import Run, checkpoint_folder
+from zeroshard.train.signals import stop_signals_noted
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class _Health:
     """What all ranks know of a step before they take it."""
 
     loss: float
-    stop: bool
+    stop: ExitStatus
 
 
 def run_training(config: TrainConfig) -> int:
@@ -51,7 +50,7 @@ def run_training(config: TrainConfig) -> int:
         UserError: something in the configuration cannot be had; on every rank.
         KeyboardInterrupt: passed on, with the log intact.
     """
-    with _sigterm_noted() as stop_wanted, built(config) as run:
+    with stop_signals_noted() as stop_wanted, built(config) as run:
         try:
             return int(train(run, stop_wanted))
         except OSError as error:
@@ -60,12 +59,13 @@ def run_training(config: TrainConfig) -> int:
             return int(ExitStatus.STORAGE)
 
 
-def train(run: Run, stop_wanted: Callable[[], bool] = lambda: False) -> ExitStatus:
-    """Train until ``max_steps``, the first number that is not finite, or until some rank wants to stop.
+def train(run: Run, stop_wanted: Callable[[], int] = lambda: False) -> ExitStatus:
+    """Train until ``max_steps``, too many steps in a row that are not finite, or until some rank wants to stop.
 
     Args:
         run: what to train.
-        stop_wanted: asked on each rank at each step; one yes stops all after that step, with a checkpoint.
+        stop_wanted: asked on each rank at each step; one yes stops all after that step, with a checkpoint. The answer
+            is the number of the signal that came, or True for any; 0 for none.
     """
     try:
         return _train(run, stop_wanted)
@@ -73,7 +73,7 @@ def train(run: Run, stop_wanted: Callable[[], bool] = lambda: False) -> ExitStat
         gc.unfreeze()
 
 
-def _train(run: Run, stop_wanted: Callable[[], bool]) -> ExitStatus:
+def _train(run: Run, stop_wanted: Callable[[], int]) -> ExitStatus:
     schedule, step = run.schedule, run.first_step
     status, saved_at = ExitStatus.OK, run.first_step
     val_loss: float | None = None
@@ -87,12 +87,11 @@ def _train(run: Run, stop_wanted: Callable[[], bool]) -> ExitStatus:
         if step == run.first_step:
             gc.freeze()  # what lives from here on is not searched for garbage again and again
         _tell(run, lambda observer, record=record: observer.on_step(record))
-        if not (isfinite(record.loss) and isfinite(record.grad_norm)) and not record.skipped:
+        if run.guard.given_up or (run.scaler and run.scaler.exhausted):
             _complain(run, record)
             status = ExitStatus.NOT_FINITE
             break
-        step, loss = step + 1, record.loss
-        status = ExitStatus.TERMINATED if stop else ExitStatus.OK
+        step, loss, status = step + 1, record.loss, stop
         at_end = step == schedule.max_steps
         if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
             val_loss, ema_val_loss = _evaluate(run, step)
@@ -106,6 +105,7 @@ def _train(run: Run, stop_wanted: Callable[[], bool]) -> ExitStatus:
         "val_loss": val_loss,
         **({} if run.strategy.ema is None else {"ema_val_loss": ema_val_loss}),
         "tokens": step * run.tokens_per_step,
+        "num_skipped": run.guard.num_skipped,
         "last_checkpoint_step": saved_at,
         "wall_s": perf_counter() - started,
     }
@@ -113,27 +113,27 @@ def _train(run: Run, stop_wanted: Callable[[], bool]) -> ExitStatus:
     return status
 
 
-def take_step(run: Run, step: int, stop_wanted: Callable[[], bool]) -> tuple[StepRecord, bool]:
-    """One optimizer step, number ``step`` from 0; the weights stay as they were where it is not finite.
+def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[StepRecord, ExitStatus]:
+    """One optimizer step, number ``step`` from 0; where `run.guard` says so, all ranks skip its update together.
 
-    In float16 that is an overflow: the step is skipped on all ranks together. Data go on, the learning rate does not:
-    it belongs to the steps that were taken.
+    Data go on then, the learning rate does not: it belongs to the steps that were taken.
 
     Returns:
-        The record, the same on every rank but for times and memory, and whether some rank wants to stop.
+        The record, the same on every rank but for times and memory, and the status to stop with: OK to go on.
     """
-    strategy, schedule, scaler = run.strategy, run.schedule, run.scaler
+    strategy, schedule, scaler, guard = run.strategy, run.schedule, run.scaler, run.guard
     start = perf_counter()
     torch.manual_seed(_step_seed(schedule.seed, step, strategy.comm.rank))
     loss_scale = scaler.scale if scaler else None
-    lr = run.learning_rate(step - (scaler.num_skipped if scaler else 0))
+    lr = run.learning_rate(step - guard.num_skipped)
     for group in strategy.optimizer.param_groups:
         group["lr"] = lr
     health = _agree(run, _backward(run, step), stop_wanted())
     finite = scaler.unscale_(strategy.optimizer) if scaler else True
     # The norm is wanted in every record; infinity as the limit measures and clips nothing.
     grad_norm = float(strategy.clip_grad_norm_(schedule.grad_clip or inf)) if finite else inf
-    if isfinite(health.loss) and isfinite(grad_norm):
+    verdict = guard.judge(health.loss, grad_norm, overflow=not finite)
+    if verdict == "taken":
         strategy.optimizer.step()
         if strategy.ema is not None:
             strategy.ema.update()
@@ -160,8 +160,9 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], bool]) -> tuple[Ste
         ),
         memory_bytes=memory_bytes,
         comm=traffic,
-        skipped=scaler is not None and not finite and not scaler.exhausted,
-        num_skipped=scaler.num_skipped if scaler else 0,
+        skipped=verdict != "taken",
+        why_skipped="" if verdict == "taken" else verdict,
+        num_skipped=guard.num_skipped,
         loss_scale=loss_scale,
         exposed_s=exposed_s,
     )
@@ -181,13 +182,17 @@ def _backward(run: Run, step: int) -> Tensor:
     return total / num_micro
 
 
-def _agree(run: Run, loss: Tensor, stop: bool) -> _Health:
-    """The mean loss over ranks, and whether any of them wants to stop: one message of 16 bytes."""
-    message = torch.stack([loss, torch.full_like(loss, stop)]).to(run.strategy.comm.control_device)
+def _agree(run: Run, loss: Tensor, stop: int) -> _Health:
+    """The mean loss over ranks, and whether any of them wants to stop and why: one message of 24 bytes."""
+    preempted = stop == signal.SIGUSR1
+    wishes = loss.new_tensor([float(preempted), float(bool(stop) and not preempted)])
+    message = torch.cat([loss.view(1), wishes]).to(run.strategy.comm.control_device)
     with scope(CONTROL):
         run.strategy.comm.all_reduce(message).wait()
-    mean_loss, num_stopping = (message / run.strategy.comm.world_size).tolist()
-    return _Health(mean_loss, num_stopping > 0)
+    mean_loss, num_preempted, num_terminated = (message / run.strategy.comm.world_size).tolist()
+    if num_terminated:
+        return _Health(mean_loss, ExitStatus.TERMINATED)
+    return _Health(mean_loss, ExitStatus.PREEMPTED if num_preempted else ExitStatus.OK)
 
 
 def _evaluate(run: Run, step: int) -> tuple[float, float | None]:
@@ -210,6 +215,7 @@ def _checkpoint(run: Run, step: int) -> None:
     extra = {"config": run.config or {}, "torch": torch.__version__}
     if run.scaler:
         extra["loss_scaler"] = run.scaler.state_dict()
+    extra["guard"] = run.guard.state_dict()
     checkpoint.save(path, run.strategy, step=step, extra=extra)
     _tell(run, lambda observer: observer.on_checkpoint(step, path))
 
@@ -243,28 +249,16 @@ def _tell(run: Run, call: Callable[[Observer], None]) -> None:
 
 
 def _complain(run: Run, record: StepRecord) -> None:
+    """Say on rank 0 why the run is given up, and which module was the first to go wrong; collective."""
+    step = record.step - 1
+    torch.manual_seed(_step_seed(run.schedule.seed, step, run.strategy.comm.rank))
+    origin = first_not_finite(run.strategy.model, run.strategy.comm, lambda: _backward(run, step))
+    run.strategy.optimizer.zero_grad()
     if run.strategy.comm.rank == 0:
+        scale = "" if record.loss_scale is None else f" at a loss scale of {record.loss_scale:g}"
         print(
-            f"error: step {record.step}: loss {record.loss} with gradient norm {record.grad_norm} is not finite"
-            f"{'' if record.loss_scale is None else f' at a loss scale of {record.loss_scale:g}'}; "
+            f"error: step {record.step}: loss {record.loss} with gradient norm {record.grad_norm} is not finite{scale},"
+            f" the last of {run.guard.num_skipped} skipped steps; first not finite was {origin}; "
             "lower lr, lengthen warmup_steps or set grad_clip, and resume from the last checkpoint",
             file=sys.stderr,
         )
-
-
-@contextmanager
-def _sigterm_noted() -> Generator[Callable[[], bool]]:
-    """Inside, SIGTERM does not end the process; the function that is handed out tells whether it came."""
-    noted = threading.Event()
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        noted.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield noted.is_set  # Python runs signal handlers in the main thread alone
-        return
-    before = signal.signal(signal.SIGTERM, note)
-    try:
-        yield noted.is_set
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import torch
+import torch.distributed as dist
 
 from zeroshard.comm import (
     Communicator,
@@ -13,14 +15,22 @@ from zeroshard.comm import (
     SharedMemoryCommunicator,
     TorchCommunicator,
 )
-from zeroshard.comm.launch import World, end_as_peer_lost, init_process_group, shutdown
+from zeroshard.comm.launch import World, end_as_peer_lost, init_process_group, meet, shutdown
 from zeroshard.comm.sentinel import SentinelCommunicator, StoreBoard
 from zeroshard.comm.shm import ranks_share_host
 from zeroshard.errors import UserError
 from zeroshard.parallel import NEEDS_GROUP, OVER_TORCH
+from zeroshard.train.agree import agree_at
 
 
-def join(world: World, wanted: str, strategy: str, device: torch.device, stack: ExitStack) -> Communicator:
+def join(
+    world: World,
+    wanted: str,
+    strategy: str,
+    device: torch.device,
+    stack: ExitStack,
+    facts: Mapping[str, object] | None = None,
+) -> Communicator:
     """This rank's communicator; ``stack`` closes it and leaves the world. Collective.
 
     Args:
@@ -29,16 +39,22 @@ def join(world: World, wanted: str, strategy: str, device: torch.device, stack: 
             host, else the ring. Strategies of PyTorch's own use `torch.distributed` whatever happens.
         strategy: the training strategy's name.
         device: this rank's.
+        stack: closes what is opened here.
+        facts: what every rank must have been started with.
 
     Raises:
-        UserError: ring or shared memory for tensors on a GPU; shared memory among several hosts.
+        UserError: some rank has other facts; ring or shared memory for tensors on a GPU; shared memory among several
+            hosts.
     """
     stack.callback(shutdown)
     if world.world_size == 1 and wanted in ("auto", "ring", "shm") and strategy not in NEEDS_GROUP:
         return LocalCommunicator()
     if device.type != "cpu" and wanted in ("ring", "shm"):
         raise UserError("comm", f"{wanted} moves CPU tensors, and this run is on {device}", "use auto or torch")
-    store = init_process_group(world, device)
+    store = meet(world)
+    if facts is not None and world.world_size > 1:
+        agree_at(dist.PrefixStore("agree", store), world.rank, world.world_size, facts)
+    init_process_group(world, device, store=store)
     kind = wanted if wanted != "auto" else choose(strategy, device)
     if kind == "torch":
         comm: Communicator = TorchCommunicator()

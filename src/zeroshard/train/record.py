@@ -42,7 +42,8 @@ class StepRecord:
         memory_bytes: of this rank, by category ("params", "grads", "optimizer", ...); empty where not
             measured.
         comm: of this rank in this step, by operation; empty where not observed.
-        skipped: whether gradients overflowed float16 on some rank, so that no rank took the step.
+        skipped: whether no rank took the step: see `zeroshard.train.guard`.
+        why_skipped: ``"overflow"`` (of float16 on some rank), ``"not finite"`` or ``"spike"``; empty where taken.
         num_skipped: steps skipped since the run began.
         loss_scale: of this step; None where the loss is not scaled.
         exposed_s: seconds that this rank's computation stood still for communication, by unit, what was sent and
@@ -61,6 +62,7 @@ class StepRecord:
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     comm: Mapping[str, Any] = field(default_factory=dict)
     skipped: bool = False
+    why_skipped: str = ""
     num_skipped: int = 0
     loss_scale: float | None = None
     exposed_s: Mapping[str, float] = field(default_factory=dict)
@@ -243,7 +245,9 @@ def facts_of(record: StepRecord) -> str:
     if record.mfu is not None:
         facts.append(f"mfu {record.mfu:.1%}")
     if record.loss_scale is not None:
-        facts.append(f"scale {record.loss_scale:g}  skipped {record.num_skipped}")
+        facts.append(f"scale {record.loss_scale:g}")
+    if record.loss_scale is not None or record.num_skipped:
+        facts.append(f"skipped {record.num_skipped}")
     if record.memory_bytes:
         facts.append(f"mem {bytes_in_words(sum(record.memory_bytes.values()))}")
     if record.exposed_s:

@@ -17,6 +17,7 @@ from zeroshard.comm import ObservedCommunicator
 from zeroshard.data import Batches
 from zeroshard.optim import LossScaler
 from zeroshard.parallel import Strategy
+from zeroshard.train.guard import StepGuard
 from zeroshard.train.record import Observer
 
 
@@ -50,6 +51,7 @@ class Run:
         peak_flops_per_s: of one device; None where it is not known.
         first_step: steps already done, above 0 when the run is resumed.
         scaler: of the loss, where float16 computes; None elsewhere.
+        guard: which steps are taken.
         config: what goes into each checkpoint, as JSON can hold it.
         comm: the strategy's communicator, observed; None where nobody counts.
         kernels: who serves each operation, as ``LayerNorm: triton``.
@@ -68,6 +70,7 @@ class Run:
     peak_flops_per_s: float | None = None
     first_step: int = 0
     scaler: LossScaler | None = None
+    guard: StepGuard = field(default_factory=StepGuard)
     config: dict[str, Any] | None = None
     comm: ObservedCommunicator | None = None
     kernels: Mapping[str, str] = field(default_factory=dict)
