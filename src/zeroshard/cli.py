@@ -38,7 +38,14 @@ class Verb:
 
 
 class _TerminatedError(BaseException):
-    """SIGTERM came; like KeyboardInterrupt no Exception, so that nothing on the way takes it for an error."""
+    """SIGTERM or SIGUSR1 came; like KeyboardInterrupt no Exception, so that nothing on the way takes it for an error.
+
+    ``status`` is what to exit with.
+    """
+
+    def __init__(self, status: ExitStatus) -> None:
+        self.status = status
+        super().__init__(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,15 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        with _sigterm_exits():
+        with _stop_signals_exit():
             return _dispatch(argv)
     except UserError as error:
         _say(str(error))
         return ExitStatus.USAGE
     except KeyboardInterrupt:
         return ExitStatus.INTERRUPTED
-    except _TerminatedError:
-        return ExitStatus.TERMINATED
+    except _TerminatedError as stop:
+        return stop.status
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -102,7 +109,7 @@ def _train(config: TrainConfig, argv: Sequence[str]) -> int:
     launch.prepare_torch()
     world = launch.world_from_env()
     if world is None and config.nproc > 1:
-        ending = launch.launch_workers(argv, config.nproc, config.port)
+        ending = launch.launch_workers(argv, config.nproc, config.port, config.max_restarts)
         if ending.line:
             _say(ending.line)
         return ending.status
@@ -221,17 +228,19 @@ def _say(line: str, *, all_ranks: bool = False) -> None:
 
 
 @contextmanager
-def _sigterm_exits() -> Generator[None]:
-    """SIGTERM unwinds the stack like Ctrl-C does, and ends in its own exit status."""
+def _stop_signals_exit() -> Generator[None]:
+    """SIGTERM and SIGUSR1 unwind the stack like Ctrl-C does, and end in exit statuses of their own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    statuses = {signal.SIGTERM: ExitStatus.TERMINATED, signal.SIGUSR1: ExitStatus.PREEMPTED}
 
     def leave(signum: int, frame: object) -> NoReturn:
-        raise _TerminatedError
+        raise _TerminatedError(statuses[signal.Signals(signum)])
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.signal(number, leave) for number in statuses}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

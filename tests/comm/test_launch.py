@@ -16,10 +16,10 @@ import torch.distributed as dist
 from zeroshard.comm.launch import (
     Ending,
     World,
-    _root_cause,
     init_process_group,
     prepare_torch,
     require_free_port,
+    root_cause,
     shutdown,
     world_from_env,
 )
@@ -155,7 +155,7 @@ def test_workers_that_end_well_end_in_zero():
     ],
 )
 def test_the_root_cause_decides_the_status(failures, status, line):
-    assert _root_cause(failures) == Ending(status, line)
+    assert root_cause(failures) == Ending(status, line)
 
 
 def test_huge_pages_are_asked_for_unless_the_user_has_spoken(monkeypatch):

@@ -7,8 +7,8 @@ turns every failure into exit status 1, and the root cause's own status is what 
 
 [Note: nothing is left behind] A rank can sit in a collective, in C++, where Python runs no signal handler. So
 there are three nets: the agent signals every rank and kills the deaf ones after `SHUTDOWN_GRACE_S`; after
-Ctrl-C a watching thread ends its own process within `INTERRUPT_GRACE_S`; and the kernel kills a rank whose
-launcher has died.
+Ctrl-C, and after SIGTERM where nothing is to be saved yet, a watching thread ends its own process within
+`INTERRUPT_GRACE_S`; and the kernel kills a rank whose launcher has died.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -41,6 +40,7 @@ INTERRUPT_GRACE_S = 2.0  # from Ctrl-C to the end of a rank, wherever it is
 SHUTDOWN_GRACE_S = 30  # from SIGTERM to SIGKILL: long enough to save a checkpoint
 COLLECTIVE_TIMEOUT_S = 600.0
 _LOOPBACK = "127.0.0.1"
+_saves_first = threading.Event()
 _LAUNCHER = "ZEROSHARD_LAUNCHER_PID"  # set for the workers of `launch_workers`
 
 
@@ -165,7 +165,7 @@ def shutdown() -> None:
     gc.collect()
 
 
-def launch_workers(argv: Sequence[str], nproc: int, port: int = 0) -> Ending:
+def launch_workers(argv: Sequence[str], nproc: int, port: int = 0, max_restarts: int = 0) -> Ending:
     """Run ``python -m zeroshard ARGV`` as `nproc` ranks on this machine and wait for them all.
 
     A signal to this process ends them. Call it from the main thread.
@@ -174,42 +174,31 @@ def launch_workers(argv: Sequence[str], nproc: int, port: int = 0) -> Ending:
         argv: the words after ``zeroshard``.
         nproc: ranks to start, 1 or more.
         port: where they meet on the loopback interface; 0: any free one.
+        max_restarts: how often they are started again after one was lost; see `zeroshard.comm.elastic`.
 
     Raises:
         UserError: the port is in use.
     """
     require_free_port(port)
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    if max_restarts:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # [Note: A store of the ranks' own] in `elastic`
+    from zeroshard.comm.elastic import run_elastic
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # each has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)  # their banner says less than our one line
     os.environ[_LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus() // nproc)))
-    with tempfile.TemporaryDirectory(prefix="zeroshard-") as log_dir:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=f"zeroshard-{os.getpid()}",
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{_LOOPBACK}:{port}",
-            rdzv_configs={"is_host": True},
-            local_addr=_LOOPBACK,
-            max_restarts=0,
-            monitor_interval=0.1,
-            shutdown_timeout=SHUTDOWN_GRACE_S,
-            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-        )
-        try:
-            elastic_launch(config, sys.executable)("-m", "zeroshard", *argv)
-        except ChildFailedError as error:
-            return _root_cause({rank: (f.exitcode, f.message) for rank, f in error.failures.items()})
-        except SignalException as stop:
-            return Ending(128 + stop.sigval)
-    return Ending(ExitStatus.OK)
+    return run_elastic(
+        (sys.executable, "-m", "zeroshard", *argv),
+        nproc,
+        _LOOPBACK,
+        port,
+        max_restarts=max_restarts,
+        grace_s=SHUTDOWN_GRACE_S,
+        run_id=f"zeroshard-{os.getpid()}",
+    )
 
 
 def prepare_torch() -> None:
@@ -267,6 +256,16 @@ def ended_with_launcher() -> Generator[None]:
         told.close()
 
 
+@contextmanager
+def saves_before_end() -> Generator[None]:
+    """Inside, SIGTERM does not end this rank soon: it has a checkpoint to write first."""
+    _saves_first.set()
+    try:
+        yield
+    finally:
+        _saves_first.clear()
+
+
 def end_as_peer_lost(line: str, speak: bool) -> NoReturn:
     """End this process now, from whichever thread: another one may sit in a collective for ever.
 
@@ -288,7 +287,7 @@ def tell_launcher(line: str) -> bool:
     return True
 
 
-def _root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
+def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
     """The ending of a group from rank -> (exit code, negative for a signal; message).
 
     A rank that was killed comes first: its peers fail after it, and because of it. A user error comes next.
@@ -319,6 +318,9 @@ def _end_after_interrupt(heard: socket.socket) -> None:
                 signal.setitimer(signal.ITIMER_REAL, INTERRUPT_GRACE_S + 0.5)
                 time.sleep(INTERRUPT_GRACE_S)
                 os._exit(ExitStatus.INTERRUPTED)
+            if signum[0] == signal.SIGTERM and not _saves_first.is_set():
+                time.sleep(INTERRUPT_GRACE_S)
+                os._exit(ExitStatus.TERMINATED)
 
 
 def _number(env: Mapping[str, str], name: str, default: str = "") -> int:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator, ObservedCommunicator
-from zeroshard.comm.launch import World, world_from_env
+from zeroshard.comm.launch import World, num_restarts, world_from_env
 from zeroshard.data import EvalBatches, TokenBatches, TokenDataset, require_enough
 from zeroshard.data.meta import DataMeta, read_meta
 from zeroshard.data.prepare import DataSpec, data_dir, prepare
@@ -50,6 +50,8 @@ def built(config: TrainConfig) -> Generator[Run]:
         UserError: something in the configuration cannot be had; on every rank.
     """
     world = world_from_env() or World()
+    if num_restarts():
+        config = after_restart(config)
     device = choose_device(config.device, world.local_rank)
     check_model(config)
     describe(device, config.kernels)  # refuses what cannot be had
@@ -209,6 +211,13 @@ def data_spec(data: DataConfig) -> DataSpec:
 def tokenizer_folder(run_folder: Path) -> Path:
     """Where a run keeps what its tokenizer needs, so that it can write text without its training data."""
     return run_folder / "tokenizer"
+
+
+def after_restart(config: TrainConfig) -> TrainConfig:
+    """The configuration of a world that was started again: it goes on from what it has saved since, if anything."""
+    if config.resume not in ("none", "auto") and checkpoint.latest(checkpoint_folder(Path(config.out))) is None:
+        return config  # the checkpoint that it was to start from is still the newest
+    return config.model_copy(update={"resume": "auto"})
 
 
 def find_resume(config: TrainConfig) -> Path | None:

@@ -50,7 +50,7 @@ def run_training(config: TrainConfig) -> int:
         UserError: something in the configuration cannot be had; on every rank.
         KeyboardInterrupt: passed on, with the log intact.
     """
-    with stop_signals_noted() as stop_wanted, built(config) as run:
+    with built(config) as run, stop_signals_noted() as stop_wanted:
         try:
             return int(train(run, stop_wanted))
         except OSError as error:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
+from zeroshard.comm.launch import saves_before_end
+
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -32,7 +34,8 @@ def stop_signals_noted() -> Generator[Callable[[], int]]:
 
     before = {number: signal.signal(number, note) for number in STOPPING}
     try:
-        yield lambda: noted[0] if noted else 0
+        with saves_before_end():
+            yield lambda: noted[0] if noted else 0
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,0 +1,192 @@
+"""A run that is killed at a random moment ends in the same bits as one that never was. ``pytest --kills 100``: more.
+
+Three ranks train through the command line and save often. In each round a rank is killed: at any moment from the start
+of its process to its end, or as soon as a save has begun; or the launcher is, and a new one goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard import checkpoint
+from zeroshard.checkpoint import store
+
+WORLD_SIZE, NUM_STEPS, PATIENCE_S = 3, 40, 120.0
+FLAGS = f"""train --nproc {WORLD_SIZE} --max-steps {NUM_STEPS} --checkpoint-interval 3 --eval-interval 0
+    --data text --model gpt2-demo --model.n_layer 1 --model.n_embd 16 --model.n_head 2 --seq-len 16
+    --micro-batch-size 1 --warmup-steps 2 --max-restarts 3""".split()
+
+
+class World:
+    """A run of the command line, and its processes."""
+
+    def __init__(self, tmp_path: Path, name: str, *flags: str) -> None:
+        text = tmp_path / "text.txt"
+        text.write_text("to be or not to be, that is the question\n" * 300)
+        self.out = tmp_path / name
+        self.mark = f"--out={self.out}"
+        command = [sys.executable, "-m", "zeroshard", *FLAGS, *flags, self.mark, "--data.path", str(text)]
+        self.command = [*command, "--data.dir", str(tmp_path / "data")]
+        self.start()
+
+    def start(self, *flags: str) -> None:
+        pipe = subprocess.PIPE
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.launcher = subprocess.Popen(
+            [*self.command, *flags], env=env, stdout=subprocess.DEVNULL, stderr=pipe, text=True
+        )
+
+    def processes(self) -> list[int]:
+        """Of this run, wherever they hang."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                try:
+                    words = (entry / "cmdline").read_bytes().decode().split("\0")
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                except OSError:
+                    continue  # it has ended meanwhile
+                if self.mark in words and state != "Z":
+                    found.append(int(entry.name))
+        return found
+
+    def ranks(self) -> list[int]:
+        return [pid for pid in self.processes() if pid != self.launcher.pid]
+
+    def ended(self) -> tuple[int, str]:
+        """Exit status and stderr."""
+        err = self.launcher.communicate(timeout=PATIENCE_S)[1]
+        return self.launcher.returncode, err
+
+    def checkpoints(self) -> list[Path]:
+        return sorted(self.out.glob("checkpoints/step-*"))
+
+    def weights(self) -> dict[tuple[str, str], torch.Tensor]:
+        path = checkpoint.latest(self.out / "checkpoints")
+        assert path is not None
+        assert path.name == f"step-{NUM_STEPS:08d}"
+        with checkpoint.CheckpointReader(*checkpoint.open_manifest(path)) as reader:
+            return {
+                (name, kind): reader.read(name, kind, (0, torch.Size(shape).numel()))
+                for name in reader.names()
+                for kind, shape in reader.kinds(name).items()
+            }
+
+    def kill_all(self) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.launcher.communicate()
+
+
+@pytest.fixture
+def world(tmp_path):
+    """`world(name, *flags)`: a run; nothing of it outlives the test."""
+    worlds = []
+
+    def make(name, *flags):
+        worlds.append(World(tmp_path, name, *flags))
+        return worlds[-1]
+
+    yield make
+    for each in worlds:
+        each.kill_all()
+
+
+def _wait_for(what, patience_s=PATIENCE_S):
+    deadline = time.monotonic() + patience_s
+    while not (found := what()):
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.002)
+    return found
+
+
+def _assert_sound(run):
+    """Whatever is called complete is whole."""
+    for path in run.checkpoints():
+        if store.resolve(path):
+            folder, manifest = checkpoint.open_manifest(path)
+            assert all(store.matches(folder / name, entry) for name, entry in manifest.files.items()), path
+
+
+def _kill_a_rank(run, rng, lifetime_s):
+    """At any moment, or inside a save: then the launcher brings the world back."""
+    pids = _wait_for(lambda: run.ranks() if len(run.ranks()) == WORLD_SIZE else None)
+    if rng.random() < 0.5:
+        time.sleep(rng.uniform(0.0, lifetime_s))
+    else:
+        save = rng.randrange(1, NUM_STEPS // 3)
+        _wait_for(lambda: len(run.checkpoints()) >= save and any(run.out.glob("checkpoints/.step-*.tmp")))
+    victim = rng.choice(pids)
+    try:
+        os.kill(victim, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _kill_the_launcher(run, rng, lifetime_s):
+    """At any moment: the kernel takes the ranks, and a new launcher goes on."""
+    _wait_for(run.ranks)
+    time.sleep(rng.uniform(0.0, lifetime_s))
+    run.launcher.kill()
+    _wait_for(lambda: not run.processes(), 30.0)
+    run.launcher.communicate()
+    _assert_sound(run)
+    run.start("--resume", "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_run_that_is_killed_ends_in_the_bits_of_one_that_is_not(request, world):
+    began = time.monotonic()
+    whole = world("whole")
+    assert whole.ended() == (0, "")
+    lifetime_s = time.monotonic() - began
+    expected = whole.weights()
+    num_rounds = request.config.getoption("--kills")
+    for seed in range(num_rounds):
+        rng = random.Random(seed)
+        run = world(f"round-{seed}")
+        if seed % 3 == 2:
+            _kill_the_launcher(run, rng, lifetime_s)
+            status, err = run.ended()
+        else:
+            killed = _kill_a_rank(run, rng, lifetime_s)
+            status, err = run.ended()
+            if killed and err:
+                assert re.search(r"^restart 1 of 3, from the last good checkpoint: rank \d", err, re.M), err
+        assert status == 0, (seed, err)
+        assert not run.processes()
+        _assert_sound(run)
+        found = run.weights()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items()), seed
+
+
+@pytest.mark.slow
+def test_a_run_asked_to_stop_is_not_started_again_and_says_so_by_its_status(world):
+    for number, status in ((signal.SIGUSR1, 138), (signal.SIGTERM, 143)):
+        run = world(f"stopped-{number}", "--max-steps", "100000")
+        _wait_for(run.checkpoints)
+        os.kill(run.ranks()[1] if number == signal.SIGUSR1 else run.launcher.pid, number)
+        assert run.ended() == (status, "")
+        assert not run.processes()
+        _assert_sound(run)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_not_worth_a_restart(world):
+    run = world("mistake", "--data.max-tokens", "3")
+    status, err = run.ended()
+    assert status == 2
+    assert re.fullmatch(r"error: [^\n]+\n", err)
