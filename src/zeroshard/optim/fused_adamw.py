@@ -77,7 +77,7 @@ class FusedAdamW(Optimizer):
             raise
 
     def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """From now on each step writes parameters into these tensors too, in the same pass: bf16 weights, say.
+        """From now on each step writes these parameters, and no others, into these tensors too, in the same pass.
 
         Args:
             copies: parameter -> a contiguous tensor of its shape on its device, in any of fp32, bf16 and fp16.
@@ -91,7 +91,7 @@ class FusedAdamW(Optimizer):
                 raise ValueError(f"copies: a tensor of shape {tuple(param.shape)} is no parameter of this optimizer")
             if copy.shape != param.shape:
                 raise ValueError(f"copies: shape {tuple(copy.shape)} is not its parameter's {tuple(param.shape)}")
-        self._copies.update(copies)
+        self._copies = dict(copies)  # others are let go: weights that were laid out anew
 
     def sum_of_squares(self, flat: Tensor) -> Tensor:
         """`zeroshard.kernels.sum_of_squares`, by the kernels of this optimizer: 0-dim, float64."""

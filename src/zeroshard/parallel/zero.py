@@ -31,6 +31,7 @@ class ZeroStrategy:
             device=setup.device,
             shard_size=setup.shard_size,
         )
+        self._reshard_after_forward = setup.reshard_after_forward
         self.model: nn.Module = setup.model
         groups = setup.param_groups(setup.model)
         self.optimizer = self.zero.optimizer(setup.optimizer_cls, groups, **setup.optimizer_kwargs)
@@ -52,6 +53,10 @@ class ZeroStrategy:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the averaged gradients by their global norm, over all shards."""
         return self.zero.clip_grad_norm_(max_norm, norm_type)
+
+    def restage(self, stage: int) -> None:
+        """Go on at another stage, between steps; see `Zero.restage`. Collective."""
+        self.zero.restage(replace(STAGES[stage], reshard_after_forward=self._reshard_after_forward))
 
     def named_shards(self) -> Iterable[NamedShard]:
         """What this rank saves."""

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, scope
 from zeroshard.zero import full_state, grads, shards
+from zeroshard.zero import restage as restaging
 from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.flat import Init
 from zeroshard.zero.hooks import attach
@@ -92,8 +93,7 @@ class Zero:
         self.comm: Communicator = comm
         self.levels = Levels.of(comm, shard_size)
         self.precision = precision or MixedPrecision()
-        by_column: Accumulate = "local" if self.strategy.grads is REPLICATE else "sharded"
-        self.accumulate: Accumulate = accumulate or by_column
+        self._accumulate = accumulate
         self._optimizers: list[PiecewiseOptimizer] = []
         self._ema: Ema | None = None
 
@@ -221,6 +221,34 @@ class Zero:
     def zero_grad(self) -> None:
         """Forget all gradients."""
         self.clear_grads(None)
+
+    @property
+    def accumulate(self) -> Accumulate:
+        """How several backwards before one step add up."""
+        return self._accumulate or ("local" if self.strategy.grads is REPLICATE else "sharded")
+
+    def restage(self, stage: int | ShardingStrategy) -> None:
+        """Go on at another stage: between steps, in memory, to the bit, optimizer states and averages too. Collective.
+
+        Parameters, optimizers and schedulers stay the same objects, and the next step is the one that an engine at
+        that stage would have taken from the start. At most one unit's state is there twice.
+
+        Raises:
+            ValueError: an unknown stage, or stage 0 with a ``shard_size``.
+            RuntimeError: inside `full_params` or `Ema.weights`, or while gradients wait for a step.
+        """
+        strategy = resolve_strategy(stage)
+        if self.levels.shard is not self.comm:
+            check_row(strategy)
+        holders: list[restaging.Stateful] = [known.optimizer for known in self._optimizers]
+        if self._ema is not None:
+            self._ema.require_away("restage")
+            holders.append(self._ema)
+        restaging.restage(self._runtime, strategy, holders)
+        self.strategy = strategy
+        self._sharded_params.locate(self._runtime.groups())
+        for known in self._optimizers:
+            known.hold_pieces()
 
     # -- what an optimizer tells us ---------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class SavesPasses(Protocol):
         ...
 
     def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """From now on, write each of these parameters into the tensor beside it too, in that one's dtype."""
+        """From now on, write each of these parameters, and no other, into the tensor beside it, in that one's dtype."""
         ...
 
 
@@ -185,16 +185,25 @@ class PiecewiseOptimizer:
 
     def take_pieces_anew(self) -> None:
         """Hold the pieces of its parameters where they lie now; for an optimizer without state."""
-        groups = self.optimizer.param_groups
         assert not self.has_state
-        assert len(groups) == len(self.by_group), "param groups were taken out of the optimizer"
-        for group, chosen in zip(groups, self.by_group, strict=True):
-            group["params"] = self.sharded.pieces(chosen)
+        groups = self._point_at_pieces()
         # Some classes have state from the start (Adagrad): that of the new pieces.
         fresh = self._make([dict(group) for group in groups])
         self.optimizer.state.clear()
         self.optimizer.state.update(fresh.state)
         self.listener.after_joining(self.optimizer, self.members)
+
+    def hold_pieces(self) -> None:
+        """Hold the pieces of its parameters where they lie now; their states are there already."""
+        self._point_at_pieces()
+        self.listener.after_joining(self.optimizer, self.members)
+
+    def _point_at_pieces(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.param_groups
+        assert len(groups) == len(self.by_group), "param groups were taken out of the optimizer"
+        for group, chosen in zip(groups, self.by_group, strict=True):
+            group["params"] = self.sharded.pieces(chosen)
+        return groups
 
     def _add_param_group(self, add_group: Callable[[dict[str, Any]], None], given: dict[str, Any]) -> None:
         with self.sharded.all_or_none():

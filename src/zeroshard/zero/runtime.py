@@ -60,9 +60,7 @@ class Runtime:
         self.units = units
         self.levels, self.comm = levels, levels.world
         self.prefetch = prefetch
-        self.shard_params = strategy.params is SHARD and levels.shard.world_size > 1
-        self.shard_grads = strategy.grads is SHARD and levels.shard.world_size > 1
-        self.reshard_after_forward = strategy.reshard_after_forward
+        self._read_row(strategy)
         self.sync = True
         self.unreduced = False
         self.backward_pass: BackwardPass | None = None
@@ -370,6 +368,27 @@ class Runtime:
         # A graph from before holds the old buffers: autograd shall say so if a backward goes through it.
         torch.autograd.graph.increment_version([param for group in leaving for param in group.params.params])
         self._hook_anew()
+
+    def require_rest(self, what: str) -> None:
+        """Raise RuntimeError inside `pinned`, or while gradients wait for a step."""
+        if self._pinned:
+            raise RuntimeError(f"{what}: it lays weights out anew; call it outside full_params()")
+        if self.unreduced or any(any(group.grads.used) for group in self.groups()):
+            raise RuntimeError(f"{what}: gradients wait for a step, and would be lost; call it after zero_grad()")
+
+    def take_row(self, strategy: ShardingStrategy) -> None:
+        """Move weights and gradients as this row says from now on; the groups are laid out by it already."""
+        self._read_row(strategy)
+        self.forget_calls()
+        # A graph from before holds the old buffers: autograd shall say so if a backward goes through it.
+        torch.autograd.graph.increment_version([param for group in self.groups() for param in group.params.params])
+        self._hook_anew()
+
+    def _read_row(self, strategy: ShardingStrategy) -> None:
+        several = self.levels.shard.world_size > 1
+        self.shard_params = strategy.params is SHARD and several
+        self.shard_grads = strategy.grads is SHARD and several
+        self.reshard_after_forward = strategy.reshard_after_forward
 
     # -- whole weights ----------------------------------------------------------------------------------------
 

@@ -82,12 +82,7 @@ class FlatGroup:
             name: of their group, where others stay behind.
             loads: elements of whole tensors that each rank owns; what it gets here is added.
         """
-        self.params.wait()
-        layout = self.params.layout
-        named = [(slot.name, param) for slot, param in zip(layout.slots, self.params.params, strict=True)]
-        for (_, param), view in zip(named, layout.views(self.params.gather_master()), strict=True):
-            param.data = view  # in the master's dtype, as before there were groups
-
+        layout, named = self.params.layout, self._take_out()
         stay = [(name, param) for name, param in named if param not in chosen]
         leave = [(name, param) for name, param in named if param in chosen]
         own = FlatLayout.whole([(name, param.shape) for name, param in leave], layout.world_size, loads)
@@ -95,6 +90,20 @@ class FlatGroup:
             loads[rank] += sum(piece.numel for piece in own.owned(rank))
         made = [self._again(self.params.name, stay)] if stay else []
         return [*made, self._again(name if stay else self.params.name, leave, layout=own)]
+
+    def restaged(self, strategy: ShardingStrategy) -> FlatGroup:
+        """The same parameters, laid out alike, by another row of the table. Collective; as in `keep_whole`."""
+        named = self._take_out()
+        return self._again(self.params.name, named, strategy=strategy, layout=self.params.layout)
+
+    def _take_out(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters with their names, whole and in the master's dtype, as before there were groups. Collective."""
+        self.params.wait()
+        layout = self.params.layout
+        named = [(slot.name, param) for slot, param in zip(layout.slots, self.params.params, strict=True)]
+        for (_, param), view in zip(named, layout.views(self.params.gather_master()), strict=True):
+            param.data = view
+        return named
 
     def expose_grads(self) -> None:
         """Show the optimizer the reduced gradients; None for a parameter that had none on any rank."""

@@ -1,0 +1,232 @@
+"""Changing the stage between steps changes no bit of what comes after, and leaves what that stage would have held."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from nets import Net, rows
+from zeroshard.comm import ObservedCommunicator, run_threads
+from zeroshard.lab.optimizers import torch_optimizers
+from zeroshard.zero import STAGES, MixedPrecision, Zero
+from zeroshard.zero.flat import FlatParams
+
+PAIRS = list(itertools.product(STAGES, repeat=2))
+CLASSES = {cls.__name__: cls for cls in torch_optimizers()}
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+
+
+class Odd(nn.Module):
+    """A tied weight, a frozen one, one that is never used, one element alone, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.net.blocks[2].weight = self.net.blocks[0].weight
+        self.net.blocks[1].bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(7))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("counts", torch.arange(3))
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+
+def _optimizers(zero, name):
+    if name == "Muon":
+        params = list(zero.model.parameters())
+        return [
+            zero.optimizer(torch.optim.Muon, [p for p in params if p.dim() == 2], lr=1e-2),
+            zero.optimizer(torch.optim.AdamW, [p for p in params if p.dim() != 2], lr=1e-2),
+        ]
+    return [zero.optimizer(CLASSES[name], lr=1e-2, **({"momentum": 0.9} if name == "SGD" else {}))]
+
+
+def _train(comm, path, name="AdamW", model=Odd, ema=False, **kwargs):
+    """A step at each stage of ``path``: losses, norms, weights, pieces of state by place, bytes at the end."""
+    zero = Zero(model(), stage=path[0], comm=comm, **kwargs)
+    optimizers = _optimizers(zero, name)
+    average = zero.ema(0.9) if ema else None
+    schedulers = [torch.optim.lr_scheduler.StepLR(optim, 1, 0.9) for optim in optimizers]
+    seen = []
+    for step, stage in enumerate(path):
+        zero.restage(stage)
+        loss = zero.model(rows(comm.rank, step)).float().square().mean()
+        loss.backward()
+        norm = zero.clip_grad_norm_(0.1)
+        for optim, scheduler in zip(optimizers, schedulers, strict=True):
+            optim.step()
+            scheduler.step()
+        if average is not None:
+            average.update()
+        held = zero.memory_bytes()
+        zero.zero_grad()
+        seen.append((loss.item(), norm.item()))
+    state = [(s.name, s.kind, s.interval, s.tensor.clone()) for s in zero.named_shards()]
+    return seen, zero.state_dict(), state, held
+
+
+def _assert_same(one, other):
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    assert all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
+    assert [entry[:3] for entry in one[2]] == [entry[:3] for entry in other[2]]
+    assert all(torch.equal(a[3], b[3]) for a, b in zip(one[2], other[2], strict=True))
+    assert one[3] == other[3]
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_run_that_changes_its_stage_goes_on_in_the_same_bits(before, after, world_size):
+    path = [before, before, after, after]
+    for changed, fixed in zip(
+        run_threads(lambda comm: _train(comm, path, ema=True), world_size),
+        run_threads(lambda comm: _train(comm, [after] * 4, ema=True), world_size),
+        strict=True,
+    ):
+        _assert_same(changed, fixed)
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name not in ("LBFGS", "SparseAdam")])
+def test_whatever_optimizer_there_is(name):
+    for changed, fixed in zip(
+        run_threads(lambda comm: _train(comm, [3, 0, 2, 1, 0, 3], name, Net), 3),
+        run_threads(lambda comm: _train(comm, [3] * 6, name, Net), 3),
+        strict=True,
+    ):
+        _assert_same(changed, fixed)
+
+
+@pytest.mark.parametrize("path", [[0, 3, 3], [3, 0, 0], [1, 2, 3], [3, 1, 2]])
+def test_masters_of_another_dtype_than_the_weights_move_too(path):
+    for changed, fixed in zip(
+        run_threads(lambda comm: _train(comm, path, precision=BF16), 2),
+        run_threads(lambda comm: _train(comm, [path[-1]] * 3, precision=BF16), 2),
+        strict=True,
+    ):
+        _assert_same(changed, fixed)
+
+
+@pytest.mark.parametrize("shard_size", [1, 2])
+def test_replicas_of_shards_move_alike(shard_size):
+    for changed, fixed in zip(
+        run_threads(lambda comm: _train(comm, [1, 3, 2], shard_size=shard_size), 4),
+        run_threads(lambda comm: _train(comm, [2] * 3, shard_size=shard_size), 4),
+        strict=True,
+    ):
+        _assert_same(changed, fixed)
+
+
+def test_a_stage_may_be_changed_before_the_first_step():
+    def rank_main(comm):
+        zero = Zero(Net(), stage=0, comm=comm)
+        before = zero.state_dict()
+        zero.restage(3)
+        optim = zero.optimizer(torch.optim.AdamW, lr=1e-2)
+        zero.restage(1)
+        after = zero.state_dict()
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+        zero.model(rows(comm.rank)).sum().backward()
+        optim.step()
+
+    run_threads(rank_main, 2)
+
+
+def test_accumulation_follows_the_new_row_unless_it_was_set():
+    def rank_main(comm):
+        zero = Zero(Net(), stage=1, comm=comm)
+        assert zero.accumulate == "local"
+        zero.restage(2)
+        assert zero.accumulate == "sharded"
+        assert zero.strategy == STAGES[2]
+        zero.remove()
+        zero = Zero(zero.model, stage=1, comm=comm, accumulate="local")
+        zero.restage(2)
+        assert zero.accumulate == "local"
+
+    run_threads(rank_main, 2)
+
+
+def test_the_model_is_given_back_whole_from_the_new_stage():
+    def rank_main(comm):
+        model = Net()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        zero = Zero(model, stage=0, comm=comm)
+        zero.restage(3)
+        zero.remove()
+        return all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+    assert all(run_threads(rank_main, 2))
+
+
+def test_where_something_would_be_lost_it_is_refused():
+    def rank_main(comm):
+        zero = Zero(Net(), stage=2, comm=comm)
+        optim = zero.optimizer(torch.optim.AdamW)
+        average = zero.ema()
+        with zero.full_params(), pytest.raises(RuntimeError, match="call it outside full_params"):
+            zero.restage(3)
+        with average.weights(), pytest.raises(RuntimeError, match="leave ema.weights"):
+            zero.restage(3)
+        zero.model(rows(comm.rank)).sum().backward()
+        with pytest.raises(RuntimeError, match="restage: gradients wait for a step.*after zero_grad"):
+            zero.restage(3)
+        optim.zero_grad()
+        with zero.no_sync():
+            zero.model(rows(comm.rank)).sum().backward()
+        with pytest.raises(RuntimeError, match="restage: gradients wait"):
+            zero.restage(3)
+        zero.zero_grad()
+        with pytest.raises(ValueError, match="stage"):
+            zero.restage(4)
+        zero.restage(3)
+        with pytest.raises(ValueError, match="shard_size: stage 0"):
+            Zero(Net(), stage=1, comm=comm, shard_size=1).restage(0)
+
+    run_threads(rank_main, 2)
+
+
+def test_a_backward_through_a_forward_from_before_is_refused():
+    def rank_main(comm):
+        zero = Zero(Net(), stage=2, comm=comm)
+        loss = zero.model(rows(comm.rank)).sum()
+        zero.restage(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    run_threads(rank_main, 1)
+
+
+def test_states_of_whole_parameters_are_cut_and_joined(monkeypatch):
+    """As on a GPU, where a replicated optimizer sees whole parameters, which end where shards do not."""
+
+    def pieces(self):
+        return self.layout.owned(self.comm.rank) if self.shard_optim else self.layout.tensors()
+
+    monkeypatch.setattr(FlatParams, "_pieces", pieces)
+    for path in ([0, 2, 2], [2, 0, 0], [3, 0, 3]):
+        for changed, fixed in zip(
+            run_threads(lambda comm, path=path: _train(comm, path, "RAdam", ema=True), 3),
+            run_threads(lambda comm, path=path: _train(comm, path[-1:] * 3, "RAdam", ema=True), 3),
+            strict=True,
+        ):
+            _assert_same(changed, fixed)
+
+
+def test_from_replicas_to_shards_weights_travel_and_states_do_not():
+    def rank_main(comm):
+        observed = ObservedCommunicator(comm)
+        zero = Zero(Net(), stage=0, comm=observed)
+        optim = zero.optimizer(torch.optim.AdamW)
+        zero.model(rows(comm.rank)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+        observed.drain()
+        zero.restage(1)
+        return {event.scope for event in observed.drain()}
+
+    for scopes in run_threads(rank_main, 2):
+        assert scopes == {f"{unit}/start" for unit in ("root", "blocks.0", "blocks.1", "blocks.2")}
