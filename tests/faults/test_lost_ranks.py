@@ -16,7 +16,7 @@ WORLD_SIZE, PATIENCE_S = 3, 30.0
 
 # At its fourth reduction of blocks.1's gradients, the culprit does what it was told to do.
 PROGRAM = """
-import os, sys
+import os, sys, time
 from zeroshard import cli
 from zeroshard.comm import launch
 
@@ -31,6 +31,8 @@ def reduce_with_fault(self):
         calls.append(self)
         if len(calls) == 4:
             print("now", flush=True)
+            if fault == "hangs":
+                time.sleep(3600)
             if fault == "dies":
                 os._exit(9)
             return
@@ -111,6 +113,21 @@ def test_a_rank_that_skips_a_layer_is_named_with_it_and_all_end(ranks, comm):
     assert re.fullmatch(r"error: [^\n]*ranks diverged at operation \d+: [^\n]+\n", said[0])
     assert "blocks.1/grads" in said[0]
     assert "rank 1 issued" in said[0]
+
+
+@pytest.mark.parametrize("comm", ["shm", "ring"])
+def test_a_step_that_hangs_ends_with_the_stacks_of_every_rank(ranks, comm, tmp_path):
+    endings = _endings(ranks("hangs", 1, "--comm", comm, "--step-timeout-s", "3"), 1)
+    assert [status for status, _ in endings] == [4, 4, 4], endings
+    folder = tmp_path / "run" / "stacks"
+    said = [err for _, err in endings if err]
+    assert said == [
+        f"error: a step has taken 3 s (step_timeout_s): where each rank stands is in {folder}; "
+        "start again with --resume auto\n"
+    ]
+    stacks = [(folder / f"rank-{rank:05d}.txt").read_text() for rank in range(WORLD_SIZE)]
+    assert "in reduce_with_fault" in stacks[1]
+    assert all("in take_step" in stack for stack in stacks)
 
 
 def test_over_gloos_own_collectives_too_nobody_hangs_and_somebody_says_who_is_to_blame(ranks):

@@ -132,6 +132,12 @@ class TrainConfig(_Config):
     max_restarts: int = Field(
         0, ge=0, description="Times that --nproc ranks are started again after one was lost, from the last checkpoint."
     )
+    step_timeout_s: float = Field(
+        600.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds after which a step hangs: each rank's stacks go to OUT/stacks, the run ends. 0: never.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
 
     seq_len: int = Field(128, ge=1, description="Tokens in a sequence.")

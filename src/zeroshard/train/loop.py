@@ -24,6 +24,7 @@ from torch import Tensor
 
 from zeroshard import checkpoint
 from zeroshard.comm import CONTROL, scope
+from zeroshard.comm.launch import end_as_peer_lost
 from zeroshard.errors import ExitStatus
 from zeroshard.profiling.flops import model_flops_utilisation
 from zeroshard.train.build import built
@@ -33,6 +34,7 @@ from zeroshard.train.evaluate import evaluate
 from zeroshard.train.record import Observer, StepRecord
 from zeroshard.train.run import Run, checkpoint_folder
 from zeroshard.train.signals import stop_signals_noted
+from zeroshard.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -50,30 +52,37 @@ def run_training(config: TrainConfig) -> int:
         UserError: something in the configuration cannot be had; on every rank.
         KeyboardInterrupt: passed on, with the log intact.
     """
-    with built(config) as run, stop_signals_noted() as stop_wanted:
+    with built(config) as run, stop_signals_noted() as stop_wanted, _watched(run, config) as watchdog:
         try:
-            return int(train(run, stop_wanted))
+            return int(train(run, stop_wanted, watchdog.alive))
         except OSError as error:
             if run.strategy.comm.rank == 0:
                 print(f"error: {run.folder}: {error}; free space, then resume", file=sys.stderr)
             return int(ExitStatus.STORAGE)
 
 
-def train(run: Run, stop_wanted: Callable[[], int] = lambda: False) -> ExitStatus:
+def _watched(run: Run, config: TrainConfig) -> Watchdog:
+    return Watchdog(run.folder, run.strategy.comm.rank, config.step_timeout_s, end_as_peer_lost)
+
+
+def train(
+    run: Run, stop_wanted: Callable[[], int] = lambda: False, alive: Callable[[], None] = lambda: None
+) -> ExitStatus:
     """Train until ``max_steps``, too many steps in a row that are not finite, or until some rank wants to stop.
 
     Args:
         run: what to train.
         stop_wanted: asked on each rank at each step; one yes stops all after that step, with a checkpoint. The answer
             is the number of the signal that came, or True for any; 0 for none.
+        alive: called whenever a step is done, and what comes after it.
     """
     try:
-        return _train(run, stop_wanted)
+        return _train(run, stop_wanted, alive)
     finally:
         gc.unfreeze()
 
 
-def _train(run: Run, stop_wanted: Callable[[], int]) -> ExitStatus:
+def _train(run: Run, stop_wanted: Callable[[], int], alive: Callable[[], None]) -> ExitStatus:
     schedule, step = run.schedule, run.first_step
     status, saved_at = ExitStatus.OK, run.first_step
     val_loss: float | None = None
@@ -84,6 +93,7 @@ def _train(run: Run, stop_wanted: Callable[[], int]) -> ExitStatus:
         val_loss, ema_val_loss = _evaluate(run, step)
     while step < schedule.max_steps and status == ExitStatus.OK:
         record, stop = take_step(run, step, stop_wanted)
+        alive()
         if step == run.first_step:
             gc.freeze()  # what lives from here on is not searched for garbage again and again
         _tell(run, lambda observer, record=record: observer.on_step(record))
@@ -98,6 +108,7 @@ def _train(run: Run, stop_wanted: Callable[[], int]) -> ExitStatus:
         if stop or at_end or _is_due(step, schedule.checkpoint_interval):
             _checkpoint(run, step)
             saved_at = step
+        alive()
     summary = {
         "status": status.name.lower(),
         "step": step,

@@ -1,0 +1,73 @@
+"""A step that never ends tells where it stands: every rank writes the stacks of its threads, and the run ends.
+
+A rank that is gone or silent is the sentinel's business (`zeroshard.comm.sentinel`). This one is about ranks that are
+there, pulse and all, and wait: for a lock, a disk, a data loader, each other. Since all of them wait when one does,
+each watches itself, and all dump at nearly the same time without a word between them.
+
+Stacks are written by `faulthandler`, from a thread in C that needs no interpreter, so a rank that is stuck in a
+library with the interpreter locked is seen too. A thread in Python then names the folder and ends the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+LOOKS_PER_LIMIT = 20
+TIME_TO_DUMP_S = 2.0  # that ranks give each other before the first ends
+
+
+class Watchdog:
+    """Watches one rank; use it as a context manager in the main thread of a process.
+
+    Args:
+        folder: of the run; stacks go to ``stacks/rank-00003.txt`` in it.
+        rank: this one.
+        limit_s: how long a step may take; 0: for ever. The first step, which may compile, is not watched.
+        on_hang: called with one line and whether this rank is the one to print it; it is to end the process.
+    """
+
+    def __init__(self, folder: Path, rank: int, limit_s: float, on_hang: Callable[[str, bool], None]) -> None:
+        self._path = folder / "stacks" / f"rank-{rank:05d}.txt"
+        self._rank, self._limit_s, self._on_hang = rank, limit_s, on_hang
+        self._alive_at: float | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._limit_s:
+            self._path.parent.mkdir(exist_ok=True)
+            self._file = self._path.open("w", encoding="utf-8")
+            self._thread.start()
+        return self
+
+    def alive(self) -> None:
+        """A step, an evaluation or a save is done: from now on the next has ``limit_s``."""
+        if self._limit_s:
+            self._alive_at = time.monotonic()
+            faulthandler.dump_traceback_later(self._limit_s, file=self._file)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._limit_s / LOOKS_PER_LIMIT):
+            since = self._alive_at
+            if since is not None and time.monotonic() - since > self._limit_s + TIME_TO_DUMP_S:
+                line = f"a step has taken {self._limit_s:g} s (step_timeout_s): where each rank stands is in"
+                self._on_hang(f"{line} {self._path.parent}; start again with --resume auto", self._rank == 0)
+                return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._limit_s:
+            return
+        faulthandler.cancel_dump_traceback_later()
+        self._closed.set()
+        self._thread.join()
+        self._file.close()
+        if self._path.stat().st_size == 0:
+            self._path.unlink()
