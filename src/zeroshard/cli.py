@@ -24,6 +24,8 @@ from zeroshard.flags import flags_of, read_flags, take_option
 from zeroshard.train.config import SHORTHANDS, GenerateConfig, PrepareConfig, TrainConfig, merge, read_toml
 from zeroshard.train.validate import nearest, validate
 
+NUM_STAGES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Verb:
@@ -109,7 +111,8 @@ def _train(config: TrainConfig, argv: Sequence[str]) -> int:
     launch.prepare_torch()
     world = launch.world_from_env()
     if world is None and config.nproc > 1:
-        ending = launch.launch_workers(argv, config.nproc, config.port, config.max_restarts)
+        max_moves = NUM_STAGES - 1 if config.strategy == "auto" else 0
+        ending = launch.launch_workers(argv, config.nproc, config.port, config.max_restarts, max_moves)
         if ending.line:
             _say(ending.line)
         return ending.status
@@ -124,11 +127,17 @@ def _train(config: TrainConfig, argv: Sequence[str]) -> int:
         from zeroshard.train.loop import run_training
 
         try:
-            return run_training(config)
+            return run_training(config, _choose_stage if config.strategy == "auto" else None)
         except PeerError as error:
             lost_first = str(error).startswith("rank 0")
             _say(f"rank {world.rank if world else 0}: {error}; start again with --resume auto", all_ranks=lost_first)
             return ExitStatus.PEER_LOST
+
+
+def _choose_stage(*facts: Any) -> tuple[int, str]:
+    from zeroshard.lab.fit import fitting_stage
+
+    return fitting_stage(*facts)
 
 
 def _prepare(config: PrepareConfig, argv: Sequence[str]) -> int:

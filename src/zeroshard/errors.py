@@ -15,6 +15,7 @@ class ExitStatus(IntEnum):
     PEER_LOST = 4  # a peer hung or was lost
     STORAGE = 5
     NOT_FINITE = 6  # not finite or diverged
+    MOVED_UP = 7  # memory ran out under --strategy auto; the next start is a stage higher
     INTERRUPTED = 130  # Ctrl-C
     PREEMPTED = 138  # SIGUSR1, after a saved checkpoint
     TERMINATED = 143  # SIGTERM, after a saved checkpoint

@@ -170,10 +170,10 @@ def test_where_something_would_be_lost_it_is_refused():
         average = zero.ema()
         with zero.full_params(), pytest.raises(RuntimeError, match="call it outside full_params"):
             zero.restage(3)
-        with average.weights(), pytest.raises(RuntimeError, match="leave ema.weights"):
+        with average.weights(), pytest.raises(RuntimeError, match=r"leave ema\.weights"):
             zero.restage(3)
         zero.model(rows(comm.rank)).sum().backward()
-        with pytest.raises(RuntimeError, match="restage: gradients wait for a step.*after zero_grad"):
+        with pytest.raises(RuntimeError, match=r"restage: gradients wait for a step.*after zero_grad"):
             zero.restage(3)
         optim.zero_grad()
         with zero.no_sync():

@@ -31,7 +31,15 @@ WORTH_A_RESTART = frozenset({int(ExitStatus.FAILED), int(ExitStatus.PEER_LOST)})
 
 
 def run_elastic(
-    command: Sequence[str], nproc: int, address: str, port: int, *, max_restarts: int, grace_s: int, run_id: str
+    command: Sequence[str],
+    nproc: int,
+    address: str,
+    port: int,
+    *,
+    max_restarts: int,
+    max_moves: int = 0,
+    grace_s: int,
+    run_id: str,
 ) -> Ending:
     """Run ``command`` as ``nproc`` ranks on this machine, again after a loss, and wait for them.
 
@@ -42,6 +50,7 @@ def run_elastic(
         nproc: ranks.
         address, port: where they meet; port 0: any free one.
         max_restarts: how often all are started again after one has failed or was lost.
+        max_moves: how often beside that, after one has ended as `ExitStatus.MOVED_UP`.
         grace_s: from asking a rank to stop to SIGKILL.
         run_id: of this launch.
     """
@@ -55,12 +64,13 @@ def run_elastic(
         entrypoint=command[0],
         args=tuple(command[1:]),
         rdzv_handler=handler,
-        max_restarts=max_restarts,
+        max_restarts=max_restarts + max_moves,
         monitor_interval=MONITOR_INTERVAL_S,
         local_addr=address,
     )
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as log_dir:
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir), shutdown_timeout=grace_s)
+        agent.restarts_left, agent.moves_left = max_restarts, max_moves
         try:
             result = agent.run()
         except SignalException as stop:
@@ -73,19 +83,28 @@ def run_elastic(
 
 
 class _Agent(LocalElasticAgent):
-    """The agent, which starts again after a loss alone, and says so."""
+    """The agent, which starts again after what is worth it alone, and says so."""
+
+    restarts_left = moves_left = 0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        if result.state is WorkerState.FAILED and self._remaining_restarts:
-            ending = _ending(result.failures)
-            if ending.status not in WORTH_A_RESTART:
-                self._remaining_restarts = 0
-            else:
-                limit = worker_group.spec.max_restarts
-                count = limit - self._remaining_restarts + 1
-                why = ending.line or f"exit status {ending.status}"
-                print(f"restart {count} of {limit}, from the last good checkpoint: {why}", file=sys.stderr, flush=True)
+        if result.state is not WorkerState.FAILED or not self._remaining_restarts:
+            return result
+        ending = _ending(result.failures)
+        why = ending.line or f"exit status {ending.status}"
+        if ending.status == ExitStatus.MOVED_UP and self.moves_left:
+            self.moves_left -= 1
+            print(f"started again: {why}", file=sys.stderr, flush=True)
+        elif ending.status in WORTH_A_RESTART and self.restarts_left:
+            self.restarts_left -= 1
+            print(
+                f"started again from the last good checkpoint, {self.restarts_left} times more at most: {why}",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            self._remaining_restarts = 0
         return result
 
 

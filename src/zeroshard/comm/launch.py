@@ -165,7 +165,7 @@ def shutdown() -> None:
     gc.collect()
 
 
-def launch_workers(argv: Sequence[str], nproc: int, port: int = 0, max_restarts: int = 0) -> Ending:
+def launch_workers(argv: Sequence[str], nproc: int, port: int = 0, max_restarts: int = 0, max_moves: int = 0) -> Ending:
     """Run ``python -m zeroshard ARGV`` as `nproc` ranks on this machine and wait for them all.
 
     A signal to this process ends them. Call it from the main thread.
@@ -175,13 +175,14 @@ def launch_workers(argv: Sequence[str], nproc: int, port: int = 0, max_restarts:
         nproc: ranks to start, 1 or more.
         port: where they meet on the loopback interface; 0: any free one.
         max_restarts: how often they are started again after one was lost; see `zeroshard.comm.elastic`.
+        max_moves: how often beside that, after one has ended as `ExitStatus.MOVED_UP`.
 
     Raises:
         UserError: the port is in use.
     """
     require_free_port(port)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    if max_restarts:
+    if max_restarts or max_moves:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # [Note: A store of the ranks' own] in `elastic`
     from zeroshard.comm.elastic import run_elastic
 
@@ -196,6 +197,7 @@ def launch_workers(argv: Sequence[str], nproc: int, port: int = 0, max_restarts:
         _LOOPBACK,
         port,
         max_restarts=max_restarts,
+        max_moves=max_moves,
         grace_s=SHUTDOWN_GRACE_S,
         run_id=f"zeroshard-{os.getpid()}",
     )
@@ -277,6 +279,13 @@ def end_as_peer_lost(line: str, speak: bool) -> NoReturn:
     os._exit(ExitStatus.PEER_LOST)
 
 
+def end_at_once(line: str, status: ExitStatus) -> NoReturn:
+    """End this process now with a status of its own, and have the launcher print ``line``, or print it."""
+    if not tell_launcher(line):
+        print(line, file=sys.stderr, flush=True)
+    os._exit(status)
+
+
 def tell_launcher(line: str) -> bool:
     """Leave `line` for `launch_workers` to print once; False where it did not start this process."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -292,6 +301,9 @@ def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
 
     A rank that was killed comes first: its peers fail after it, and because of it. A user error comes next.
     """
+    for code, message in failures.values():
+        if code == ExitStatus.MOVED_UP:
+            return Ending(code, message)
     if (ExitStatus.PEER_LOST, "") in failures.values():  # it has spoken: see `end_as_peer_lost`
         return Ending(ExitStatus.PEER_LOST)
     for rank, (code, _) in sorted(failures.items()):

@@ -31,6 +31,7 @@ from zeroshard.optim import FusedAdamW, LossScaler, decay_groups, learning_rate
 from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.agree import agree_on, first_rank_does, model_facts, start_facts
+from zeroshard.train.auto import ChooseStage, lowest_stage
 from zeroshard.train.compiled import compile_blocks
 from zeroshard.train.config import DataConfig, ModelConfig, TrainConfig, dump_toml
 from zeroshard.train.guard import StepGuard
@@ -43,8 +44,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @contextmanager
-def built(config: TrainConfig) -> Generator[Run]:
-    """Join the ranks, build this rank's run, and clean up in any case.
+def built(config: TrainConfig, choose_stage: ChooseStage | None = None) -> Generator[Run]:
+    """Join the ranks, build this rank's run, and clean up in any case; ``choose_stage``: for the strategy ``auto``.
 
     Raises:
         UserError: something in the configuration cannot be had; on every rank.
@@ -57,13 +58,15 @@ def built(config: TrainConfig) -> Generator[Run]:
     describe(device, config.kernels)  # refuses what cannot be had
     with ExitStack() as stack:
         comm = join(world, config.comm, config.strategy, device, stack, start_facts(config.model_dump()))
-        run = build_run(config, comm, device)
+        run = build_run(config, comm, device, choose_stage)
         stack.callback(run.close)
         yield run
 
 
-def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> Run:
-    """Build one rank's part of a run; collective.
+def build_run(
+    config: TrainConfig, comm: Communicator, device: torch.device, choose_stage: ChooseStage | None = None
+) -> Run:
+    """Build one rank's part of a run; collective. ``choose_stage``: for the strategy ``auto``, which else starts at 0.
 
     Raises:
         UserError: as `built`.
@@ -85,6 +88,10 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
     require_enough(val_tokens, config.seq_len, 1, split="val")
 
     observed = ObservedCommunicator(comm)
+    as_given, stage = config, None
+    if config.strategy == "auto":
+        stage = _automatic_stage(config, train_tokens.vocab_size, comm, device, choose_stage)
+        config = config.model_copy(update={"strategy": f"zero{stage}"})
     model, strategy = _model_and_strategy(config, train_tokens.vocab_size, observed, device)
     scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
     guard = StepGuard(config.optim.max_not_finite, config.optim.skip_spikes)
@@ -101,7 +108,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
         except ValueError as error:
             todo = "resume with the model and optimizer that the checkpoint was saved with"
             raise UserError("resume", f"{resume_from}: {error}", todo) from None
-    first_rank_does(comm, lambda: _describe(folder, config, tokens_folder))  # from here on the folder holds a run
+    first_rank_does(comm, lambda: _describe(folder, as_given, tokens_folder))  # from here on the folder holds a run
     observed.drain()
 
     ranks = {"rank": comm.rank, "world_size": comm.world_size}
@@ -135,6 +142,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
         scaler=scaler,
         guard=guard,
         config=config.model_dump(mode="json"),
+        stage=stage,
         comm=observed,
         kernels=_kernels(config, model, strategy, device),
     )
@@ -305,6 +313,18 @@ def _model_and_strategy(
         ema_decay=config.ema_decay or None,
     )
     return model, build_strategy(config.strategy, setup)
+
+
+def _automatic_stage(
+    config: TrainConfig, vocab_size: int, comm: Communicator, device: torch.device, choose_stage: ChooseStage | None
+) -> int:
+    chosen = 0, "where nobody predicts"
+    if choose_stage is not None:
+        chosen = choose_stage(make_model(config, vocab_size, "meta"), comm.world_size, DTYPES[config.dtype], device)
+    stage, why = lowest_stage(chosen, comm, Path(config.out), resuming=config.resume != "none")
+    if comm.rank == 0:
+        print(f"strategy auto: zero{stage}: {why}")
+    return stage
 
 
 def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -24,7 +24,7 @@ from zeroshard.errors import UserError
 from zeroshard.train.validate import validate
 
 SHORTHANDS = {"model": "name", "data": "source"}  # `model = "NAME"` stands for `model.name = "NAME"`
-StrategyName = Literal["zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2"]
+StrategyName = Literal["auto", "zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2"]
 SHARDING = ("zero1", "zero2", "zero3")  # by our engine
 CompileBackend = Literal["inductor", "aot_eager", "eager"]
 
@@ -117,7 +117,9 @@ class TrainConfig(_Config):
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
 
-    strategy: StrategyName = Field("zero2", description="How training state is spread over ranks.")
+    strategy: StrategyName = Field(
+        "zero2", description="How training state is spread over ranks; auto: the lowest stage that fits."
+    )
     shard_size: int = Field(
         0, ge=0, description="Neighbouring ranks (a node's) that share out training state, replicated beyond; 0: all."
     )

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from zeroshard import checkpoint
 from zeroshard.comm import CONTROL, scope
-from zeroshard.comm.launch import end_as_peer_lost
+from zeroshard.comm.launch import end_as_peer_lost, end_at_once
 from zeroshard.errors import ExitStatus
 from zeroshard.profiling.flops import model_flops_utilisation
+from zeroshard.train.auto import ChooseStage, is_out_of_memory, move_up
 from zeroshard.train.build import built
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.diagnose import first_not_finite
@@ -45,20 +46,31 @@ class _Health:
     stop: ExitStatus
 
 
-def run_training(config: TrainConfig) -> int:
+def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None) -> int:
     """Build the run that ``config`` describes, train, clean up; returns the exit status. One call per rank.
+
+    ``choose_stage`` is for the strategy ``auto``: what stage fits.
 
     Raises:
         UserError: something in the configuration cannot be had; on every rank.
         KeyboardInterrupt: passed on, with the log intact.
     """
-    with built(config) as run, stop_signals_noted() as stop_wanted, _watched(run, config) as watchdog:
+    with built(config, choose_stage) as run, stop_signals_noted() as stop_wanted, _watched(run, config) as watchdog:
         try:
             return int(train(run, stop_wanted, watchdog.alive))
         except OSError as error:
             if run.strategy.comm.rank == 0:
                 print(f"error: {run.folder}: {error}; free space, then resume", file=sys.stderr)
             return int(ExitStatus.STORAGE)
+        except (RuntimeError, MemoryError) as error:
+            comm = run.strategy.comm
+            if not is_out_of_memory(error) or run.stage is None:
+                raise
+            next_is = move_up(config, run.stage, comm.rank, comm.world_size)
+            if not next_is:
+                raise
+            # The others may wait for this rank in a collective: no leaving in good order.
+            end_at_once(f"strategy auto: {next_is}", ExitStatus.MOVED_UP)
 
 
 def _watched(run: Run, config: TrainConfig) -> Watchdog:

@@ -55,6 +55,7 @@ class Run:
         config: what goes into each checkpoint, as JSON can hold it.
         comm: the strategy's communicator, observed; None where nobody counts.
         kernels: who serves each operation, as ``LayerNorm: triton``.
+        stage: that ``--strategy auto`` has come to; None for another strategy.
     """
 
     strategy: Strategy
@@ -74,6 +75,7 @@ class Run:
     config: dict[str, Any] | None = None
     comm: ObservedCommunicator | None = None
     kernels: Mapping[str, str] = field(default_factory=dict)
+    stage: int | None = None
 
     def close(self) -> None:
         """Close the observers: the log is whole, whatever ended the run."""

@@ -1,0 +1,115 @@
+"""``--strategy auto``: starts where it fits, and a stage higher after memory has run out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.train.auto import is_out_of_memory, lowest_stage, move_up
+from zeroshard.train.build import build_run
+
+CPU = torch.device("cpu")
+
+# Ranks whose memory runs out in the third step at stages below 2, on rank 1 alone; each attempt is one world.
+WORKER = """
+import os, sys
+from zeroshard import cli
+from zeroshard.comm import launch
+launch.prepare_torch()
+import torch
+from zeroshard.train import loop
+
+take_step = loop.take_step
+
+def short_of_memory(run, step, stop_wanted):
+    if step == 2 and run.stage < 2 and os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return take_step(run, step, stop_wanted)
+
+loop.take_step = short_of_memory
+sys.exit(cli.main(["train", *sys.argv[1:]]))
+"""
+LAUNCHER = """
+import sys
+from zeroshard.comm import launch
+from zeroshard.comm import elastic
+run_elastic = elastic.run_elastic
+elastic.run_elastic = lambda command, *args, **kwargs: run_elastic(
+    (sys.executable, sys.argv[1], *sys.argv[2:]), *args, **kwargs)
+ending = launch.launch_workers([], 2, max_moves=3)
+print(ending.status, ending.line)
+"""
+
+
+def test_the_lowest_stage_that_fits_on_every_rank_is_taken(tmp_path):
+    def rank_main(comm):
+        return lowest_stage((2 if comm.rank == 1 else 0, "fits"), comm, tmp_path, resuming=False)
+
+    assert run_threads(rank_main, 3) == [
+        (2, "another rank has less memory"),
+        (2, "fits"),
+        (2, "another rank has less memory"),
+    ]
+
+
+def test_where_memory_ran_out_the_next_start_of_the_run_is_a_stage_higher(tiny_config, tmp_path):
+    config = tiny_config(strategy="auto", out=str(tmp_path))
+    assert move_up(config, 1, rank=2, world_size=4) == "rank 2 ran out of memory at zero1; zero2 is next"
+    comm = LocalCommunicator()
+    assert lowest_stage((0, "fits"), comm, tmp_path, resuming=True) == (2, "rank 2 ran out of memory at zero1")
+    assert lowest_stage((3, "fits"), comm, tmp_path, resuming=True) == (3, "fits")
+    assert lowest_stage((0, "fits"), comm, tmp_path, resuming=False) == (0, "fits")
+
+
+def test_where_no_stage_can_help_none_is_tried(tiny_config, tmp_path):
+    config = tiny_config(strategy="auto", out=str(tmp_path))
+    assert move_up(config, 3, rank=0, world_size=4) == ""
+    assert move_up(config, 0, rank=0, world_size=1) == ""
+    assert move_up(config.model_copy(update={"strategy": "zero1"}), 1, rank=0, world_size=4) == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_counts_as_out_of_memory():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(MemoryError())
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("a bug"))
+
+
+def test_the_chosen_stage_is_what_is_built_and_the_wish_what_is_kept(tiny_config):
+    config = tiny_config(strategy="auto")
+    run = build_run(config, LocalCommunicator(), CPU, lambda model, world_size, dtype, device: (2, "said so"))
+    run.close()
+    assert run.stage == 2
+    assert run.config["strategy"] == "zero2"
+    assert 'strategy = "auto"' in (Path(config.out) / "config.toml").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_whose_memory_runs_out_goes_on_at_higher_stages_from_its_checkpoints(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 300)
+    out = tmp_path / "run"
+    words = f"""--strategy auto --out {out} --data text --data.path {tmp_path / "text.txt"}
+        --data.dir {tmp_path / "data"} --model gpt2-demo --model.n_layer 1 --model.n_embd 16 --model.n_head 2 --seq-len 16 --micro-batch-size 1
+        --max-steps 4 --warmup-steps 1 --checkpoint-interval 2 --eval-interval 0 --comm ring""".split()
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path / "worker.py"), *words]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170, check=False)
+    assert done.stdout.splitlines()[-1].strip() == "0", done
+    assert [line for line in done.stderr.splitlines() if line.startswith("started again")] == [
+        f"started again: strategy auto: rank 1 ran out of memory at zero{stage}; zero{stage + 1} is next"
+        for stage in (0, 1)
+    ]
+    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "start"] == [0, 2, 2]
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4]
