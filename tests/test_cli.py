@@ -34,7 +34,7 @@ def trained(monkeypatch):
     """What `main` hands to the training loop, which is left out."""
     configs: list[TrainConfig] = []
 
-    def run_training(config: TrainConfig) -> int:
+    def run_training(config: TrainConfig, choose_stage: object) -> int:
         configs.append(config)
         return 0
 
@@ -156,7 +156,7 @@ def test_a_flag_without_its_value_is_refused(capsys):
         (
             "--strategy zero9",
             "error: strategy: 'zero9' is not a choice; "
-            "choose one of zero0, zero1, zero2, zero3, ddp, zero1-torch, fsdp2",
+            "choose one of auto, zero0, zero1, zero2, zero3, ddp, zero1-torch, fsdp2",
         ),
         (
             "--config none.toml",
@@ -189,21 +189,23 @@ def test_more_ranks_than_the_launchers_world_are_refused(capsys, monkeypatch):
     assert refusal(capsys, "train", "--nproc", "3").startswith("error: nproc: 3 ranks in a world of 1")
 
 
-def test_ctrl_c_and_sigterm_have_their_own_status(monkeypatch):
-    def interrupted(config: TrainConfig) -> int:
+def test_ctrl_c_sigterm_and_sigusr1_have_statuses_of_their_own(monkeypatch):
+    def interrupted(config: TrainConfig, choose_stage: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "run_training", interrupted)
     assert main(["train"]) == 130
 
-    def terminated(config: TrainConfig) -> int:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
-        raise AssertionError("nobody heard the signal")
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGUSR1, 138)):
 
-    monkeypatch.setattr(loop, "run_training", terminated)
-    assert main(["train"]) == 143
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        def stopped(config: TrainConfig, choose_stage: object, number: int = number) -> int:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+            raise AssertionError("nobody heard the signal")
+
+        monkeypatch.setattr(loop, "run_training", stopped)
+        assert main(["train"]) == status
+        assert signal.getsignal(number) == signal.SIG_DFL
 
 
 def test_prepare_writes_tokens_and_says_where(capsys, tmp_path):
