@@ -249,11 +249,14 @@ def ended_with_launcher() -> Generator[None]:
     heard, told = socket.socketpair()
     told.setblocking(False)
     before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=_end_after_interrupt, args=(heard,), name="end-after-interrupt", daemon=True)
+    left = threading.Event()
+    arguments = (heard, left)
+    thread = threading.Thread(target=_end_after_interrupt, args=arguments, name="end-after-interrupt", daemon=True)
     thread.start()
     try:
         yield
     finally:
+        left.set()
         signal.set_wakeup_fd(before)
         told.close()
 
@@ -322,7 +325,7 @@ def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
     return Ending(code if code > 0 else 128 - code)
 
 
-def _end_after_interrupt(heard: socket.socket) -> None:
+def _end_after_interrupt(heard: socket.socket, left: threading.Event) -> None:
     with heard:
         while signum := heard.recv(1):
             if signum[0] == signal.SIGINT:
@@ -330,8 +333,7 @@ def _end_after_interrupt(heard: socket.socket) -> None:
                 signal.setitimer(signal.ITIMER_REAL, INTERRUPT_GRACE_S + 0.5)
                 time.sleep(INTERRUPT_GRACE_S)
                 os._exit(ExitStatus.INTERRUPTED)
-            if signum[0] == signal.SIGTERM and not _saves_first.is_set():
-                time.sleep(INTERRUPT_GRACE_S)
+            if signum[0] == signal.SIGTERM and not _saves_first.is_set() and not left.wait(INTERRUPT_GRACE_S):
                 os._exit(ExitStatus.TERMINATED)
 
 
