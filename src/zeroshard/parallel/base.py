@@ -97,6 +97,10 @@ class Strategy(Protocol):
         """What this rank saves; over all ranks every tensor is tiled exactly once."""
         ...
 
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups as JSON can hold them, ``params`` by their ordinary names; on every rank."""
+        ...
+
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read whatever this rank holds."""
         ...

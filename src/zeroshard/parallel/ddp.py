@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -63,6 +64,10 @@ class Ddp:
         yield from self._replica.model_shards()
         for name, kind, tensor in self._replica.states(self.optimizer.state):
             yield from self._replica.even_share(name, kind, tensor)
+
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups, ``params`` by their ordinary names."""
+        return self._replica.param_groups(self.optimizer)
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read every tensor whole.

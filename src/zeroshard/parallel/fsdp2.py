@@ -28,7 +28,7 @@ from zeroshard.parallel.replica import is_grouped, require_group
 from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.full_state import named_state
 from zeroshard.zero.shards import persistent_buffers
-from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group
 
 
 class Fsdp2:
@@ -146,6 +146,12 @@ class Fsdp2:
         if self.comm.rank == 0:
             for name, buffer in persistent_buffers(self.model).items():
                 yield _whole(name, "buffer", buffer)
+
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups, ``params`` by their ordinary names."""
+        names = {id(param): name for name, param in self._params.items()}
+        groups = self.optimizer.param_groups
+        return [named_group(group, [names[id(param)] for param in group["params"]]) for group in groups]
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read this rank's rows of every tensor; an average that was not saved starts from the weights.

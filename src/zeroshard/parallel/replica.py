@@ -23,7 +23,7 @@ from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
 from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.shards import persistent_buffers
-from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group
 
 
 class Replica:
@@ -94,6 +94,11 @@ class Replica:
             for kind, value in per_param.items():
                 if isinstance(value, Tensor | int | float):
                     yield name, kind, torch.as_tensor(value)
+
+    def param_groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """The groups of an optimizer that has the module's parameters, these by name, as JSON can hold them."""
+        names = {id(param): name for name, param in self.module.named_parameters()}
+        return [named_group(group, [names[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
 
     def load_model(self, reader: ShardReader) -> None:
         """Read every parameter, buffer and average whole; an average that was not saved starts from the weights.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,10 @@ class ZeroStrategy:
     def named_shards(self) -> Iterable[NamedShard]:
         """What this rank saves."""
         return self.zero.named_shards()
+
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups, ``params`` by their ordinary names."""
+        return self.zero.named_param_groups()
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read whatever this rank holds."""

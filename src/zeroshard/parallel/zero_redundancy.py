@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +89,10 @@ class ZeroRedundancy:
         yield from self._replica.model_shards()
         for name, kind, tensor in self._replica.states(self._local.state):
             yield NamedShard(name, kind, tuple(tensor.shape), (0, tensor.numel()), tensor.detach().reshape(-1))
+
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups, ``params`` by their ordinary names."""
+        return self._replica.param_groups(self.optimizer)
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read the model whole, and the states of the parameters that this rank updates.

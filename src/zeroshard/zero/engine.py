@@ -28,7 +28,7 @@ from zeroshard.zero.partition import UnitSpec, materialise, partition
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.reduction import FlatGrads
 from zeroshard.zero.runtime import Runtime
-from zeroshard.zero.state import NamedShard, ShardReader
+from zeroshard.zero.state import NamedShard, ShardReader, named_group
 from zeroshard.zero.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 from zeroshard.zero.unit import Unit, build_groups, memory_of
 
@@ -341,6 +341,19 @@ class Zero:
             self._ema.require_away("named_shards")
             stateful.append(self._ema)
         yield from shards.named_shards(self.model, self._runtime, stateful)
+
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """Every optimizer's param groups as JSON can hold them, with the parameters' ordinary names; on every rank."""
+        names = {
+            param: slot.name
+            for group in self._runtime.groups()
+            for param, slot in zip(group.params.params, group.params.layout.slots, strict=True)
+        }
+        return [
+            named_group(group, [names[param] for param in chosen])
+            for known in self._optimizers
+            for group, chosen in zip(known.optimizer.param_groups, known.by_group, strict=True)
+        ]
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Take this rank's part of parameters, optimizer states, averages and buffers from ``reader``.
