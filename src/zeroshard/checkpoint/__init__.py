@@ -2,6 +2,7 @@
 
 from zeroshard.checkpoint.api import (
     Choice,
+    PassedOver,
     Shardable,
     load,
     newest_valid,
@@ -9,17 +10,22 @@ from zeroshard.checkpoint.api import (
     read_manifest,
     save,
 )
+from zeroshard.checkpoint.background import BackgroundSaver, Keep, Saved
 from zeroshard.checkpoint.folder import Found, find, latest, prune, step_name
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.verify import Damage, verify
 
 __all__ = [
+    "BackgroundSaver",
     "CheckpointReader",
     "Choice",
     "Damage",
     "Found",
+    "Keep",
     "Manifest",
+    "PassedOver",
+    "Saved",
     "Shardable",
     "find",
     "latest",
