@@ -169,7 +169,6 @@ def take_turn(contestant: str, strategy: Strategy, folder: Path) -> dict[str, fl
     found["stall_again_s"], wait = timed(lambda: save(2))
     wait()
     saver.close()
-    del saver, wait
     with watched() as peak:
         if ours:
             found["load_s"], _ = timed(lambda: checkpoint.load(folder / "step-1", strategy))
