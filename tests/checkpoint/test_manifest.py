@@ -40,6 +40,9 @@ def test_any_changed_byte_of_a_manifest_is_refused_by_name(manifest, tmp_path):
     path.write_text(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"manifest\.json: is damaged"):
         parse(path)
+    path.write_text(whole.replace(" ", "\n", 1))
+    with pytest.raises(UserError, match=r"manifest\.json: is damaged"):
+        parse(path)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"manifest\.json: is damaged"):
         parse(path)
@@ -107,7 +110,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(manifest, tmp_path, chang
         parse(path)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "7", "[" * 100_000])
+@pytest.mark.parametrize("text", ["[]", "{}", "7", "[" * 100_000, '{"step": NaN}'])
 def test_json_that_is_no_manifest_is_refused(tmp_path, text):
     path = tmp_path / "manifest.json"
     path.write_text(text)

@@ -143,8 +143,7 @@ def merge(entries: list[TensorEntry]) -> tuple[TensorEntry, ...]:
 
 def dump(manifest: Manifest) -> str:
     """The manifest as JSON, with its own sha256 in it."""
-    body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
-    return json.dumps({**body, "sha256": _digest(body)}, indent=1, allow_nan=False) + "\n"
+    return _text({"format": FORMAT, "version": VERSION, **asdict(manifest)})
 
 
 def parse(path: Path) -> Manifest:
@@ -155,12 +154,15 @@ def parse(path: Path) -> Manifest:
             version unknown here.
     """
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes().decode()
+        body = json.loads(text)
+        # Written again it must be the same text: a changed blank would not change what is read.
+        whole = isinstance(body, dict) and body.pop("sha256", None) == _digest(body) and _text(body) == text
     except (ValueError, RecursionError):
         raise _damaged(path, "is damaged: it is not JSON") from None
     except OSError as error:
         raise _damaged(path, f"cannot be read ({error.strerror})") from None
-    if not isinstance(body, dict) or body.pop("sha256", None) != _digest(body):
+    if not whole:
         raise _damaged(path, "is damaged: it does not match its own checksum")
     if (body.get("format"), body.get("version")) != (FORMAT, VERSION):
         raise UserError(
@@ -222,6 +224,10 @@ def _check_tiled(entry: TensorEntry) -> None:
 
 def _damaged(path: Path, what: str) -> UserError:
     return UserError(str(path), what, DAMAGED_TODO)
+
+
+def _text(body: Mapping[str, Any]) -> str:
+    return json.dumps({**body, "sha256": _digest(body)}, indent=1, allow_nan=False) + "\n"
 
 
 def _digest(body: Mapping[str, Any]) -> str:
