@@ -2,5 +2,6 @@
 
 from zeroshard.checkpoint.api import Shardable, latest, load, open_manifest, save
 from zeroshard.checkpoint.store import CheckpointReader
+from zeroshard.checkpoint.whole import consolidate
 
-__all__ = ["CheckpointReader", "Shardable", "latest", "load", "open_manifest", "save"]
+__all__ = ["CheckpointReader", "Shardable", "consolidate", "latest", "load", "open_manifest", "save"]

@@ -26,6 +26,7 @@ from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import DAMAGED_TODO, MANIFEST, FileEntry, Manifest, Piece, TensorEntry
 from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.errors import UserError
+from zeroshard.zero.outline import Outline, Outlined
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -66,7 +67,7 @@ def save(path: str | PathLike[str], source: Shardable, *, step: int, extra: Mapp
     as_json = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
     _together(comm, "make the folder", path, lambda: store.begin(path) if first else None)
     _together(comm, "write", path, lambda: _write_rank(store.temporary(path), source))
-    _together(comm, "complete", path, lambda: _finish(path, comm.world_size, step, as_json) if first else None)
+    _together(comm, "complete", path, lambda: _finish(path, source, step, as_json) if first else None)
 
 
 def load(path: str | PathLike[str], target: Shardable) -> dict[str, Any]:
@@ -134,12 +135,12 @@ def _write_rank(folder: Path, source: Shardable) -> None:
     store.write_text(_note(folder, rank), json.dumps(note))
 
 
-def _finish(path: Path, world_size: int, step: int, extra: dict[str, Any]) -> None:
+def _finish(path: Path, source: Shardable, step: int, extra: dict[str, Any]) -> None:
     """Rank 0: gather what the ranks wrote down, write the manifest, give the folder its name."""
     folder = store.temporary(path)
     files: dict[str, FileEntry] = {}
     entries: list[TensorEntry] = []
-    for rank in range(world_size):
+    for rank in range(source.comm.world_size):
         try:
             note = json.loads(_note(folder, rank).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -147,7 +148,16 @@ def _finish(path: Path, world_size: int, step: int, extra: dict[str, Any]) -> No
         files[note["file"]] = FileEntry(**note["entry"])
         entries += [manifests.tensor_entry(entry) for entry in note["tensors"]]
         _note(folder, rank).unlink()
-    manifest = Manifest(step, world_size, files, manifests.merge(entries), extra)
+    outline = source.outline() if isinstance(source, Outlined) else Outline()
+    manifest = Manifest(
+        step,
+        source.comm.world_size,
+        files,
+        manifests.merge(entries),
+        extra,
+        param_groups=tuple(outline.param_groups),
+        tied=outline.tied,
+    )
     store.write_text(folder / MANIFEST, manifests.dump(manifest))
     store.commit(path)
 

@@ -53,13 +53,25 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that is known of a checkpoint without opening its files."""
+    """Everything that is known of a checkpoint without opening its files.
+
+    Attributes:
+        step: optimizer steps done.
+        world_size: ranks that wrote it.
+        files: what each file must be, by name.
+        tensors: every tensor, and where its pieces lie.
+        extra: what the caller of `save` added.
+        param_groups: the optimizer's, settings and names of ``params``; empty where the source had none to tell.
+        tied: each further name of a tensor -> the name that it is saved under.
+    """
 
     step: int
     world_size: int
     files: dict[str, FileEntry]
     tensors: tuple[TensorEntry, ...]
     extra: dict[str, Any] = field(default_factory=dict)
+    param_groups: tuple[dict[str, Any], ...] = ()
+    tied: dict[str, str] = field(default_factory=dict)
 
 
 def merge(entries: list[TensorEntry]) -> tuple[TensorEntry, ...]:
@@ -117,6 +129,8 @@ def parse(path: Path) -> Manifest:
         files={name: FileEntry(**entry) for name, entry in body["files"].items()},
         tensors=tuple(tensor_entry(entry) for entry in body["tensors"]),
         extra=body["extra"],
+        param_groups=tuple(body["param_groups"]),
+        tied=body["tied"],
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
 from zeroshard.zero.ema import Ema
+from zeroshard.zero.outline import Outline
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -95,6 +96,10 @@ class Strategy(Protocol):
 
     def named_shards(self) -> Iterable[NamedShard]:
         """What this rank saves; over all ranks every tensor is tiled exactly once."""
+        ...
+
+    def outline(self) -> Outline:
+        """What a checkpoint keeps beside tensors: tied names and param groups."""
         ...
 
     def load_named_shards(self, reader: ShardReader) -> None:

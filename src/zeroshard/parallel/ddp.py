@@ -11,6 +11,7 @@ from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import Replica
 from zeroshard.zero.ema import Ema
+from zeroshard.zero.outline import Outline
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -63,6 +64,10 @@ class Ddp:
         yield from self._replica.model_shards()
         for name, kind, tensor in self._replica.states(self.optimizer.state):
             yield from self._replica.even_share(name, kind, tensor)
+
+    def outline(self) -> Outline:
+        """Tied names and param groups."""
+        return self._replica.outline(self.optimizer)
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read every tensor whole.

@@ -27,6 +27,7 @@ from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import is_grouped, require_group
 from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.full_state import named_state
+from zeroshard.zero.outline import Outline, make_outline
 from zeroshard.zero.shards import persistent_buffers
 from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
 
@@ -146,6 +147,11 @@ class Fsdp2:
         if self.comm.rank == 0:
             for name, buffer in persistent_buffers(self.model).items():
                 yield _whole(name, "buffer", buffer)
+
+    def outline(self) -> Outline:
+        """Tied names and param groups."""
+        groups = ((group, group["params"]) for group in self.optimizer.param_groups)
+        return make_outline({**named_state(self.model), **self._by_every_name}, groups)
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read this rank's rows of every tensor; an average that was not saved starts from the weights.

@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
 from zeroshard.zero.ema import EMA, Ema
+from zeroshard.zero.full_state import named_state
+from zeroshard.zero.outline import Outline, make_outline
 from zeroshard.zero.shards import persistent_buffers
 from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
 
@@ -94,6 +96,11 @@ class Replica:
             for kind, value in per_param.items():
                 if isinstance(value, Tensor | int | float):
                     yield name, kind, torch.as_tensor(value)
+
+    def outline(self, optimizer: Optimizer) -> Outline:
+        """Tied names, and the param groups of ``optimizer``."""
+        groups = ((group, group["params"]) for group in optimizer.param_groups)
+        return make_outline(named_state(self.module), groups)
 
     def load_model(self, reader: ShardReader) -> None:
         """Read every parameter, buffer and average whole; an average that was not saved starts from the weights.

@@ -13,6 +13,7 @@ from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 from zeroshard.zero.ema import Ema
+from zeroshard.zero.outline import Outline
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -56,6 +57,10 @@ class ZeroStrategy:
     def named_shards(self) -> Iterable[NamedShard]:
         """What this rank saves."""
         return self.zero.named_shards()
+
+    def outline(self) -> Outline:
+        """Tied names and param groups."""
+        return self.zero.outline()
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read whatever this rank holds."""

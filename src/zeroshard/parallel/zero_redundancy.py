@@ -18,6 +18,7 @@ from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import Replica, require_group
 from zeroshard.zero.ema import Ema
+from zeroshard.zero.outline import Outline
 from zeroshard.zero.state import NamedShard, ShardReader
 
 with warnings.catch_warnings():  # the package compiles optimizers that nobody asked for, in a way it deprecates
@@ -88,6 +89,10 @@ class ZeroRedundancy:
         yield from self._replica.model_shards()
         for name, kind, tensor in self._replica.states(self._local.state):
             yield NamedShard(name, kind, tuple(tensor.shape), (0, tensor.numel()), tensor.detach().reshape(-1))
+
+    def outline(self) -> Outline:
+        """Tied names and param groups."""
+        return self._replica.outline(self.optimizer)
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read the model whole, and the states of the parameters that this rank updates.

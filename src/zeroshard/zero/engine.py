@@ -24,6 +24,7 @@ from zeroshard.zero.flat import Init
 from zeroshard.zero.hooks import attach
 from zeroshard.zero.levels import Levels, check_row
 from zeroshard.zero.optimizer import PiecewiseOptimizer, SavesPasses, ShardedParams
+from zeroshard.zero.outline import Outline, make_outline
 from zeroshard.zero.partition import UnitSpec, materialise, partition
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.reduction import FlatGrads
@@ -341,6 +342,15 @@ class Zero:
             self._ema.require_away("named_shards")
             stateful.append(self._ema)
         yield from shards.named_shards(self.model, self._runtime, stateful)
+
+    def outline(self) -> Outline:
+        """What a checkpoint keeps beside tensors: tied names, and the param groups of every optimizer made here."""
+        groups = (
+            pair
+            for known in self._optimizers
+            for pair in zip(known.optimizer.param_groups, known.by_group, strict=False)  # groups may be taken out
+        )
+        return make_outline(full_state.named_state(self.model), groups)
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Take this rank's part of parameters, optimizer states, averages and buffers from ``reader``.
