@@ -16,7 +16,7 @@ from dataclasses import asdict
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import DAMAGED_TODO, MANIFEST, FileEntry, Manifest, Piece, TensorEntry
 from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.errors import UserError
-from zeroshard.zero.outline import Outline, Outlined
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -44,6 +43,24 @@ class Shardable(Protocol):
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read whatever this rank holds."""
+        ...
+
+
+@runtime_checkable
+class HasParamGroups(Protocol):
+    """What can tell the settings of its optimizer too."""
+
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """Param groups as JSON can hold them, ``params`` by name; the same on every rank."""
+        ...
+
+
+@runtime_checkable
+class HasTiedNames(Protocol):
+    """What can tell which names are one tensor."""
+
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tensor -> the name that it is saved under."""
         ...
 
 
@@ -148,15 +165,15 @@ def _finish(path: Path, source: Shardable, step: int, extra: dict[str, Any]) -> 
         files[note["file"]] = FileEntry(**note["entry"])
         entries += [manifests.tensor_entry(entry) for entry in note["tensors"]]
         _note(folder, rank).unlink()
-    outline = source.outline() if isinstance(source, Outlined) else Outline()
+    groups = source.named_param_groups() if isinstance(source, HasParamGroups) else []
     manifest = Manifest(
         step,
         source.comm.world_size,
         files,
         manifests.merge(entries),
         extra,
-        param_groups=tuple(outline.param_groups),
-        tied=outline.tied,
+        param_groups=tuple(groups),
+        tied=source.tied_names() if isinstance(source, HasTiedNames) else {},
     )
     store.write_text(folder / MANIFEST, manifests.dump(manifest))
     store.commit(path)

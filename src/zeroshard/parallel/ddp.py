@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,7 +12,6 @@ from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import Replica
 from zeroshard.zero.ema import Ema
-from zeroshard.zero.outline import Outline
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -59,15 +59,19 @@ class Ddp:
         """The model's weights, copied to the CPU, with ordinary names."""
         return self._replica.state_dict()
 
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tied tensor -> the name that it is saved under."""
+        return self._replica.tied_names()
+
     def named_shards(self) -> Iterator[NamedShard]:
         """An even share of every flattened tensor."""
         yield from self._replica.model_shards()
         for name, kind, tensor in self._replica.states(self.optimizer.state):
             yield from self._replica.even_share(name, kind, tensor)
 
-    def outline(self) -> Outline:
-        """Tied names and param groups."""
-        return self._replica.outline(self.optimizer)
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups, ``params`` by their ordinary names."""
+        return self._replica.param_groups(self.optimizer)
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read every tensor whole.

@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
 from zeroshard.zero.ema import EMA, Ema
-from zeroshard.zero.full_state import named_state
-from zeroshard.zero.outline import Outline, make_outline
+from zeroshard.zero.full_state import named_state, tied_names
 from zeroshard.zero.shards import persistent_buffers
-from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group
 
 
 class Replica:
@@ -71,6 +70,10 @@ class Replica:
         """The model's weights, copied to the CPU, with ordinary names."""
         return {name: value.detach().to("cpu", copy=True) for name, value in self.module.state_dict().items()}
 
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tied tensor -> the name that it is saved under."""
+        return tied_names(named_state(self.module))
+
     def model_shards(self) -> Iterator[NamedShard]:
         """An even share of every flattened parameter, buffer and average."""
         if self.ema is not None:
@@ -97,10 +100,10 @@ class Replica:
                 if isinstance(value, Tensor | int | float):
                     yield name, kind, torch.as_tensor(value)
 
-    def outline(self, optimizer: Optimizer) -> Outline:
-        """Tied names, and the param groups of ``optimizer``."""
-        groups = ((group, group["params"]) for group in optimizer.param_groups)
-        return make_outline(named_state(self.module), groups)
+    def param_groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """The groups of an optimizer that has the module's parameters, these by name, as JSON can hold them."""
+        names = {id(param): name for name, param in self.module.named_parameters()}
+        return [named_group(group, [names[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
 
     def load_model(self, reader: ShardReader) -> None:
         """Read every parameter, buffer and average whole; an average that was not saved starts from the weights.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 from zeroshard.zero.ema import Ema
-from zeroshard.zero.outline import Outline
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -54,13 +54,17 @@ class ZeroStrategy:
         """Clip the averaged gradients by their global norm, over all shards."""
         return self.zero.clip_grad_norm_(max_norm, norm_type)
 
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tied tensor -> the name that it is saved under."""
+        return self.zero.tied_names()
+
     def named_shards(self) -> Iterable[NamedShard]:
         """What this rank saves."""
         return self.zero.named_shards()
 
-    def outline(self) -> Outline:
-        """Tied names and param groups."""
-        return self.zero.outline()
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups, ``params`` by their ordinary names."""
+        return self.zero.named_param_groups()
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read whatever this rank holds."""

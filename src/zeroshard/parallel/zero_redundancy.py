@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import Replica, require_group
 from zeroshard.zero.ema import Ema
-from zeroshard.zero.outline import Outline
 from zeroshard.zero.state import NamedShard, ShardReader
 
 with warnings.catch_warnings():  # the package compiles optimizers that nobody asked for, in a way it deprecates
@@ -84,15 +84,19 @@ class ZeroRedundancy:
         """The model's weights, copied to the CPU, with ordinary names."""
         return self._replica.state_dict()
 
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tied tensor -> the name that it is saved under."""
+        return self._replica.tied_names()
+
     def named_shards(self) -> Iterator[NamedShard]:
         """An even share of the model, and the whole states of the parameters that this rank updates."""
         yield from self._replica.model_shards()
         for name, kind, tensor in self._replica.states(self._local.state):
             yield NamedShard(name, kind, tuple(tensor.shape), (0, tensor.numel()), tensor.detach().reshape(-1))
 
-    def outline(self) -> Outline:
-        """Tied names and param groups."""
-        return self._replica.outline(self.optimizer)
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups, ``params`` by their ordinary names."""
+        return self._replica.param_groups(self.optimizer)
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read the model whole, and the states of the parameters that this rank updates.

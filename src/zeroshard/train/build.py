@@ -24,7 +24,7 @@ from zeroshard.data import EvalBatches, TokenBatches, TokenDataset, require_enou
 from zeroshard.data.prepare import DataSpec, data_dir, prepare
 from zeroshard.errors import UserError
 from zeroshard.kernels import choose, describe
-from zeroshard.models import LanguageModel, build_model
+from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig, build_model, nearest_preset
 from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, LossScaler, decay_groups, learning_rate
 from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
@@ -255,6 +255,9 @@ def _describe(folder: Path, config: TrainConfig, tokens_folder: Path) -> None:
 def _model_and_strategy(
     config: TrainConfig, vocab_size: int, comm: Communicator, device: torch.device
 ) -> tuple[LanguageModel, Strategy]:
+    if 0 < config.model.vocab_size < vocab_size:
+        what = f"{config.model.vocab_size} is below the {vocab_size} ids of the tokens"
+        raise UserError("model.vocab_size", what, "use tokens made for this model, or 0 for a vocabulary of their size")
     from_meta = config.strategy in FROM_META
     model = make_model(config, vocab_size, "meta" if from_meta else device)
     if config.compile:
@@ -302,7 +305,18 @@ def _kernels(config: TrainConfig, model: LanguageModel, strategy: Strategy, devi
 def _overrides(model: ModelConfig) -> dict[str, object]:
     """What replaces the preset's values: the fields that differ from "as the preset says"."""
     unset = ModelConfig().model_dump()
-    return {name: value for name, value in model.model_dump().items() if name != "name" and value != unset[name]}
+    changed = {name: value for name, value in model.model_dump().items() if name != "name" and value != unset[name]}
+    if "tie_embeddings" in changed:
+        changed["tie_embeddings"] = model.tie_embeddings == "yes"
+    return changed
+
+
+def model_table(config: GPT2Config | LlamaConfig) -> ModelConfig:
+    """How a run's configuration says that its model is ``config``."""
+    name, changes = nearest_preset(config)
+    if "tie_embeddings" in changes:
+        changes["tie_embeddings"] = "yes" if changes["tie_embeddings"] else "no"
+    return ModelConfig.model_validate({"name": name, **changes, "vocab_size": config.vocab_size})
 
 
 def _observers(config: TrainConfig, folder: Path) -> list[Observer]:
