@@ -21,7 +21,16 @@ from pydantic import BaseModel
 import zeroshard
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import flags_of, read_flags, take_option
-from zeroshard.train.config import SHORTHANDS, GenerateConfig, PrepareConfig, TrainConfig, merge, read_toml
+from zeroshard.train.config import (
+    SHORTHANDS,
+    ExportConfig,
+    GenerateConfig,
+    ImportConfig,
+    PrepareConfig,
+    TrainConfig,
+    merge,
+    read_toml,
+)
 from zeroshard.train.validate import nearest, validate
 
 
@@ -140,6 +149,24 @@ def _generate(config: GenerateConfig, argv: Sequence[str]) -> int:
     return run_generate(config)
 
 
+def _export(config: ExportConfig, argv: Sequence[str]) -> int:
+    from zeroshard.train.hf_export import run_export
+
+    return run_export(config)
+
+
+def _import(config: ImportConfig, argv: Sequence[str]) -> int:
+    from zeroshard.train.hf_import import run_import
+
+    return run_import(config)
+
+
+def _checkpoint(config: None, words: Sequence[str]) -> int:
+    from zeroshard.train.checkpoints import run_checkpoint
+
+    return run_checkpoint(words)
+
+
 def _doctor(config: None, words: Sequence[str]) -> int:
     from zeroshard import doctor
 
@@ -153,6 +180,14 @@ VERBS: dict[str, Verb] = {
     "train": Verb("Train a language model, on one rank or many.", _train, TrainConfig, reads_file=True),
     "prepare": Verb("Cut text into tokens once, for later runs.", _prepare, PrepareConfig, reads_file=True),
     "generate": Verb("Write text with the model of a run.", _generate, GenerateConfig, ("run",)),
+    "export": Verb("Write a model for Hugging Face's transformers.", _export, ExportConfig, ("source", "out")),
+    "import": Verb("Make a run of a Hugging Face GPT-2 or LLaMA.", _import, ImportConfig, ("source", "out")),
+    "checkpoint": Verb(
+        "ls: the checkpoints of a run. show: what one holds. verify: whether every byte is what was written; status 3 "
+        "if not. diff: what differs between two; status 3 if anything does.",
+        _checkpoint,
+        usage="ls RUN | show PATH | verify PATH | diff PATH PATH",
+    ),
     "doctor": Verb(
         "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "
         "optimizers of torch, and classes of your own, may be sharded, and what difference sharding makes.",
@@ -166,7 +201,7 @@ def _overview() -> str:
     lines = [
         "usage: zeroshard COMMAND [FLAGS]",
         "",
-        *(f"  {name:<10}{verb.summary}" for name, verb in VERBS.items()),
+        *(f"  {name:<12}{verb.summary}" for name, verb in VERBS.items()),
         "",
         "  --version  Print the version.",
         "",

@@ -151,7 +151,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 def check_model(config: TrainConfig) -> None:
     """Raise UserError where the model cannot be built, or is too short for ``seq_len``; builds nothing."""
-    longest = model_config(config.model.name, overrides=_overrides(config.model)).seq_len
+    longest = model_config(config.model.name, overrides=model_overrides(config.model)).seq_len
     if config.seq_len > longest:
         what = f"{config.seq_len} is above the {longest} of {config.model.name}"
         raise UserError("seq_len", what, f"use {longest} or less, or a model with longer sequences")
@@ -189,7 +189,7 @@ def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str)
         return build_model(
             config.model.name,
             vocab_size=vocab_size,
-            overrides=_overrides(config.model),
+            overrides=model_overrides(config.model),
             seed=config.seed,
             kernels=config.kernels,
         )
@@ -302,7 +302,7 @@ def _kernels(config: TrainConfig, model: LanguageModel, strategy: Strategy, devi
     return served if optimizer else {**served, "AdamW": "torch fused" if config.fused else "torch"}
 
 
-def _overrides(model: ModelConfig) -> dict[str, object]:
+def model_overrides(model: ModelConfig) -> dict[str, object]:
     """What replaces the preset's values: the fields that differ from "as the preset says"."""
     unset = ModelConfig().model_dump()
     changed = {name: value for name, value in model.model_dump().items() if name != "name" and value != unset[name]}

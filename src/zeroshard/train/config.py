@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from zeroshard.errors import UserError
+from zeroshard.train.sizes import parse_size
 from zeroshard.train.validate import validate
 
 SHORTHANDS = {"model": "name", "data": "source"}  # `model = "NAME"` stands for `model.name = "NAME"`
@@ -93,7 +94,7 @@ class DataConfig(_Config):
 
     source: str = Field("python-stdlib", min_length=1, description="python-stdlib, text, tinyshakespeare or synthetic.")
     path: tuple[str, ...] = Field((), description="Files, folders or globs to read.")
-    tokenizer: str = Field("bytes", min_length=1, description="bytes, gpt2, or bpe:N for N trained tokens.")
+    tokenizer: str = Field("bytes", min_length=1, description="bytes, gpt2, bpe:N (N trained tokens), or json:PATH of a tokenizer.json.")
     val_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the text kept for validation.")
     max_tokens: int = Field(0, ge=0, description="Tokens to keep at most; 0: all.")
     dir: str = Field("", description="Folder of the prepared tokens; empty: named after the rest, in data/.")
@@ -205,6 +206,11 @@ class ExportConfig(_Config):
     weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the weights in the files.")
     max_shard_size: str = Field("5GB", min_length=1, description="Largest weights file, as 5GB or 512MiB.")
+
+    @model_validator(mode="after")
+    def _sizes_are_sizes(self) -> Self:
+        parse_size("max_shard_size", self.max_shard_size)
+        return self
 
 
 class ImportConfig(_Config):
