@@ -1,7 +1,36 @@
 """Checkpoints: sharded, atomic, checksummed, readable at any stage and world size (see `api`)."""
 
-from zeroshard.checkpoint.api import Shardable, latest, load, open_manifest, save
-from zeroshard.checkpoint.store import CheckpointReader
+from zeroshard.checkpoint.api import (
+    Choice,
+    Shardable,
+    load,
+    newest_valid,
+    open_manifest,
+    read_manifest,
+    save,
+)
+from zeroshard.checkpoint.folder import Found, find, latest, prune, step_name
+from zeroshard.checkpoint.manifest import Manifest
+from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.verify import Damage, verify
 from zeroshard.checkpoint.whole import consolidate
 
-__all__ = ["CheckpointReader", "Shardable", "consolidate", "latest", "load", "open_manifest", "save"]
+__all__ = [
+    "CheckpointReader",
+    "Choice",
+    "Damage",
+    "Found",
+    "Manifest",
+    "Shardable",
+    "consolidate",
+    "find",
+    "latest",
+    "load",
+    "newest_valid",
+    "open_manifest",
+    "prune",
+    "read_manifest",
+    "save",
+    "step_name",
+    "verify",
+]

@@ -16,19 +16,17 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from zeroshard.checkpoint import store
 from zeroshard.checkpoint.api import open_manifest
-from zeroshard.checkpoint.manifest import DAMAGED_TODO, Manifest, TensorEntry
-from zeroshard.checkpoint.store import CheckpointReader
+from zeroshard.checkpoint.manifest import Manifest, TensorEntry
+from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.store import TORCH_DTYPES
 from zeroshard.checkpoint.stream import StreamedTensor, drafted, intervals, write_streamed
-from zeroshard.errors import UserError
+from zeroshard.checkpoint.verify import damages
 from zeroshard.zero.ema import EMA
 
-_TORCH_DTYPES = {name: dtype for dtype, name in store.DTYPES.items()}
 _METADATA = {"format": "pt"}
 
 
@@ -56,8 +54,7 @@ def consolidate(path: str | PathLike[str], out: str | PathLike[str] | None = Non
     Raises:
         UserError: there is no complete checkpoint, it is damaged, or ``out`` is there already or cannot be written.
     """
-    folder, manifest = open_manifest(path)
-    require_whole(folder, manifest)
+    folder, manifest = require_whole(path)
     with CheckpointReader(folder, manifest) as reader:
         if out is None:
             tensors = {(entry.name, entry.kind): _read(reader, entry) for entry in manifest.tensors}
@@ -66,29 +63,25 @@ def consolidate(path: str | PathLike[str], out: str | PathLike[str] | None = Non
     return _state(manifest, tensors)
 
 
-def require_whole(folder: Path, manifest: Manifest) -> None:
-    """Hash every file of a checkpoint.
+def require_whole(path: str | PathLike[str]) -> tuple[Path, Manifest]:
+    """The folder that holds the checkpoint ``path`` and its manifest, after every byte was verified by this process.
 
     Raises:
-        UserError: one does not match the manifest; it is named.
+        UserError: there is no complete checkpoint, or a file does not match the manifest; it is named.
     """
-    for name in sorted(manifest.files):
-        if not store.matches(folder / name, manifest.files[name]):
-            raise UserError(str(folder / name), "is damaged: it does not match the manifest", DAMAGED_TODO)
+    folder, manifest = open_manifest(path)
+    for damage in damages(folder, manifest, manifest.regions()):
+        raise damage.error()
+    return folder, manifest
 
 
-def dtype_of(entry: TensorEntry) -> torch.dtype:
-    """The dtype that a tensor was saved in."""
-    return _TORCH_DTYPES[entry.dtype]
-
-
-def streamed(reader: CheckpointReader, entry: TensorEntry, name: str | None = None) -> StreamedTensor:
+def _streamed(reader: CheckpointReader, entry: TensorEntry, name: str) -> StreamedTensor:
     """A saved tensor as one to be written, read a few megabytes at a time."""
 
     def parts() -> Any:
         return (reader.read(entry.name, entry.kind, interval) for interval in intervals(prod(entry.shape)))
 
-    return StreamedTensor(name or entry.name, dtype_of(entry), entry.shape, parts)
+    return StreamedTensor(name, TORCH_DTYPES[entry.dtype], entry.shape, parts)
 
 
 def _read(reader: CheckpointReader, entry: TensorEntry) -> Tensor:
@@ -108,7 +101,7 @@ def _write_and_map(reader: CheckpointReader, manifest: Manifest, out: Path) -> d
     with drafted(out) as draft:
         for file, entries in files.items():
             metadata = {**_METADATA, **(groups if file == "optimizer" else {})}
-            tensors = [streamed(reader, entry, key) for key, entry in entries.items()]
+            tensors = [_streamed(reader, entry, key) for key, entry in entries.items()]
             write_streamed(draft / f"{file}.safetensors", tensors, metadata)
     mapped: dict[tuple[str, str], Tensor] = {}
     for file, entries in files.items():

@@ -59,7 +59,6 @@ def run_export(config: ExportConfig) -> int:
             exported, or ``out`` is there already.
     """
     source = _open(config)
-    require_whole(source.folder, source.manifest)
     out, dtype = Path(config.out), _DTYPES[config.dtype]
     with checkpoint.CheckpointReader(source.folder, source.manifest) as reader, drafted(out) as draft:
         tensors = [_streamed(reader, weight, source.kind, dtype) for weight in hf_weights(source.model)]
@@ -98,7 +97,7 @@ def split_by_size(tensors: Iterable[StreamedTensor], max_bytes: int) -> dict[str
 
 def _open(config: ExportConfig) -> _Source:
     path, run = _checkpoint_of(Path(config.source))
-    folder, manifest = checkpoint.open_manifest(path)
+    manifest = checkpoint.read_manifest(path)
     if not isinstance(manifest.extra.get("config"), dict):
         raise UserError("source", f"{path} does not say which model it is", "export a checkpoint of `zeroshard train`")
     trained = validate(TrainConfig, manifest.extra["config"])
@@ -112,6 +111,7 @@ def _open(config: ExportConfig) -> _Source:
         if weight.name and shapes.get(weight.name) != weight.shape:
             what = f"{path} has {weight.name} as {shapes.get(weight.name)}, its configuration as {weight.shape}"
             raise UserError("source", what, "export a checkpoint of `zeroshard train`")
+    folder, manifest = require_whole(path)
     return _Source(folder, manifest, model, _tokenizer(run), kind)
 
 
