@@ -45,7 +45,7 @@ def run_generate(config: GenerateConfig) -> int:
     if all(tensor.kind != kind for tensor in checkpoint.open_manifest(path)[1].tensors):
         todo = "train with --ema-decay, or use --weights last"
         raise UserError("weights", f"{path} holds no moving average", todo)
-    checkpoint.load(path, _Weights(model, kind))
+    checkpoint.load(path, WeightsOnly(model, kind))
     prompt = config.prompt or "\n"
     ids = torch.from_numpy(tokenizer.encode(prompt)).to(device)
     generator = torch.Generator(device).manual_seed(config.seed)
@@ -105,7 +105,7 @@ def _draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Gen
     return torch.multinomial(torch.softmax(logits_V / temperature, dim=-1), 1, generator=generator)
 
 
-class _Weights:
+class WeightsOnly:
     """A model's weights as something that a checkpoint can be loaded into: without the optimizer's state.
 
     ``kind`` says which: ``"param"``, or ``"ema"`` for their average.
