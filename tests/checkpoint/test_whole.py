@@ -99,7 +99,10 @@ def test_a_plain_optimizer_goes_on_from_the_consolidated_state(tmp_path, optimiz
     def load(comm):  # stage 0 at one rank has torch's own optimizer over whole, flattened tensors
         net = _net()
         zero = Zero(net, stage=0, units=net.blocks, comm=comm)
-        groups = [{**group, "params": [net.get_parameter(name) for name in group["params"]]} for group in state["param_groups"]]
+        groups = [
+            {**group, "params": [net.get_parameter(name) for name in group["params"]]}
+            for group in state["param_groups"]
+        ]
         zero.optimizer(optimizer, groups)
         zeroshard.load(tmp_path / "c", zero)
         again.update({(shard.name, shard.kind): shard.tensor for shard in zero.named_shards()})
@@ -123,9 +126,8 @@ def test_torch_itself_takes_the_consolidated_optimizer(tmp_path):
     used = [name for name, param in named.items() if param.grad is not None]
     assert set(used) == set(found["optimizer"]["state"])
     net.zero_grad()
-    state = {name: by_kind for name, by_kind in found["optimizer"]["state"].items()}
     optim.load_state_dict(_by_index(found["optimizer"]))
-    for name, by_kind in state.items():
+    for name, by_kind in found["optimizer"]["state"].items():
         for kind, tensor in by_kind.items():
             assert torch.equal(optim.state[named[name]][kind], tensor), (name, kind)
     assert [group["lr"] for group in optim.param_groups] == [0.01, 0.01]

@@ -117,7 +117,7 @@ def test_an_unknown_tokenizer_is_answered_with_the_nearest():
     with pytest.raises(UserError) as caught:
         check_tokenizer("byte")
     assert str(caught.value) == (
-        "data.tokenizer: 'byte' is unknown; did you mean 'bytes'? choose one of bytes, gpt2, bpe:N"
+        "data.tokenizer: 'byte' is unknown; did you mean 'bytes'? choose one of bytes, gpt2, bpe:N, json:PATH"
     )
 
 

@@ -57,7 +57,7 @@ def save_run(folder: Path, model, tokenizer: str = "") -> Path:
     extra = {"config": config.model_dump(mode="json")}
 
     def save(comm):
-        zero = Zero(build(model.config), stage=3, units=None, comm=comm)
+        zero = Zero(build(model.config), stage=3, comm=comm)
         checkpoint.save(folder / "checkpoints" / "step-00000007", zero, step=7, extra=extra)
 
     run_threads(save, 2)
@@ -119,9 +119,10 @@ def test_there_and_back_gives_the_same_bits(tmp_path, name):
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 1
     opened(tmp_path / "hf").save_pretrained(tmp_path / "hf-again")
     assert main(["import", str(tmp_path / "hf-again"), str(tmp_path / "again")]) == 0
-    before, after = (zeroshard.consolidate(each / "checkpoints" / step)["model"] for each, step in (
-        (run, "step-00000007"), (tmp_path / "again", "step-00000000")
-    ))
+    before, after = (
+        zeroshard.consolidate(each / "checkpoints" / step)["model"]
+        for each, step in ((run, "step-00000007"), (tmp_path / "again", "step-00000000"))
+    )
     assert before.keys() == after.keys()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 

@@ -137,8 +137,12 @@ def test_diff_sees_bits_that_numbers_hide_and_tensors_that_are_not_there(tmp_pat
                 yield NamedShard(name, "param", tuple(tensor.shape), (0, tensor.numel()), tensor.reshape(-1))
 
     nan = float("nan")
-    first = State(zero=torch.tensor([0.0, 1.0]), nan=torch.tensor([nan, 2.0]), mine=torch.ones(1), shape=torch.ones(2, 3))
-    second = State(zero=torch.tensor([-0.0, 1.0]), nan=torch.tensor([1.0, 2.0]), yours=torch.ones(1), shape=torch.ones(3, 2))
+    first = State(
+        zero=torch.tensor([0.0, 1.0]), nan=torch.tensor([nan, 2.0]), mine=torch.ones(1), shape=torch.ones(2, 3)
+    )
+    second = State(
+        zero=torch.tensor([-0.0, 1.0]), nan=torch.tensor([1.0, 2.0]), yours=torch.ones(1), shape=torch.ones(3, 2)
+    )
     checkpoint.save(tmp_path / "a", first, step=1, extra={"x": [1, {"y": 2}], "z": 1})
     checkpoint.save(tmp_path / "b", second, step=1, extra={"x": [1, {"y": 3}]})
     assert say(capsys, "diff", tmp_path / "a", tmp_path / "b", status=3) == [

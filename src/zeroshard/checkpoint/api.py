@@ -261,7 +261,9 @@ def finish(path: Path, facts: Facts) -> None:
         "python": platform.python_version(),
     }
     tensors = manifests.merge(entries)
-    manifest = Manifest(facts.step, facts.world_size, files, tensors, facts.extra, versions, facts.param_groups, facts.tied)
+    manifest = Manifest(
+        facts.step, facts.world_size, files, tensors, facts.extra, versions, facts.param_groups, facts.tied
+    )
     manifests.check(manifest)
     store.write_text(folder / MANIFEST, manifests.dump(manifest))
     store.commit(path)

@@ -1,4 +1,4 @@
-"""A safetensors file written as its bytes come: the header needs shapes alone, so no tensor must be there before its turn.
+"""A safetensors file written as its bytes come: its header needs shapes alone, so no tensor is there before its turn.
 
 Format: https://github.com/huggingface/safetensors, "Format".
 """
@@ -99,7 +99,9 @@ def drafted(out: Path, field: str = "out") -> Generator[Path]:
         if out.exists():
             out.rmdir()  # empty: a rename wants nothing there
     except OSError as error:
-        raise UserError(field, f"{out} cannot be written ({error.strerror})", "choose a folder that you may write") from None
+        raise UserError(
+            field, f"{out} cannot be written ({error.strerror})", "choose a folder that you may write"
+        ) from None
     try:
         yield draft
         draft.rename(out)

@@ -37,9 +37,9 @@ def consolidate(path: str | PathLike[str], out: str | PathLike[str] | None = Non
 
     Args:
         path: the checkpoint.
-        out: a new folder for ``model.safetensors``, ``optimizer.safetensors`` and, with an average, ``ema.safetensors``,
-            written as they are read; the tensors returned are then memory maps of these files. None: they are in
-            memory.
+        out: a new folder for ``model.safetensors``, ``optimizer.safetensors`` and ``ema.safetensors`` (those that hold
+            something), written as they are read; the tensors returned are then memory maps of these files. None: they
+            are in memory.
 
     Returns:
         - ``"model"``: name -> tensor, parameters and buffers, tied ones under all of their names: what

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from zeroshard.data.tokenizer import BpeTokenizer, ByteTokenizer, Gpt2Tokenizer, Tokenizer
@@ -70,7 +71,7 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
 def _encode(token: bytes, ranks: Mapping[bytes, int], below: int) -> list[bytes]:
     parts = [token[place : place + 1] for place in range(len(token))]
     while True:
-        pairs = [(ranks.get(a + b, below), place) for place, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+        pairs = [(ranks.get(a + b, below), place) for place, (a, b) in enumerate(pairwise(parts))]
         rank, place = min(pairs, default=(below, 0))
         if rank >= below:
             return parts

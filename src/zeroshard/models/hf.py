@@ -2,13 +2,13 @@
 
 | | theirs | ours |
 |---|---|---|
-| GPT-2's names | ``transformer.h.0.attn.c_attn.weight``; published files leave ``transformer.`` out | ``blocks.0.attn.c_attn.weight`` |
-| GPT-2's matrices | ``Conv1D``: [in, out] | ``nn.Linear``: [out, in], so transposed |
-| LLaMA's names | ``model.layers.0.mlp.up_proj.weight`` | ``blocks.0.mlp.up_proj.weight`` |
+| names, GPT-2 | ``transformer.h.0.ln_1.weight``; published files without ``transformer.`` | ``blocks.0.ln_1.weight`` |
+| names, LLaMA | ``model.layers.0.mlp.up_proj.weight`` | ``blocks.0.mlp.up_proj.weight`` |
+| matrices, GPT-2 | ``Conv1D``: [in, out] | ``nn.Linear``: [out, in], so transposed |
 | rotary pairs | (i, i + D/2) | the same: nothing is permuted |
 | tied head | not in the file | one parameter, by its first name |
-| biases of GPT-2 | always | may be left out: written as zeros, which compute the same |
-| epsilon | GPT-2 any, LLaMA any | GPT-2 1e-5 alone, LLaMA any |
+| biases, GPT-2 | always | may be left out: written as zeros, which compute the same |
+| epsilon | any | GPT-2: 1e-5 alone; LLaMA: any |
 
 Pure: no files, no tensors, no `transformers`. What our models cannot compute is refused by its name in ``config.json``.
 """

@@ -130,7 +130,12 @@ class _Command(NamedTuple):
     num_paths: int
 
 
-_COMMANDS = {"ls": _Command(_ls, 1), "show": _Command(_show, 1), "verify": _Command(_verify, 1), "diff": _Command(_diff, 2)}
+_COMMANDS = {
+    "ls": _Command(_ls, 1),
+    "show": _Command(_show, 1),
+    "verify": _Command(_verify, 1),
+    "diff": _Command(_diff, 2),
+}
 
 
 def _is_run(path: Path) -> bool:
@@ -169,4 +174,6 @@ def _state(folder: Path, manifest: Manifest) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest entry."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

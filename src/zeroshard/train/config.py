@@ -94,7 +94,9 @@ class DataConfig(_Config):
 
     source: str = Field("python-stdlib", min_length=1, description="python-stdlib, text, tinyshakespeare or synthetic.")
     path: tuple[str, ...] = Field((), description="Files, folders or globs to read.")
-    tokenizer: str = Field("bytes", min_length=1, description="bytes, gpt2, bpe:N (N trained tokens), or json:PATH of a tokenizer.json.")
+    tokenizer: str = Field(
+        "bytes", min_length=1, description="bytes, gpt2, bpe:N (N trained tokens), or json:PATH of a tokenizer.json."
+    )
     val_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the text kept for validation.")
     max_tokens: int = Field(0, ge=0, description="Tokens to keep at most; 0: all.")
     dir: str = Field("", description="Folder of the prepared tokens; empty: named after the rest, in data/.")

@@ -118,10 +118,12 @@ class WeightsOnly:
         self._kind = kind
 
     def named_shards(self) -> Iterable[NamedShard]:
+        """Nothing is saved from here."""
         return ()
 
     @torch.no_grad()
     def load_named_shards(self, reader: ShardReader) -> None:
+        """Read weights and buffers."""
         for kind, tensors in (
             (self._kind, self._model.named_parameters()),
             ("buffer", self._model.named_buffers()),
