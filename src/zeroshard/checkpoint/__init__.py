@@ -2,6 +2,7 @@
 
 from zeroshard.checkpoint.api import (
     Choice,
+    PassedOver,
     Shardable,
     load,
     newest_valid,
@@ -9,6 +10,7 @@ from zeroshard.checkpoint.api import (
     read_manifest,
     save,
 )
+from zeroshard.checkpoint.background import BackgroundSaver, Keep, Saved
 from zeroshard.checkpoint.folder import Found, find, latest, prune, step_name
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.reader import CheckpointReader
@@ -16,11 +18,15 @@ from zeroshard.checkpoint.verify import Damage, verify
 from zeroshard.checkpoint.whole import consolidate
 
 __all__ = [
+    "BackgroundSaver",
     "CheckpointReader",
     "Choice",
     "Damage",
     "Found",
+    "Keep",
     "Manifest",
+    "PassedOver",
+    "Saved",
     "Shardable",
     "consolidate",
     "find",

@@ -129,16 +129,25 @@ def load(path: str | PathLike[str], target: Shardable, *, verified: bool = False
 
 
 @dataclass(frozen=True)
+class PassedOver:
+    """A checkpoint that is not to be gone on from; ``complete`` ones are damaged, others were never finished."""
+
+    path: Path
+    complete: bool
+    why: str
+
+
+@dataclass(frozen=True)
 class Choice:
     """Which checkpoint to go on from, and which newer ones were passed over.
 
     Attributes:
         path: the newest complete and valid one; None where there is none.
-        passed_over: paths of newer ones, newest first, each with the reason.
+        passed_over: newer ones, newest first.
     """
 
     path: Path | None
-    passed_over: tuple[tuple[Path, str], ...]
+    passed_over: tuple[PassedOver, ...]
 
 
 def newest_valid(comm: Communicator, folder: str | PathLike[str]) -> Choice:
@@ -148,7 +157,7 @@ def newest_valid(comm: Communicator, folder: str | PathLike[str]) -> Choice:
     """
     found = [[each.path.name, each.complete] for each in folders.find(folder)] if comm.rank == 0 else []
     names = json.loads(send_bytes(comm, json.dumps(found).encode(), src=0))
-    passed_over: list[tuple[Path, str]] = []
+    passed_over: list[PassedOver] = []
     for name, complete in names:
         path = Path(folder) / name
         failure: UserError | None = None
@@ -156,7 +165,8 @@ def newest_valid(comm: Communicator, folder: str | PathLike[str]) -> Choice:
             failure = _open_and_verify(comm, path)
             if failure is None:
                 return Choice(path, tuple(passed_over))
-        passed_over.append((path, f"{failure.field} {failure.what}" if failure else f"has no {MANIFEST}: unfinished"))
+        why = f"{failure.field} {failure.what}" if failure else f"it was never completed (no {MANIFEST})"
+        passed_over.append(PassedOver(path, complete, why))
     return Choice(None, tuple(passed_over))
 
 

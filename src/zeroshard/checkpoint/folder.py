@@ -9,7 +9,6 @@ from os import PathLike
 from pathlib import Path
 
 from zeroshard.checkpoint import store
-from zeroshard.checkpoint.manifest import MANIFEST
 
 _NAME = re.compile(r"\.?step-(\d+)(\.tmp|\.old)?")
 
@@ -58,24 +57,21 @@ def surplus(steps: Collection[int], newest: int, every: int) -> list[int]:
 
 
 def prune(folder: Path, newest: int, every: int) -> list[Path]:
-    """Delete what `surplus` names, and what interrupted saves left of older steps; returns what was deleted.
+    """Delete what `surplus` names, and what interrupted saves left of steps before the newest complete one.
+
+    Returns:
+        The checkpoints that were complete and are gone.
 
     Raises:
         OSError: a folder cannot be deleted.
     """
-    if not newest:
-        return []
     found = find(folder)
-    gone = set(surplus([each.step for each in found if each.complete], newest, every))
+    complete = [each.step for each in found if each.complete]
+    gone = set(surplus(complete, newest, every))
     deleted = [each.path for each in found if each.complete and each.step in gone]
+    for each in found:
+        if each.step < max(complete, default=0):
+            store.remove(store.temporary(each.path))
     for path in deleted:
-        whole = store.resolve(path)
-        if whole is not None:
-            store.remove(whole)
-        store.remove(path)
+        store.remove_named(path)
     return deleted
-
-
-def why_incomplete(found: Found) -> str:
-    """What an unfinished checkpoint lacks, in words."""
-    return f"it was never completed (no {MANIFEST})"

@@ -139,6 +139,12 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def remove_named(path: Path) -> None:
+    """Delete the checkpoint called ``path``, wherever its folder lies."""
+    remove(_aside(path))
+    remove(path)
+
+
 def temporary(path: Path) -> Path:
     """Where ``path`` is built before it takes its name."""
     return path.parent / f".{path.name}.tmp"

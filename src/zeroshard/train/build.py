@@ -21,6 +21,7 @@ from zeroshard import checkpoint
 from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.comm.launch import World, world_from_env
 from zeroshard.data import EvalBatches, TokenBatches, TokenDataset, require_enough
+from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import DataSpec, data_dir, prepare
 from zeroshard.errors import UserError
 from zeroshard.kernels import choose, describe
@@ -29,9 +30,11 @@ from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, LossScaler, decay_groups, learning_rate
 from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
+from zeroshard.train import resume
 from zeroshard.train.agree import first_rank_does
 from zeroshard.train.compiled import compile_blocks
 from zeroshard.train.config import DataConfig, ModelConfig, TrainConfig, dump_toml
+from zeroshard.train.lock import RunLock
 from zeroshard.train.ranks import join
 from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
 from zeroshard.train.run import Run, Schedule, checkpoint_folder
@@ -68,24 +71,49 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
     check_shard_size(config, comm.world_size)
     describe(device, config.kernels)  # refuses what cannot be had
     grad_accum_steps = accumulation_steps(config, comm.world_size)
-    folder, spec = Path(config.out), data_spec(config.data)
+    folder = Path(config.out)
+    locks: list[RunLock] = []  # rank 0's
+    with ExitStack() as undo:
+        undo.callback(lambda: [lock.close() for lock in locks])
+        resuming = config.resume != "none"
+        first_rank_does(comm, lambda: locks.append(claim_folder(folder, resuming=resuming)))
+        run = _build_in(folder, config, comm, device, grad_accum_steps, locks[0] if locks else None)
+        undo.pop_all()
+    return run
+
+
+def _build_in(
+    folder: Path,
+    config: TrainConfig,
+    comm: Communicator,
+    device: torch.device,
+    grad_accum_steps: int,
+    lock: RunLock | None,
+) -> Run:
+    spec = data_spec(config.data)
     tokens_folder = Path(config.data.dir) if config.data.dir else data_dir(spec)
-    resume_from = find_resume(config)
-    first_rank_does(comm, lambda: claim_folder(folder, resuming=config.resume != "none"))
+    resume_from = resume.choose(comm, config.resume, checkpoint_folder(folder))
     first_rank_does(comm, lambda: prepare(spec, tokens_folder))
 
     train_tokens, val_tokens = (TokenDataset.open(tokens_folder, split) for split in ("train", "val"))
     rows_per_step = config.micro_batch_size * grad_accum_steps * comm.world_size
     require_enough(train_tokens, config.seq_len, rows_per_step)
     require_enough(val_tokens, config.seq_len, 1, split="val")
+    data_sha256 = read_meta(tokens_folder).tokens_sha256
 
     observed = ObservedCommunicator(comm)
     model, strategy = _model_and_strategy(config, train_tokens.vocab_size, observed, device)
     scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
     first_step = 0
     if resume_from is not None:
+        changes = resume.check_changes(
+            checkpoint.read_manifest(resume_from).extra,
+            config.model_dump(mode="json"),
+            rows_per_step * config.seq_len,
+            data_sha256,
+        )
         try:
-            saved = checkpoint.load(resume_from, strategy)
+            saved = checkpoint.load(resume_from, strategy, verified=config.resume == "auto")
             first_step = int(saved["step"])
             if scaler is not None and saved.get("loss_scaler"):
                 scaler.load_state_dict(saved["loss_scaler"])
@@ -94,7 +122,9 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
         except ValueError as error:
             todo = "resume with the model and optimizer that the checkpoint was saved with"
             raise UserError("resume", f"{resume_from}: {error}", todo) from None
-    first_rank_does(comm, lambda: _describe(folder, config, tokens_folder))  # from here on the folder holds a run
+        resume.say_start(comm, resume_from, changes)
+    describe_run = partial(_describe, folder, config, tokens_folder)
+    first_rank_does(comm, describe_run)  # from here on the folder holds a run
     observed.drain()
 
     ranks = {"rank": comm.rank, "world_size": comm.world_size}
@@ -116,6 +146,9 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
             grad_clip=config.grad_clip,
             eval_interval=config.eval_interval,
             checkpoint_interval=config.checkpoint_interval,
+            checkpoint_async=config.checkpoint_async,
+            keep_checkpoints=config.keep_checkpoints,
+            keep_every=config.keep_every,
             **accumulation,
         ),
         observers=_observers(config, folder) if comm.rank == 0 else (),
@@ -129,6 +162,9 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device) -> 
         config=config.model_dump(mode="json"),
         comm=observed,
         kernels=_kernels(config, model, strategy, device),
+        data_sha256=data_sha256,
+        lock=lock,
+        describe=describe_run,
     )
 
 
@@ -205,42 +241,25 @@ def tokenizer_folder(run_folder: Path) -> Path:
     return run_folder / "tokenizer"
 
 
-def find_resume(config: TrainConfig) -> Path | None:
-    """The checkpoint to start from; None to start afresh.
+def claim_folder(folder: Path, *, resuming: bool) -> RunLock:
+    """Make the run folder, or see that the one that is there may be used, and hold it.
 
     Raises:
-        UserError: a checkpoint was named and there is none.
-    """
-    if config.resume == "none":
-        return None
-    if config.resume == "auto":
-        return checkpoint.latest(checkpoint_folder(Path(config.out)))
-    path = Path(config.resume)
-    try:
-        checkpoint.open_manifest(path)
-    except UserError as error:
-        raise UserError("resume", f"{error.field} {error.what}", error.todo) from None
-    return path
-
-
-def claim_folder(folder: Path, *, resuming: bool) -> None:
-    """Make the run folder, or see that the one that is there may be used.
-
-    Raises:
-        UserError: it holds a run and this one does not resume, or it cannot be written.
+        UserError: another run is writing there; it holds a run and this one does not resume; it cannot be written.
     """
     try:
-        if not resuming and any((folder / name).exists() for name in ("config.toml", "metrics.jsonl")):
-            todo = "choose another --out, or go on with it by --resume auto"
-            raise UserError("out", f"{folder} already holds a run", todo)
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".write-probe"
-        probe.touch()
-        probe.unlink()
+        lock = RunLock(folder)
     except OSError as error:
         raise UserError(
             "out", f"{folder} cannot be written ({error.strerror})", "choose a folder that you may write"
         ) from None
+    if not resuming and any((folder / name).exists() for name in ("config.toml", "metrics.jsonl")):
+        lock.close()
+        raise UserError(
+            "out", f"{folder} already holds a run", "choose another --out, or go on with it by --resume auto"
+        )
+    return lock
 
 
 def _describe(folder: Path, config: TrainConfig, tokens_folder: Path) -> None:

@@ -170,8 +170,13 @@ class TrainConfig(_Config):
     eval_batches: int = Field(20, ge=1, description="Batches in an evaluation.")
     log_interval: int = Field(10, ge=1, description="Steps between console lines.")
     checkpoint_interval: int = Field(0, ge=0, description="Steps between checkpoints; 0: only at the end.")
+    checkpoint_async: bool = Field(
+        True, description="Write checkpoints while training goes on, from a copy on the host; false: stand still."
+    )
+    keep_checkpoints: int = Field(0, ge=0, description="Newest checkpoints to keep; 0: all.")
+    keep_every: int = Field(0, ge=0, description="Steps whose multiples keep their checkpoints beside the newest.")
     out: str = Field("", description="Run folder; empty: runs/MODEL-DATA-STRATEGY.")
-    resume: str = Field("none", min_length=1, description="none, auto (the newest in out), or a checkpoint.")
+    resume: str = Field("none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint.")
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -186,6 +191,9 @@ class TrainConfig(_Config):
         if not self.reshard_after_forward and self.strategy not in ("zero3", "fsdp2"):
             what = f"{self.strategy} has whole weights all the time, and none to keep or free"
             raise UserError("reshard_after_forward", what, "leave it out, or use --strategy zero3 or fsdp2")
+        if self.keep_every and not self.keep_checkpoints:
+            what = f"{self.keep_every} keeps nothing that keep_checkpoints = 0 does not"
+            raise UserError("keep_every", what, "set keep_checkpoints too, to how many of the newest stay")
         if self.min_lr > self.lr:
             raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
         if not self.out:

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard import checkpoint
 from zeroshard.comm import CONTROL, scope
 from zeroshard.errors import ExitStatus
 from zeroshard.profiling.flops import model_flops_utilisation
@@ -33,7 +32,8 @@ from zeroshard.train.build import built
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.evaluate import evaluate
 from zeroshard.train.record import Observer, StepRecord
-from zeroshard.train.run import Run, checkpoint_folder
+from zeroshard.train.run import Run
+from zeroshard.train.saving import Saving
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,16 @@ def train(run: Run, stop_wanted: Callable[[], bool] = lambda: False) -> ExitStat
         run: what to train.
         stop_wanted: asked on each rank at each step; one yes stops all after that step, with a checkpoint.
     """
+    saving = Saving(run)
     try:
-        return _train(run, stop_wanted)
+        return _train(run, saving, stop_wanted)
     finally:
+        saving.close()
         gc.unfreeze()
 
 
-def _train(run: Run, stop_wanted: Callable[[], bool]) -> ExitStatus:
-    schedule, step = run.schedule, run.first_step
-    status, saved_at = ExitStatus.OK, run.first_step
+def _train(run: Run, saving: Saving, stop_wanted: Callable[[], bool]) -> ExitStatus:
+    schedule, step, status = run.schedule, run.first_step, ExitStatus.OK
     val_loss: float | None = None
     ema_val_loss: float | None = None
     loss, started = None, perf_counter()
@@ -87,6 +88,7 @@ def _train(run: Run, stop_wanted: Callable[[], bool]) -> ExitStatus:
         if step == run.first_step:
             gc.freeze()  # what lives from here on is not searched for garbage again and again
         _tell(run, lambda observer, record=record: observer.on_step(record))
+        saving.poll()
         if not (isfinite(record.loss) and isfinite(record.grad_norm)) and not record.skipped:
             _complain(run, record)
             status = ExitStatus.NOT_FINITE
@@ -97,8 +99,8 @@ def _train(run: Run, stop_wanted: Callable[[], bool]) -> ExitStatus:
         if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
             val_loss, ema_val_loss = _evaluate(run, step)
         if stop or at_end or _is_due(step, schedule.checkpoint_interval):
-            _checkpoint(run, step)
-            saved_at = step
+            saving.begin(step)
+    status = saving.finish(status)
     summary = {
         "status": status.name.lower(),
         "step": step,
@@ -106,7 +108,7 @@ def _train(run: Run, stop_wanted: Callable[[], bool]) -> ExitStatus:
         "val_loss": val_loss,
         **({} if run.strategy.ema is None else {"ema_val_loss": ema_val_loss}),
         "tokens": step * run.tokens_per_step,
-        "last_checkpoint_step": saved_at,
+        "last_checkpoint_step": saving.saved_at,
         "wall_s": perf_counter() - started,
     }
     _tell(run, lambda observer: observer.on_end(summary))
@@ -203,15 +205,6 @@ def _evaluate(run: Run, step: int) -> tuple[float, float | None]:
         run.comm.drain()  # an evaluation's traffic is no step's
         run.comm.exposed.take()
     return loss, ema_loss
-
-
-def _checkpoint(run: Run, step: int) -> None:
-    path = checkpoint_folder(run.folder) / f"step-{step:08d}"
-    extra = {"config": run.config or {}, "torch": torch.__version__}
-    if run.scaler:
-        extra["loss_scaler"] = run.scaler.state_dict()
-    checkpoint.save(path, run.strategy, step=step, extra=extra)
-    _tell(run, lambda observer: observer.on_checkpoint(step, path))
 
 
 def _is_due(step: int, interval: int) -> bool:
