@@ -20,7 +20,7 @@ from torch import Tensor
 from zeroshard.checkpoint.store import DTYPES
 from zeroshard.errors import UserError
 
-CHUNK_NUMEL = 1 << 22
+CHUNK_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True)
