@@ -58,6 +58,8 @@ class Replica:
             self._ddp = DistributedDataParallel(
                 self.module, gradient_as_bucket_view=True, find_unused_parameters=setup.find_unused_parameters
             )
+            if not setup.find_unused_parameters:
+                _settle_buckets(self._ddp)
         self.model: nn.Module = self._ddp or self.module
         if setup.compute_dtype != torch.float32:
             self.model = _Autocast(self.model, setup.compute_dtype)
@@ -210,6 +212,28 @@ class _Autocast(nn.Module):
         device_type = next(self.module.parameters()).device.type
         with torch.autocast(device_type, dtype=self._dtype):
             return self.module(*args, **kwargs)
+
+
+def _settle_buckets(ddp: DistributedDataParallel) -> None:
+    """Have DDP lay out its buckets for good, in the reversed order of parameters; collective.
+
+    It does so once, by the order in which the first backward yields gradients, so that the first step of a process
+    adds up in another order than all that follow. From three ranks on these are other bits, and a resumed run would
+    not be the run that went on. A backward of zeros takes that step's place.
+    """
+    forward = ddp.module.forward
+
+    def touch_all() -> Tensor:
+        touched = [param.view(-1)[:0].sum() for param in ddp.module.parameters() if param.requires_grad]
+        return torch.stack([value.float() for value in touched]).sum()
+
+    ddp.module.forward = touch_all
+    try:
+        with torch.enable_grad():
+            ddp().backward()
+    finally:
+        ddp.module.forward = forward
+    ddp.zero_grad(set_to_none=True)
 
 
 def _read_whole(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
