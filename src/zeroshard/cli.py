@@ -6,6 +6,7 @@ mistake costs a tenth of a second. Torch and the layers below are imported insid
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -152,19 +153,34 @@ def _generate(config: GenerateConfig, argv: Sequence[str]) -> int:
 def _export(config: ExportConfig, argv: Sequence[str]) -> int:
     from zeroshard.train.hf_export import run_export
 
-    return run_export(config)
+    return _written(config.out, lambda: run_export(config))
 
 
 def _import(config: ImportConfig, argv: Sequence[str]) -> int:
     from zeroshard.train.hf_import import run_import
 
-    return run_import(config)
+    return _written(config.out, lambda: run_import(config))
+
+
+def _written(out: str, write: Callable[[], int]) -> int:
+    """What ``write`` returns; a disk that fails is told in a line."""
+    try:
+        return write()
+    except OSError as error:
+        _say(f"{out}: it was not written ({error.strerror or error}); free space, or name another folder")
+        return ExitStatus.STORAGE
 
 
 def _checkpoint(config: None, words: Sequence[str]) -> int:
     from zeroshard.train.checkpoints import run_checkpoint
 
-    return run_checkpoint(words)
+    try:
+        status = run_checkpoint(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` does; what is left goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitStatus.OK
+    return status
 
 
 def _doctor(config: None, words: Sequence[str]) -> int:

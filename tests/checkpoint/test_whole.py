@@ -148,6 +148,16 @@ def test_a_save_before_the_first_step_has_weights_and_no_states(tmp_path):
     assert all(torch.equal(found["model"][name], tensor) for name, tensor in weights.items())
     assert found["optimizer"]["state"] == {}
     assert [group["params"] for group in found["optimizer"]["param_groups"]] == group_names
+
+    def load(comm):
+        zero = Zero(_net(), stage=1, comm=comm)
+        optim = zero.optimizer(torch.optim.AdamW)
+        assert zeroshard.load(tmp_path / "c", zero)["step"] == 0
+        return optim.state_dict()["state"], zero.state_dict()
+
+    for states, loaded in run_threads(load, 2):
+        assert states == {}
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
     out = zeroshard.consolidate(tmp_path / "c", out=tmp_path / "whole")
     assert out["optimizer"] == found["optimizer"]
     assert [file.name for file in (tmp_path / "whole").iterdir()] == ["model.safetensors"]

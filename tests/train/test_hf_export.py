@@ -1,6 +1,8 @@
 """What ``zeroshard export`` writes; tests/interop opens it with transformers."""
 
+import errno
 import json
+import os
 import re
 
 import pytest
@@ -11,6 +13,7 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint.stream import StreamedTensor
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
+from zeroshard.train import hf_export
 from zeroshard.train.hf_export import split_by_size
 from zeroshard.train.loop import run_training
 from zeroshard.zero import NamedShard
@@ -105,3 +108,18 @@ def test_a_checkpoint_that_does_not_say_its_model_is_refused(tmp_path, capsys):
         capsys, "export", tmp_path / "d", tmp_path / "hf"
     )
     assert "holds no moving average" in refusal(capsys, "export", tmp_path / "d", tmp_path / "hf", "--weights", "ema")
+
+
+def test_a_full_disk_is_one_line_with_a_status_of_its_own_and_leaves_nothing(run, tmp_path, capsys, monkeypatch):
+    def full(path, tensors, metadata):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(hf_export, "write_streamed", full)
+    capsys.readouterr()
+    assert main(["export", str(run), str(tmp_path / "hf")]) == 5
+    line = (
+        f"error: {tmp_path / 'hf'}: it was not written (No space left on device); free space, or name another folder\n"
+    )
+    assert capsys.readouterr() == ("", line)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
