@@ -1,4 +1,4 @@
-"""Disks that are full, folders that may not be written, are removed, or are another run's: the run goes on and tells."""
+"""Disks that are full, folders that are read-only, removed, or another run's: the run goes on and says so."""
 
 from __future__ import annotations
 
