@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.train.build import build_run
-from zeroshard.train.config import TrainConfig
 from zeroshard.train.lock import RunLock
 from zeroshard.train.loop import train
 
@@ -27,25 +27,9 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(tiny_config):
     """`config(**changes)`: 6 steps of milliseconds, a checkpoint every 2."""
-
-    def make(**changes):
-        values = {
-            "model": {"name": "gpt2-demo", "n_layer": 2, "n_embd": 16, "n_head": 2},
-            "data": {"source": "synthetic", "dir": str(tmp_path / "tokens"), "max_tokens": 6000},
-            "device": "cpu",
-            "seq_len": 16,
-            "micro_batch_size": 2,
-            "max_steps": 6,
-            "warmup_steps": 2,
-            "eval_interval": 0,
-            "checkpoint_interval": 2,
-            "out": str(tmp_path / "run"),
-        }
-        return TrainConfig.model_validate({**values, **changes})
-
-    return make
+    return partial(tiny_config, eval_interval=0, checkpoint_interval=2)
 
 
 def _train(config, at=None, world_size=1, comm=None):

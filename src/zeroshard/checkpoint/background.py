@@ -195,7 +195,7 @@ class BackgroundSaver:
     def close(self) -> None:
         """Let the writer end what it has begun; a save that the ranks have not agreed on stays incomplete."""
         self._pool.shutdown()
-        self._pending = None
+        self._pending, self._host = None, torch.empty(0, dtype=torch.uint8)
 
     def _copy(self, shards: Sequence[NamedShard]) -> list[NamedShard]:
         """The same pieces in memory of our own on the host: page-locked where they come from a GPU."""
