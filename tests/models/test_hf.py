@@ -102,6 +102,8 @@ def test_weights_that_do_not_fit_are_refused_by_name(changes, line):
         (GPT2_SHAPE, {"n_layer": "two"}, "model.n_layer: 'two' is of the wrong type"),
         (LLAMA_SHAPE, {"attention_bias": True}, "attention_bias: True"),
         (LLAMA_SHAPE, {"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+        (LLAMA_SHAPE, {"rope_parameters": {"rope_theta": "far"}}, "model.rope_theta: 'far' is of the wrong type"),
+        (LLAMA_SHAPE, {"rope_parameters": "yarn"}, "rope_parameters: 'yarn'"),
         (LLAMA_SHAPE, {"head_dim": 8}, "head_dim: 8 is not computed here, but 4 is"),
         (LLAMA_SHAPE, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope_parameters: 'llama3'"),
         (

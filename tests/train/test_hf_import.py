@@ -123,6 +123,7 @@ def test_without_a_tokenizer_there_are_weights_alone(hf, tmp_path, capsys):
     (hf / "tokenizer.json").unlink()
     assert main(["import", str(hf), str(tmp_path / "run")]) == 0
     assert "no tokenizer" in capsys.readouterr().out
+    assert "has no tokenizer; import the model from" in refusal(capsys, "generate", tmp_path / "run")
     assert load_config(tmp_path / "run" / "config.toml").data.tokenizer == "bytes"
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
     assert not (tmp_path / "again" / "tokenizer.json").exists()

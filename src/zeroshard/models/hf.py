@@ -225,7 +225,7 @@ def _llama(raw: Mapping[str, Any]) -> LlamaConfig:
         n_kv_head=n_head if n_kv_head is None else n_kv_head,
         n_embd=raw.get("hidden_size", 4096),
         ffn_hidden=raw.get("intermediate_size", 11008),
-        rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0))),
+        rope_theta=rope.get("rope_theta", raw.get("rope_theta", 10_000.0)),
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         tie_embeddings=raw.get("tie_word_embeddings", False),
     )

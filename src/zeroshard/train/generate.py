@@ -37,6 +37,8 @@ def run_generate(config: GenerateConfig) -> int:
     if path is None:
         raise UserError("run", f"{folder} has no complete checkpoint yet", "let it train up to one first")
     trained = load_config(folder / "config.toml")
+    if not tokenizer_folder(folder).is_dir():
+        raise UserError("run", f"{folder} has no tokenizer", "import the model from a folder with its tokenizer.json")
     tokenizer = load_tokenizer(tokenizer_folder(folder))
     device = choose_device("auto", 0)
     # The kernels that it was trained with may not be had here.
