@@ -15,6 +15,7 @@ from zeroshard.checkpoint.folder import Found, find, latest, prune, step_name
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.verify import Damage, verify
+from zeroshard.checkpoint.whole import consolidate
 
 __all__ = [
     "BackgroundSaver",
@@ -27,6 +28,7 @@ __all__ = [
     "PassedOver",
     "Saved",
     "Shardable",
+    "consolidate",
     "find",
     "latest",
     "load",

@@ -61,6 +61,15 @@ class HasParamGroups(Protocol):
         ...
 
 
+@runtime_checkable
+class HasTiedNames(Protocol):
+    """What can tell which names are one tensor."""
+
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tensor -> the name that it is saved under."""
+        ...
+
+
 def save(path: str | PathLike[str], source: Shardable, *, step: int, extra: Mapping[str, Any] | None = None) -> None:
     """Save the state of ``source`` as the folder ``path``; collective, on a file system that all ranks share.
 
@@ -189,6 +198,7 @@ class Facts:
     world_size: int
     extra: dict[str, Any]
     param_groups: tuple[dict[str, Any], ...]
+    tied: dict[str, str]
 
 
 def facts_of(source: Shardable, step: int, extra: Mapping[str, Any] | None) -> Facts:
@@ -202,7 +212,8 @@ def facts_of(source: Shardable, step: int, extra: Mapping[str, Any] | None) -> F
     except TypeError as error:
         raise ValueError(f"extra: {error}; JSON must be able to hold it") from None
     groups = source.named_param_groups() if isinstance(source, HasParamGroups) else []
-    return Facts(step, source.comm.world_size, as_json, tuple(groups))
+    tied = source.tied_names() if isinstance(source, HasTiedNames) else {}
+    return Facts(step, source.comm.world_size, as_json, tuple(groups), tied)
 
 
 def collect(source: Shardable) -> list[NamedShard]:
@@ -260,7 +271,9 @@ def finish(path: Path, facts: Facts) -> None:
         "python": platform.python_version(),
     }
     tensors = manifests.merge(entries)
-    manifest = Manifest(facts.step, facts.world_size, files, tensors, facts.extra, versions, facts.param_groups)
+    manifest = Manifest(
+        facts.step, facts.world_size, files, tensors, facts.extra, versions, facts.param_groups, facts.tied
+    )
     manifests.check(manifest)
     store.write_text(folder / MANIFEST, manifests.dump(manifest))
     store.commit(path)

@@ -90,6 +90,7 @@ class Manifest:
         extra: what the caller of `save` added; a trained run's configuration and position in its data.
         versions: of zeroshard, torch and Python, by name.
         param_groups: the optimizer's, settings and names of ``params``; empty where the source had none to tell.
+        tied: each further name of a tensor -> the name that it is saved under.
     """
 
     step: int
@@ -99,6 +100,7 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     param_groups: tuple[dict[str, Any], ...] = ()
+    tied: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -179,6 +181,7 @@ def parse(path: Path) -> Manifest:
             extra=body["extra"],
             versions=body["versions"],
             param_groups=tuple(body["param_groups"]),
+            tied=body["tied"],
         )
         check(manifest)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:

@@ -26,7 +26,7 @@ from zeroshard.comm import Communicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import is_grouped, require_group
 from zeroshard.zero.ema import EMA, Ema
-from zeroshard.zero.full_state import named_state
+from zeroshard.zero.full_state import named_state, tied_names
 from zeroshard.zero.shards import persistent_buffers
 from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group
 
@@ -128,6 +128,10 @@ class Fsdp2:
             param = self._by_every_name.get(name)
             state[name] = tensor.detach().to("cpu", copy=True) if param is None else whole[id(param)]
         return state
+
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tied tensor -> the name that it is saved under."""
+        return tied_names({**named_state(self.model), **self._by_every_name})
 
     def named_shards(self) -> Iterator[NamedShard]:
         """This rank's rows of every tensor; scalars and buffers on rank 0."""

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
 from zeroshard.zero.ema import EMA, Ema
+from zeroshard.zero.full_state import named_state, tied_names
 from zeroshard.zero.shards import persistent_buffers
 from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group
 
@@ -126,6 +127,10 @@ class Replica:
         names = {id(param): name for name, param in self.module.named_parameters()}
         groups = self.optimizer.param_groups
         return [named_group(group, [names[id(param)] for param in group["params"]]) for group in groups]
+
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tied tensor -> the name that it is saved under."""
+        return tied_names(named_state(self.module))
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read parameters, buffers, averages and this rank's optimizer states whole.

@@ -54,6 +54,10 @@ class ZeroStrategy:
         """Clip the averaged gradients by their global norm, over all shards."""
         return self.zero.clip_grad_norm_(max_norm, norm_type)
 
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tied tensor -> the name that it is saved under."""
+        return self.zero.tied_names()
+
     def named_shards(self) -> Iterable[NamedShard]:
         """What this rank saves."""
         return self.zero.named_shards()

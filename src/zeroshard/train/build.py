@@ -25,7 +25,7 @@ from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import DataSpec, data_dir, prepare
 from zeroshard.errors import UserError
 from zeroshard.kernels import choose, describe
-from zeroshard.models import LanguageModel, build_model
+from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig, build_model, nearest_preset
 from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, LossScaler, decay_groups, learning_rate
 from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
@@ -187,7 +187,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 def check_model(config: TrainConfig) -> None:
     """Raise UserError where the model cannot be built, or is too short for ``seq_len``; builds nothing."""
-    longest = model_config(config.model.name, overrides=_overrides(config.model)).seq_len
+    longest = model_config(config.model.name, overrides=model_overrides(config.model)).seq_len
     if config.seq_len > longest:
         what = f"{config.seq_len} is above the {longest} of {config.model.name}"
         raise UserError("seq_len", what, f"use {longest} or less, or a model with longer sequences")
@@ -225,7 +225,7 @@ def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str)
         return build_model(
             config.model.name,
             vocab_size=vocab_size,
-            overrides=_overrides(config.model),
+            overrides=model_overrides(config.model),
             seed=config.seed,
             kernels=config.kernels,
         )
@@ -274,6 +274,9 @@ def _describe(folder: Path, config: TrainConfig, tokens_folder: Path) -> None:
 def _model_and_strategy(
     config: TrainConfig, vocab_size: int, comm: Communicator, device: torch.device
 ) -> tuple[LanguageModel, Strategy]:
+    if 0 < config.model.vocab_size < vocab_size:
+        what = f"{config.model.vocab_size} is below the {vocab_size} ids of the tokens"
+        raise UserError("model.vocab_size", what, "use tokens made for this model, or 0 for a vocabulary of their size")
     from_meta = config.strategy in FROM_META
     model = make_model(config, vocab_size, "meta" if from_meta else device)
     if config.compile:
@@ -318,10 +321,21 @@ def _kernels(config: TrainConfig, model: LanguageModel, strategy: Strategy, devi
     return served if optimizer else {**served, "AdamW": "torch fused" if config.fused else "torch"}
 
 
-def _overrides(model: ModelConfig) -> dict[str, object]:
+def model_overrides(model: ModelConfig) -> dict[str, object]:
     """What replaces the preset's values: the fields that differ from "as the preset says"."""
     unset = ModelConfig().model_dump()
-    return {name: value for name, value in model.model_dump().items() if name != "name" and value != unset[name]}
+    changed = {name: value for name, value in model.model_dump().items() if name != "name" and value != unset[name]}
+    if "tie_embeddings" in changed:
+        changed["tie_embeddings"] = model.tie_embeddings == "yes"
+    return changed
+
+
+def model_table(config: GPT2Config | LlamaConfig) -> ModelConfig:
+    """How a run's configuration says that its model is ``config``."""
+    name, changes = nearest_preset(config)
+    if "tie_embeddings" in changes:
+        changes["tie_embeddings"] = "yes" if changes["tie_embeddings"] else "no"
+    return ModelConfig.model_validate({"name": name, **changes, "vocab_size": config.vocab_size})
 
 
 def _observers(config: TrainConfig, folder: Path) -> list[Observer]:

@@ -327,6 +327,10 @@ class Zero:
             self._ema.require_away("load_state_dict")
         return full_state.load_state_dict(self.model, self._runtime, state, strict=strict)
 
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tied tensor -> the name that it is saved under."""
+        return full_state.tied_names(full_state.named_state(self.model))
+
     def named_shards(self) -> Iterator[NamedShard]:
         """What this rank writes to a checkpoint: over all ranks each tensor is tiled exactly once, by one replica.
 
