@@ -99,6 +99,25 @@ def test_a_full_disk_ends_no_run_each_failure_is_told_and_status_one_says_that_n
     assert events[-1]["status"] == "failed"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
+def test_a_disk_with_room_for_two_checkpoints_keeps_these(config, tmp_path, capsys):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk]).returncode:
+        pytest.skip("needs permission to mount a small disk")
+    try:
+        made = config(out=str(disk / "run"))
+        assert _train(made) == ExitStatus.OK
+        (line,) = _said(capsys, "warning: step")
+        assert "step 6: checkpoint not written: [Errno 28] No space left on device" in line
+        assert "step 4 is the last good one" in line
+        assert _steps(made.out) == [4, 2]
+        assert _leftovers(made.out) == []
+        assert checkpoint.verify(disk / "run" / "checkpoints" / "step-00000004") == ()
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
 @pytest.mark.usefixtures("limits")
 def test_the_last_good_checkpoint_stays_and_the_disk_may_become_free_again(config, capsys):
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
