@@ -41,6 +41,11 @@ from zeroshard.parallel import STRATEGIES
 GLOBAL_BATCH = 16  # sequences
 FIRST_LOSS_TOLERANCE = 1e-6
 TIMEOUT_S = 300.0
+HEADING = """# Strategies
+
+Every strategy with every feature trains the demo's model through `zeroshard train`. Written by
+`python benchmarks/strategies.py --markdown docs/strategies.md`; its `--help` says what a cell is.
+"""
 PRELOAD = [
     "torch",
     "torch._dynamo",
@@ -112,7 +117,7 @@ def main() -> int:
     table = _as_markdown(cells, environment)
     print(table)
     if args.markdown:
-        args.markdown.write_text(table + "\n", encoding="utf-8")
+        args.markdown.write_text(f"{HEADING}\n{table}\n", encoding="utf-8")
     if args.json:
         curves = {" ".join(given) or "plain": losses for given, losses in references.items()}
         body = {"environment": environment, "references": curves, "cells": [asdict(cell) for cell in cells]}

@@ -13,6 +13,7 @@ if torch.cuda.device_count() == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings
+from tiny_runs import data_folder, text_config, tiny_config  # noqa: F401 -- fixtures
 
 settings.register_profile("zeroshard", deadline=None)  # machines that run tests are shared
 settings.load_profile("zeroshard")
@@ -25,3 +26,12 @@ _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLUR
 def _in_no_world(monkeypatch):
     for name in (*_WORLD, *_SLURM, "ZEROSHARD_LAUNCHER_PID"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Models this small are slower on several threads, which spin while they wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

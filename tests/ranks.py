@@ -24,6 +24,7 @@ import pytest
 
 TIMEOUT_S = 60.0
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "zeroshard.zero", "zeroshard.models", "pytest", "hypothesis"]
+PRELOAD += ["zeroshard.parallel.fsdp2", "zeroshard.parallel.zero_redundancy"]  # seconds of torch for each rank
 
 
 class RankError(AssertionError):

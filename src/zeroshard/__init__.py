@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from zeroshard.checkpoint import load, save
+    from zeroshard.checkpoint import consolidate, load, save
     from zeroshard.comm import Communicator
     from zeroshard.zero import STAGES, FlatLayout, MixedPrecision, ShardedOptimizer, ShardingStrategy, Zero
 
@@ -23,6 +23,7 @@ _HOME = {
     "ShardedOptimizer": "zeroshard.zero",
     "ShardingStrategy": "zeroshard.zero",
     "Zero": "zeroshard.zero",
+    "consolidate": "zeroshard.checkpoint",
     "load": "zeroshard.checkpoint",
     "save": "zeroshard.checkpoint",
 }
@@ -36,6 +37,7 @@ __all__ = [
     "ShardingStrategy",
     "Zero",
     "__version__",
+    "consolidate",
     "load",
     "save",
 ]

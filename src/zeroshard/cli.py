@@ -6,6 +6,7 @@ mistake costs a tenth of a second. Torch and the layers below are imported insid
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -21,7 +22,16 @@ from pydantic import BaseModel
 import zeroshard
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import flags_of, read_flags, take_option
-from zeroshard.train.config import SHORTHANDS, GenerateConfig, PrepareConfig, TrainConfig, merge, read_toml
+from zeroshard.train.config import (
+    SHORTHANDS,
+    ExportConfig,
+    GenerateConfig,
+    ImportConfig,
+    PrepareConfig,
+    TrainConfig,
+    merge,
+    read_toml,
+)
 from zeroshard.train.validate import nearest, validate
 
 NUM_STAGES = 4
@@ -156,6 +166,39 @@ def _generate(config: GenerateConfig, argv: Sequence[str]) -> int:
     return run_generate(config)
 
 
+def _export(config: ExportConfig, argv: Sequence[str]) -> int:
+    from zeroshard.train.hf_export import run_export
+
+    return _written(config.out, lambda: run_export(config))
+
+
+def _import(config: ImportConfig, argv: Sequence[str]) -> int:
+    from zeroshard.train.hf_import import run_import
+
+    return _written(config.out, lambda: run_import(config))
+
+
+def _written(out: str, write: Callable[[], int]) -> int:
+    """What ``write`` returns; a disk that fails is told in a line."""
+    try:
+        return write()
+    except OSError as error:
+        _say(f"{out}: it was not written ({error.strerror or error}); free space, or name another folder")
+        return ExitStatus.STORAGE
+
+
+def _checkpoint(config: None, words: Sequence[str]) -> int:
+    from zeroshard.train.checkpoints import run_checkpoint
+
+    try:
+        status = run_checkpoint(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` does; what is left goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitStatus.OK
+    return status
+
+
 def _doctor(config: None, words: Sequence[str]) -> int:
     from zeroshard import doctor
 
@@ -169,6 +212,14 @@ VERBS: dict[str, Verb] = {
     "train": Verb("Train a language model, on one rank or many.", _train, TrainConfig, reads_file=True),
     "prepare": Verb("Cut text into tokens once, for later runs.", _prepare, PrepareConfig, reads_file=True),
     "generate": Verb("Write text with the model of a run.", _generate, GenerateConfig, ("run",)),
+    "export": Verb("Write a model for Hugging Face's transformers.", _export, ExportConfig, ("source", "out")),
+    "import": Verb("Make a run of a Hugging Face GPT-2 or LLaMA.", _import, ImportConfig, ("source", "out")),
+    "checkpoint": Verb(
+        "ls: the checkpoints of a run. show: what one holds. verify: whether every byte is what was written; status 3 "
+        "if not. diff: what differs between two; status 3 if anything does.",
+        _checkpoint,
+        usage="ls RUN | show PATH | verify PATH | diff PATH PATH",
+    ),
     "doctor": Verb(
         "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "
         "optimizers of torch, and classes of your own, may be sharded, and what difference sharding makes.",
@@ -182,7 +233,7 @@ def _overview() -> str:
     lines = [
         "usage: zeroshard COMMAND [FLAGS]",
         "",
-        *(f"  {name:<10}{verb.summary}" for name, verb in VERBS.items()),
+        *(f"  {name:<12}{verb.summary}" for name, verb in VERBS.items()),
         "",
         "  --version  Print the version.",
         "",

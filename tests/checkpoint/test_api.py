@@ -3,7 +3,8 @@ import json
 import pytest
 import torch
 
-import zeroshard.checkpoint as checkpoint
+from zeroshard import checkpoint
+from zeroshard.checkpoint import store
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 
@@ -96,21 +97,22 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_and_the_old_one_stays(
 ):
     path = tmp_path / "c"
     _save(path, evenly_sharded, some_tensors, 2, step=1)
-    write = checkpoint.store.write_tensors
+    write = store.write_tensors
 
-    def full_disk(file, tensors):
+    def full_disk(file, *args):
         if file.name.startswith("rank-00001"):
             raise OSError(28, "No space left on device")
-        return write(file, tensors)
+        return write(file, *args)
 
-    monkeypatch.setattr(checkpoint.store, "write_tensors", full_disk)
+    monkeypatch.setattr(store, "write_tensors", full_disk)
 
     def save(comm):
-        with pytest.raises(OSError, match=r"No space left|rank 1 could not write its part"):
+        with pytest.raises(OSError, match=r"No space left on device" + ("$" if comm.rank else r" \(rank 1, writing\)")):
             checkpoint.save(path, evenly_sharded(comm, some_tensors), step=2)
 
     run_threads(save, 2)
-    assert checkpoint.open_manifest(path)[1].step == 1
+    assert checkpoint.read_manifest(path).step == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]  # what was written is freed
 
 
 def test_pieces_that_leave_a_gap_are_never_called_a_checkpoint(tmp_path, evenly_sharded, some_tensors):
@@ -119,7 +121,7 @@ def test_pieces_that_leave_a_gap_are_never_called_a_checkpoint(tmp_path, evenly_
             return list(super().named_shards())[: 2 if self.comm.rank else None]
 
     def save(comm):
-        with pytest.raises((ValueError, OSError), match=r"is not tiled|rank 0 could not complete"):
+        with pytest.raises((ValueError, OSError), match=r"is not tiled"):
             checkpoint.save(tmp_path / "c", Forgetful(comm, some_tensors), step=1)
 
     run_threads(save, 2)
@@ -139,7 +141,7 @@ def test_the_manifest_is_json_that_a_stranger_can_read(tmp_path, evenly_sharded,
     body = json.loads((tmp_path / "c" / "manifest.json").read_text())
     assert (body["format"], body["version"], body["step"], body["world_size"]) == (
         "zeroshard-checkpoint",
-        1,
+        2,
         5,
         2,
     )

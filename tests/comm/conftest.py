@@ -1,4 +1,4 @@
-"""One thread a test; and ranks that may die: processes of their own, each running a script."""
+"""Ranks that may die: processes of their own, each running a script."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import multiprocessing
 import runpy
 
 import pytest
-import torch
 
 from ranks import PRELOAD
 
@@ -22,15 +21,6 @@ def say(what):
     with open(f"{folder}/said{rank}", "a") as file:
         file.write(str(what))
 """
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small are slower on several threads, which spin while they wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from zeroshard.data.tokenizer import (
     check_tokenizer,
     load_tokenizer,
     make_tokenizer,
+    tokenizer_identity,
     train_bpe,
 )
 from zeroshard.errors import UserError
@@ -117,7 +118,7 @@ def test_an_unknown_tokenizer_is_answered_with_the_nearest():
     with pytest.raises(UserError) as caught:
         check_tokenizer("byte")
     assert str(caught.value) == (
-        "data.tokenizer: 'byte' is unknown; did you mean 'bytes'? choose one of bytes, gpt2, bpe:N"
+        "data.tokenizer: 'byte' is unknown; did you mean 'bytes'? choose one of bytes, gpt2, bpe:N, json:PATH"
     )
 
 
@@ -138,3 +139,19 @@ def test_synthetic_tokens_have_no_tokenizer(tmp_path):
     folder = prepare(DataSpec("synthetic", num_tokens=100), tmp_path / "data")
     with pytest.raises(UserError, match="holds synthetic tokens, which are no text"):
         load_tokenizer(folder)
+
+
+def test_a_tokenizer_in_a_file_is_known_by_its_content(bpe, tmp_path):
+    path, copy = tmp_path / "tokenizer.json", tmp_path / "copy.json"
+    path.write_text(bpe.to_json())
+    copy.write_text(bpe.to_json())
+    check_tokenizer(f"json:{path}")
+    read = make_tokenizer(f"json:{path}", ())
+    assert (read.vocab_size, read.eos_id) == (bpe.vocab_size, bpe.eos_id)
+    assert read.encode("the cat").tolist() == bpe.encode("the cat").tolist()
+    assert tokenizer_identity(f"json:{path}") == tokenizer_identity(f"json:{copy}")
+    copy.write_text(bpe.to_json() + " ")
+    assert tokenizer_identity(f"json:{path}") != tokenizer_identity(f"json:{copy}")
+    assert tokenizer_identity("bpe:280") == "bpe:280"
+    with pytest.raises(UserError, match=r"data.tokenizer: json:.*nothing names no file; use json:PATH"):
+        check_tokenizer(f"json:{tmp_path / 'nothing'}")

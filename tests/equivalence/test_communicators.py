@@ -25,12 +25,7 @@ DIALS = [
 
 
 def _train(comm, stage, checkpointing, zero_kwargs):
-    overrides = {
-        "n_layer": 3,
-        "n_head": 2,
-        "n_embd": WIDTH,
-        "activation_checkpointing": checkpointing,
-    }
+    overrides = {"n_layer": 3, "n_head": 2, "n_embd": WIDTH, "activation_checkpointing": checkpointing}
     model = build_model("gpt2-demo", vocab_size=VOCAB, seq_len=SEQ_LEN, overrides=overrides)
     zero = Zero(model, stage=stage, comm=comm, **zero_kwargs)
     optim = zero.optimizer(torch.optim.AdamW, lr=1e-2)

@@ -108,11 +108,12 @@ def test_a_rank_that_dies_is_named_by_the_others_which_end(ranks, comm, culprit)
 def test_a_rank_that_skips_a_layer_is_named_with_it_and_all_end(ranks, comm):
     endings = _endings(ranks("skips", 1, "--comm", comm), 1)
     assert [status for status, _ in endings] == [4, 4, 4], endings
-    said = [err for _, err in endings if err]
-    assert len(said) == 1, said
-    assert re.fullmatch(r"error: [^\n]*ranks diverged at operation \d+: [^\n]+\n", said[0])
-    assert "blocks.1/grads" in said[0]
-    assert "rank 1 issued" in said[0]
+    said = [err for _, err in endings if err]  # who found it first; another may have found it in the same second
+    assert said, endings
+    for err in said:
+        assert re.fullmatch(r"error: [^\n]*ranks diverged at operation \d+: [^\n]+\n", err), endings
+        assert "blocks.1/grads" in err
+        assert "rank 1 issued" in err
 
 
 @pytest.mark.parametrize("comm", ["shm", "ring"])

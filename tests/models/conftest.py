@@ -1,7 +1,5 @@
 """Models small enough to build in a millisecond, of every family, under one name each."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -15,14 +13,6 @@ CONFIGS = {
         vocab_size=61, seq_len=12, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, tie_embeddings=True
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=CONFIGS)

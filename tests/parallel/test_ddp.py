@@ -79,7 +79,7 @@ def test_loading_another_model_names_the_tensor(ddp, tmp_path):
     first = ddp()
     checkpoint.save(tmp_path / "c", first, step=2)
     other = ddp()
-    other._replica.module.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+    other.module.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
     with pytest.raises(ValueError, match=r"param of frozen has shape \[4\] here, the checkpoint has shape \[3\]"):
         checkpoint.load(tmp_path / "c", other)
 

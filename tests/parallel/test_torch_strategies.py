@@ -205,6 +205,11 @@ def test_state_goes_from_any_strategy_and_world_to_any_other_to_the_bit(first, s
     weights = gloo_ranks(first[1]).run(saved, first[0], tmp_path / "c")[0]
     for state in gloo_ranks(second[1]).run(loaded_and_saved, second[0], tmp_path / "c", tmp_path / "again"):
         assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+    whole = checkpoint.consolidate(tmp_path / "c")
+    assert whole["model"].keys() == weights.keys()  # tied ones under all of their names
+    assert all(torch.equal(whole["model"][name], tensor) for name, tensor in weights.items())
+    (group,) = whole["optimizer"]["param_groups"]
+    assert set(group["params"]) == set(whole["optimizer"]["state"])
     before, after = _tensors(tmp_path / "c"), _tensors(tmp_path / "again")
     assert before.keys() == after.keys()
     assert {kind for _, kind in before} == {"param", "buffer", "exp_avg", "exp_avg_sq", "step"}

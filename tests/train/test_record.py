@@ -54,6 +54,14 @@ def test_each_event_is_a_line_that_is_there_before_the_next_one(tmp_path):
         (lambda: writer.on_eval(10, 2.5), {"event": "eval", "step": 10, "loss": 2.5}),
         (lambda: writer.on_eval(11, 2.5, 2.25), {"event": "eval", "step": 11, "loss": 2.5, "ema_loss": 2.25}),
         (lambda: writer.on_checkpoint(10, Path("c")), {"event": "checkpoint", "step": 10, "path": "c"}),
+        (
+            lambda: writer.on_checkpoint(10, Path("c"), {"stall_s": 0.5}),
+            {"event": "checkpoint", "step": 10, "path": "c", "stall_s": 0.5},
+        ),
+        (
+            lambda: writer.on_checkpoint_failed(20, Path("c"), "full"),
+            {"event": "checkpoint", "step": 20, "path": "c", "error": "full"},
+        ),
         (lambda: writer.on_end({"loss": 1.0}), {"event": "end", "loss": 1.0}),
     ]:
         call()
@@ -183,3 +191,28 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back(monkeypatch):
 def test_a_scaled_loss_is_told_with_the_steps_that_it_cost():
     assert "scale 32768  skipped 2" in facts_of(a_record(loss_scale=32768.0, num_skipped=2))
     assert "scale" not in facts_of(a_record())
+
+
+def test_a_checkpoint_has_a_bar_of_its_own_while_it_is_written():
+    stream = Terminal()
+    with ConsoleRecorder(30, stream=stream) as console:
+        console.on_start({"max_steps": 30})
+        console.on_saving(2**20, 2**22)
+        assert [task.description for task in console._bar.tasks] == ["train", "checkpoint"]
+        assert console._bar.tasks[1].percentage == 25
+        console.on_checkpoint(10, Path("c"))
+        console.on_saving(2**20, 2**22)
+        console.on_checkpoint_failed(20, Path("c"), "full")
+        assert [task.description for task in console._bar.tasks] == ["train"]
+    assert "step 10  checkpoint c" in stream.getvalue()
+
+
+def test_a_log_that_was_removed_is_made_anew(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    writer.on_eval(1, 2.5)
+    path.unlink()
+    path.parent.rmdir()
+    writer.on_eval(2, 2.5)
+    writer.close()
+    assert [line["step"] for line in read_lines(path)] == [2]

@@ -1,6 +1,42 @@
 """Checkpoints: sharded, atomic, checksummed, readable at any stage and world size (see `api`)."""
 
-from zeroshard.checkpoint.api import Shardable, latest, load, open_manifest, save
-from zeroshard.checkpoint.store import CheckpointReader
+from zeroshard.checkpoint.api import (
+    Choice,
+    PassedOver,
+    Shardable,
+    load,
+    newest_valid,
+    open_manifest,
+    read_manifest,
+    save,
+)
+from zeroshard.checkpoint.background import BackgroundSaver, Keep, Saved
+from zeroshard.checkpoint.folder import Found, find, latest, prune, step_name
+from zeroshard.checkpoint.manifest import Manifest
+from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.verify import Damage, verify
+from zeroshard.checkpoint.whole import consolidate
 
-__all__ = ["CheckpointReader", "Shardable", "latest", "load", "open_manifest", "save"]
+__all__ = [
+    "BackgroundSaver",
+    "CheckpointReader",
+    "Choice",
+    "Damage",
+    "Found",
+    "Keep",
+    "Manifest",
+    "PassedOver",
+    "Saved",
+    "Shardable",
+    "consolidate",
+    "find",
+    "latest",
+    "load",
+    "newest_valid",
+    "open_manifest",
+    "prune",
+    "read_manifest",
+    "save",
+    "step_name",
+    "verify",
+]

@@ -1,31 +1,37 @@
-"""Save and load the sharded state of a run: `save`, `load`, `latest`.
+"""Save and load the sharded state of a run: `save`, `load`, `newest_valid`.
 
 Every rank writes the pieces that it owns into one file, without asking for anyone else's. What each rank wrote
 reaches rank 0 through small files beside, not through collectives, so a save works under every communicator.
 Loading asks for intervals, never for a rank's file: the same code reads a checkpoint at any world size and stage.
 
-A rank that fails does not leave the others waiting: after each phase all ranks agree whether it went well, and all
-of them raise.
+Nobody holds the whole model: a save writes from where the state lies, a load reads one piece of one tensor at a time.
 """
 
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+import zeroshard
+from zeroshard.checkpoint import folder as folders
 from zeroshard.checkpoint import manifest as manifests
 from zeroshard.checkpoint import store
-from zeroshard.checkpoint.manifest import DAMAGED_TODO, MANIFEST, FileEntry, Manifest, Piece, TensorEntry
-from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.checkpoint.manifest import MANIFEST, FileEntry, Manifest, Piece, TensorEntry
+from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.together import first_words, together
+from zeroshard.checkpoint.verify import damage_of, share
+from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
+from zeroshard.zero.carry import send_bytes
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -46,10 +52,29 @@ class Shardable(Protocol):
         ...
 
 
+@runtime_checkable
+class HasParamGroups(Protocol):
+    """What can tell the settings of its optimizer too."""
+
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """Param groups as JSON can hold them, ``params`` by name; the same on every rank."""
+        ...
+
+
+@runtime_checkable
+class HasTiedNames(Protocol):
+    """What can tell which names are one tensor."""
+
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tensor -> the name that it is saved under."""
+        ...
+
+
 def save(path: str | PathLike[str], source: Shardable, *, step: int, extra: Mapping[str, Any] | None = None) -> None:
     """Save the state of ``source`` as the folder ``path``; collective, on a file system that all ranks share.
 
     The folder appears whole or not at all; what was there under this name stays until the new one is complete.
+    `BackgroundSaver` does the same behind the training that goes on.
 
     Args:
         path: the checkpoint's folder, for example ``runs/demo/checkpoints/step-00001000``.
@@ -58,21 +83,31 @@ def save(path: str | PathLike[str], source: Shardable, *, step: int, extra: Mapp
         extra: whatever JSON can hold (finite numbers); `load` returns it.
 
     Raises:
-        OSError: some rank could not write (every rank raises).
+        OSError: some rank could not write (every rank raises, and says why and which).
         ValueError: the pieces of the ranks do not tile some tensor, or ``extra`` is no JSON.
     """
     path, comm = Path(path), source.comm
     first = comm.rank == 0
-    as_json = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
-    _together(comm, "make the folder", path, lambda: store.begin(path) if first else None)
-    _together(comm, "write", path, lambda: _write_rank(store.temporary(path), source))
-    _together(comm, "complete", path, lambda: _finish(path, comm.world_size, step, as_json) if first else None)
+    facts = facts_of(source, step, extra)
+    try:
+        together(comm, "making the folder", lambda: store.begin(path) if first else None)
+        together(comm, "writing", lambda: write_rank(store.temporary(path), comm, collect(source)))
+        together(comm, "completing", lambda: finish(path, facts) if first else None)
+    except (OSError, ValueError):
+        if first:
+            give_up(path)
+        raise
 
 
-def load(path: str | PathLike[str], target: Shardable) -> dict[str, Any]:
+def load(path: str | PathLike[str], target: Shardable, *, verified: bool = False) -> dict[str, Any]:
     """Verify the checkpoint at ``path`` and load it into ``target``; collective.
 
-    Every file is verified first, each by one rank.
+    All of it is verified before anything of ``target`` changes, the work shared out to the ranks.
+
+    Args:
+        path: the checkpoint's folder.
+        target: a `Zero` or a strategy, of any kind, stage and world size.
+        verified: it is known to be whole, as after `newest_valid`.
 
     Returns:
         What was passed as ``extra``, and ``step``.
@@ -80,15 +115,59 @@ def load(path: str | PathLike[str], target: Shardable) -> dict[str, Any]:
     Raises:
         UserError: there is no complete checkpoint, or a file does not match the manifest (the file is named;
             every rank raises).
+        ValueError: it was saved from a model with other tensors.
     """
     comm = target.comm
+    failure = None if verified else _open_and_verify(comm, Path(path))
+    if failure is not None:
+        raise failure
     folder, manifest = open_manifest(path)
-    _verify(comm, folder, manifest)
-    with store.CheckpointReader(folder, manifest) as reader:
-        target.load_named_shards(reader)
-    with scope(CONTROL):
-        comm.barrier()  # nobody may overwrite the folder while others still read
+    with CheckpointReader(folder, manifest) as reader:
+        # All ranks leave together: nobody may overwrite the folder while others still read.
+        together(comm, "loading", lambda: target.load_named_shards(reader))
     return {**manifest.extra, "step": manifest.step}
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """A checkpoint that is not to be gone on from; ``complete`` ones are damaged, others were never finished."""
+
+    path: Path
+    complete: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which checkpoint to go on from, and which newer ones were passed over.
+
+    Attributes:
+        path: the newest complete and valid one; None where there is none.
+        passed_over: newer ones, newest first.
+    """
+
+    path: Path | None
+    passed_over: tuple[PassedOver, ...]
+
+
+def newest_valid(comm: Communicator, folder: str | PathLike[str]) -> Choice:
+    """The newest checkpoint ``step-N`` in ``folder`` that is complete and verified; collective.
+
+    Rank 0 looks which there are, all ranks verify together, and all return the same.
+    """
+    found = [[each.path.name, each.complete] for each in folders.find(folder)] if comm.rank == 0 else []
+    names = json.loads(send_bytes(comm, json.dumps(found).encode(), src=0))
+    passed_over: list[PassedOver] = []
+    for name, complete in names:
+        path = Path(folder) / name
+        failure: UserError | None = None
+        if complete:
+            failure = _open_and_verify(comm, path)
+            if failure is None:
+                return Choice(path, tuple(passed_over))
+        why = f"{failure.field} {failure.what}" if failure else f"it was never completed (no {MANIFEST})"
+        passed_over.append(PassedOver(path, complete, why))
+    return Choice(None, tuple(passed_over))
 
 
 def open_manifest(path: str | PathLike[str]) -> tuple[Path, Manifest]:
@@ -99,47 +178,86 @@ def open_manifest(path: str | PathLike[str]) -> tuple[Path, Manifest]:
     """
     folder = store.resolve(Path(path))
     if folder is None:
-        raise UserError(str(path), "is not a complete checkpoint: no manifest.json", "name another one")
+        raise UserError(str(path), f"is not a complete checkpoint: no {MANIFEST}", "name another one")
     return folder, manifests.parse(folder / MANIFEST)
 
 
-def latest(folder: str | PathLike[str]) -> Path | None:
-    """The newest complete checkpoint ``step-N`` in ``folder``; None where there is none."""
-    steps: dict[int, Path] = {}
-    for entry in Path(folder).glob("*step-*"):
-        name = entry.name.removeprefix(".").removesuffix(".old")  # an old one that a killed save left aside
-        number = name.removeprefix("step-")
-        if number.isdecimal() and store.resolve(entry.with_name(name)):
-            steps[int(number)] = entry.with_name(name)
-    return steps[max(steps)] if steps else None
+def read_manifest(path: str | PathLike[str]) -> Manifest:
+    """The manifest of the checkpoint at ``path``; raises as `open_manifest`."""
+    return open_manifest(path)[1]
 
 
-def _write_rank(folder: Path, source: Shardable) -> None:
-    rank, world_size = source.comm.rank, source.comm.world_size
-    file = f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
-    tensors: dict[str, Tensor] = {}
-    entries: list[TensorEntry] = []
-    for shard in source.named_shards():
+# -- the parts of a save, which `BackgroundSaver` puts together in another way ---------------------------------------
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a manifest says beside the tensors."""
+
+    step: int
+    world_size: int
+    extra: dict[str, Any]
+    param_groups: tuple[dict[str, Any], ...]
+    tied: dict[str, str]
+
+
+def facts_of(source: Shardable, step: int, extra: Mapping[str, Any] | None) -> Facts:
+    """Copied now: what ``extra`` and the optimizer's settings become later is of another step.
+
+    Raises:
+        ValueError: ``extra`` is not what JSON can hold.
+    """
+    try:
+        as_json = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
+    except TypeError as error:
+        raise ValueError(f"extra: {error}; JSON must be able to hold it") from None
+    groups = source.named_param_groups() if isinstance(source, HasParamGroups) else []
+    tied = source.tied_names() if isinstance(source, HasTiedNames) else {}
+    return Facts(step, source.comm.world_size, as_json, tuple(groups), tied)
+
+
+def collect(source: Shardable) -> list[NamedShard]:
+    """This rank's pieces that hold something, and empty tensors; they share the source's memory."""
+    return [shard for shard in source.named_shards() if shard.interval[0] < shard.interval[1] or not prod(shard.shape)]
+
+
+def write_rank(
+    folder: Path,
+    comm: Communicator,
+    shards: Iterable[NamedShard],
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write this rank's file, and beside it a note of what is in it."""
+    file = f"rank-{comm.rank:05d}-of-{comm.world_size:05d}.safetensors"
+    by_key: dict[str, NamedShard] = {}
+    for shard in shards:
         start, stop = shard.interval
-        if start == stop and prod(shard.shape):
-            continue  # this rank owns nothing of it
         assert shard.tensor.shape == (stop - start,), f"{shard.name}: {shard.tensor.shape} for {shard.interval}"
         key = f"{shard.kind}:{shard.name}:{start}"
-        assert key not in tensors, f"{key} is there twice"
-        tensors[key] = shard.tensor
-        dtype = store.DTYPES[shard.tensor.dtype]
-        entries.append(TensorEntry(shard.name, shard.kind, dtype, shard.shape, (Piece((start, stop), file, key),)))
-    written = store.write_tensors(folder / file, tensors)
-    note = {"file": file, "entry": asdict(written), "tensors": [asdict(entry) for entry in entries]}
-    store.write_text(_note(folder, rank), json.dumps(note))
+        assert key not in by_key, f"{key} is there twice"
+        by_key[key] = shard
+    tensors: dict[str, Tensor] = {key: shard.tensor for key, shard in by_key.items()}
+    written = store.write_tensors(folder / file, tensors, progress)
+    entries = [
+        TensorEntry(
+            shard.name,
+            shard.kind,
+            store.DTYPES[shard.tensor.dtype],
+            shard.shape,
+            (Piece(shard.interval, file, key, *written.pieces[key]),),
+        )
+        for key, shard in by_key.items()
+    ]
+    note = {"file": file, "entry": asdict(written.file), "tensors": [asdict(entry) for entry in entries]}
+    store.write_text(_note(folder, comm.rank), json.dumps(note))
 
 
-def _finish(path: Path, world_size: int, step: int, extra: dict[str, Any]) -> None:
+def finish(path: Path, facts: Facts) -> None:
     """Rank 0: gather what the ranks wrote down, write the manifest, give the folder its name."""
     folder = store.temporary(path)
     files: dict[str, FileEntry] = {}
     entries: list[TensorEntry] = []
-    for rank in range(world_size):
+    for rank in range(facts.world_size):
         try:
             note = json.loads(_note(folder, rank).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -147,43 +265,57 @@ def _finish(path: Path, world_size: int, step: int, extra: dict[str, Any]) -> No
         files[note["file"]] = FileEntry(**note["entry"])
         entries += [manifests.tensor_entry(entry) for entry in note["tensors"]]
         _note(folder, rank).unlink()
-    manifest = Manifest(step, world_size, files, manifests.merge(entries), extra)
+    versions = {
+        "zeroshard": zeroshard.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+    tensors = manifests.merge(entries)
+    manifest = Manifest(
+        facts.step, facts.world_size, files, tensors, facts.extra, versions, facts.param_groups, facts.tied
+    )
+    manifests.check(manifest)
     store.write_text(folder / MANIFEST, manifests.dump(manifest))
     store.commit(path)
 
 
-def _verify(comm: Communicator, folder: Path, manifest: Manifest) -> None:
-    """Hash every file, each on one rank; every rank raises when one of them found damage."""
-    names = sorted(manifest.files)
-    damaged = 0  # one more than the file's index
-    for index in range(comm.rank, len(names), comm.world_size):
-        if not store.matches(folder / names[index], manifest.files[names[index]]):
-            damaged = index + 1
-    if damaged := _largest(comm, damaged):
-        raise UserError(str(folder / names[damaged - 1]), "is damaged: it does not match the manifest", DAMAGED_TODO)
+def give_up(path: Path) -> None:
+    """Rank 0: free what a failed save has written, as far as that can be done; the next save does it otherwise."""
+    try:
+        store.remove(store.temporary(path))
+    except OSError:
+        return  # the failure that led here is the one to tell
+
+
+# -- verifying together ----------------------------------------------------------------------------------------------
+
+
+def _open_and_verify(comm: Communicator, path: Path) -> UserError | None:
+    """What is wrong with a checkpoint, the same on every rank; collective."""
+    opened: tuple[Path, Manifest] | None = None
+    failure: UserError | None = None
+    try:
+        opened = open_manifest(path)
+    except UserError as error:
+        failure = error
+    failure = _first_error(comm, failure)
+    if failure is not None or opened is None:
+        return failure
+    return _first_damage(comm, *opened)
+
+
+def _first_damage(comm: Communicator, folder: Path, manifest: Manifest) -> UserError | None:
+    """Hash every region, each on one rank; one of the damages, the same on every rank. Collective."""
+    regions = manifest.regions()
+    own = [regions[index] for index in share(regions, comm.rank, comm.world_size)]
+    damage = next((found for region in own if (found := damage_of(folder, manifest, region))), None)
+    return _first_error(comm, damage.error() if damage else None)
+
+
+def _first_error(comm: Communicator, error: UserError | None) -> UserError | None:
+    words = first_words(comm, json.dumps([error.field, error.what, error.todo]) if error else None)
+    return UserError(*json.loads(words[1])) if words else None
 
 
 def _note(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.json"
-
-
-def _together(comm: Communicator, phase: str, path: Path, work: Callable[[], object]) -> None:
-    """Run this rank's part of a phase; raise on every rank when it failed on any."""
-    failure: Exception | None = None
-    try:
-        work()
-    except (OSError, ValueError) as error:
-        failure = error
-    failed_rank = comm.world_size - _largest(comm, comm.world_size - comm.rank if failure else 0)
-    if failure is not None:
-        raise failure
-    if failed_rank < comm.world_size:
-        raise OSError(f"{path}: rank {failed_rank} could not {phase} its part")
-
-
-def _largest(comm: Communicator, number: int) -> int:
-    """The largest of the ranks' numbers; also a barrier."""
-    message = torch.tensor([number], device=comm.control_device)
-    with scope(CONTROL):
-        comm.all_reduce(message, op="max").wait()
-    return int(message)

@@ -2,7 +2,8 @@
 
 A folder is filled beside its final place (``.NAME.tmp``), flushed to the disk, and renamed. Where the name is
 taken, the old folder steps aside first (``.NAME.old``) and is deleted last, so a kill at any moment leaves one
-whole checkpoint, which `resolve` finds.
+whole checkpoint, which `resolve` finds. A folder loses its manifest before anything else, so what is being deleted
+is never taken for complete.
 
 Files are plain safetensors (https://github.com/huggingface/safetensors, "Format"): eight bytes of header length,
 a JSON header, the tensors' bytes. We write them here because a hash can then be taken of the bytes on their way to
@@ -16,19 +17,17 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from zeroshard.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
-from zeroshard.checkpoint.reshard import Interval, plan_copies
+from zeroshard.checkpoint.manifest import MANIFEST, FileEntry
 
-_CHUNK_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 22
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -44,13 +43,32 @@ DTYPES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
-    """Write 1-D tensors as one safetensors file, flush it to the disk, and return its size and sha256.
+@dataclass(frozen=True)
+class Written:
+    """A file that was written: what it is, and by key where each tensor lies and what it hashes to."""
 
-    At most one tensor at a time is copied (to the CPU, where it lies elsewhere).
+    file: FileEntry
+    pieces: dict[str, tuple[int, str]]  # key -> offset, sha256
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = lambda num_bytes: None
+) -> Written:
+    """Write 1-D tensors as one safetensors file, and flush it to the disk.
+
+    Tensors are hashed and written by as many threads as torch computes with here (four at the most), since hashing
+    is what takes the time. Each thread copies at most one tensor at a time to the CPU, where it lies elsewhere.
+
+    Args:
+        path: of the file.
+        tensors: by key.
+        progress: told the number of bytes after each piece of some MiB; called from several threads.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
     """
     header: dict[str, object] = {}
     offset = 0
@@ -64,31 +82,30 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
         offset = end
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)  # the format wants the data aligned
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for part in (len(head).to_bytes(8, "little"), head, *_tensor_bytes(tensors)):
-            digest.update(part)
-            file.write(part)
-        _flush(file.fileno(), file)
-    return FileEntry(8 + len(head) + offset, digest.hexdigest())
+    head = len(head).to_bytes(8, "little") + head
+    starts = _starts(len(head), tensors)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        _write_at(descriptor, memoryview(head), 0)
+
+        def write(key: str) -> str:
+            return _write_hashed(descriptor, tensors[key], starts[key], progress)
+
+        with ThreadPoolExecutor(num_threads(), "checkpoint-write") as pool:
+            digests = list(pool.map(write, tensors))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    entry = FileEntry(len(head) + offset, len(head), hashlib.sha256(head).hexdigest())
+    return Written(entry, {key: (starts[key], digest) for key, digest in zip(tensors, digests, strict=True)})
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file and flush it to the disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
-        _flush(file.fileno(), file)
-
-
-def matches(path: Path, expected: FileEntry) -> bool:
-    """Whether a file is there, of the expected size, and hashes to the expected sha256."""
-    try:
-        if path.stat().st_size != expected.num_bytes:
-            return False
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == expected.sha256
-    except OSError:
-        return False
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def begin(path: Path) -> Path:
@@ -96,10 +113,10 @@ def begin(path: Path) -> Path:
     target, aside = temporary(path), _aside(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if (aside / MANIFEST).is_file() and not (path / MANIFEST).is_file():
-        _remove(path)
+        remove(path)
         aside.rename(path)  # a save was killed between its two renames: undo the first
-    _remove(aside)
-    _remove(target)
+    remove(aside)
+    remove(target)
     target.mkdir()
     return target
 
@@ -112,7 +129,20 @@ def commit(path: Path) -> None:
         path.rename(aside)
     target.rename(path)
     _flush_folder(path.parent)
-    _remove(aside)
+    remove(aside)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint's folder, its manifest first; fine where there is none."""
+    if path.exists():
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path)
+
+
+def remove_named(path: Path) -> None:
+    """Delete the checkpoint called ``path``, wherever its folder lies."""
+    remove(_aside(path))
+    remove(path)
 
 
 def temporary(path: Path) -> Path:
@@ -128,68 +158,35 @@ def resolve(path: Path) -> Path | None:
     return None
 
 
-class CheckpointReader:
-    """A `ShardReader` over a checkpoint's files: opens a file when a slice of it is wanted, reads that slice.
-
-    Use it as a context manager; it does not verify files (see `matches`).
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder = folder
-        self._tensors: dict[str, dict[str, TensorEntry]] = {}
-        self._files: dict[str, Any] = {}  # safetensors' handles, which have no public type
-        for entry in manifest.tensors:
-            self._tensors.setdefault(entry.name, {})[entry.kind] = entry
-
-    def names(self) -> tuple[str, ...]:
-        """Every saved tensor's name."""
-        return tuple(self._tensors)
-
-    def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
-        """Every saved kind of ``name`` with the whole tensor's shape; empty where nothing was saved."""
-        return {kind: entry.shape for kind, entry in self._tensors.get(name, {}).items()}
-
-    def read(self, name: str, kind: str, interval: Interval) -> Tensor:
-        """The piece ``[start, stop)`` of the flattened tensor: 1-D, on the CPU, of the saved dtype.
-
-        Raises:
-            KeyError: nothing was saved under ``(name, kind)``.
-            ValueError: the interval reaches outside of the tensor.
-        """
-        entry = self._tensors[name][kind]
-        target = torch.empty(interval[1] - interval[0], dtype=_TORCH_DTYPES[entry.dtype])
-        for copy in plan_copies([piece.interval for piece in entry.pieces], interval):
-            piece = entry.pieces[copy.piece]
-            saved = self._open(piece.file).get_slice(piece.key)
-            stop = copy.source_offset + copy.length
-            target[copy.target_offset : copy.target_offset + copy.length] = saved[copy.source_offset : stop]
-        return target
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            self._files[file] = safe_open(self._folder / file, framework="pt", device="cpu")
-        return self._files[file]
-
-    def __enter__(self) -> CheckpointReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.clear()  # a handle holds the file mapped until it is collected
+def num_threads() -> int:
+    """How many threads may hash at once in this process: torch's, four at the most."""
+    return max(1, min(4, torch.get_num_threads()))
 
 
-def _tensor_bytes(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    for tensor in tensors.values():
-        on_host = tensor.detach().to("cpu").contiguous()
-        whole = memoryview(on_host.view(torch.uint8).numpy())
-        for start in range(0, len(whole), _CHUNK_BYTES):
-            yield whole[start : start + _CHUNK_BYTES]
+def _starts(first: int, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    starts: dict[str, int] = {}
+    for key, tensor in tensors.items():
+        starts[key] = first
+        first += tensor.numel() * tensor.element_size()
+    return starts
 
 
-def _flush(descriptor: int, file: Any) -> None:
-    file.flush()
-    os.fsync(descriptor)
+def _write_hashed(descriptor: int, tensor: Tensor, offset: int, progress: Callable[[int], None]) -> str:
+    digest = hashlib.sha256()
+    on_host = tensor.detach().to("cpu").contiguous()
+    whole = memoryview(on_host.view(torch.uint8).numpy())
+    for start in range(0, len(whole), CHUNK_BYTES):
+        chunk = whole[start : start + CHUNK_BYTES]
+        digest.update(chunk)
+        _write_at(descriptor, chunk, offset + start)
+        progress(len(chunk))
+    return digest.hexdigest()
+
+
+def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
+    while content:
+        written = os.pwrite(descriptor, content, offset)  # less than all of it where a disk or a limit ends
+        content, offset = content[written:], offset + written
 
 
 def _flush_folder(folder: Path) -> None:
@@ -202,8 +199,3 @@ def _flush_folder(folder: Path) -> None:
 
 def _aside(path: Path) -> Path:
     return path.parent / f".{path.name}.old"
-
-
-def _remove(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)

@@ -10,6 +10,7 @@ The folder appears under its name in one rename, `meta.json` and all, so a folde
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -69,6 +70,12 @@ class DataMeta:
     dtype: str
     splits: Mapping[str, SplitMeta]
     format_version: int = FORMAT_VERSION
+
+    @property
+    def tokens_sha256(self) -> str:
+        """Of the tokens of every split, wherever they lie: the same exactly where training reads the same."""
+        digests = [f"{name} {shard.sha256}" for name in SPLITS for shard in self.splits[name].shards]
+        return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def dtype_for(vocab_size: int) -> str:

@@ -30,6 +30,7 @@ from zeroshard.data.tokenizer import (
     Tokenizer,
     check_tokenizer,
     make_tokenizer,
+    tokenizer_identity,
 )
 from zeroshard.data.tokens import DEFAULT_SHARD_TOKENS, TokenWriter
 from zeroshard.errors import UserError
@@ -44,7 +45,7 @@ class DataSpec:
     Args:
         source: one of `SOURCES`.
         paths: files, folders or globs of ``text``; one file, or none, of ``tinyshakespeare``.
-        tokenizer: ``bytes``, ``gpt2`` or ``bpe:N``; not used by ``synthetic``, which has no text.
+        tokenizer: ``bytes``, ``gpt2``, ``bpe:N`` or ``json:PATH``; not used by ``synthetic``, which has no text.
         val_fraction: share of the text that validates, in [0, 1); see `zeroshard.data.split`.
         vocab_size, num_tokens, seed: of ``synthetic`` alone.
         max_tokens: stop after so many tokens of both splits together; 0 means no limit.
@@ -79,7 +80,7 @@ class DataSpec:
         shared = {"source": self.source, "val_fraction": self.val_fraction, "max_tokens": self.max_tokens}
         if self.source == "synthetic":
             return shared | {"vocab_size": self.vocab_size, "num_tokens": self.num_tokens, "seed": self.seed}
-        return shared | {"tokenizer": self.tokenizer}
+        return shared | {"tokenizer": tokenizer_identity(self.tokenizer)}
 
 
 def data_dir(spec: DataSpec, root: Path | str = "data") -> Path:
@@ -94,7 +95,7 @@ def data_dir(spec: DataSpec, root: Path | str = "data") -> Path:
     if paths:
         parts.append(Path(paths[0]).stem)
     if spec.source != "synthetic":
-        parts.append(spec.tokenizer)
+        parts.append(tokenizer_identity(spec.tokenizer))
     defaults = DataSpec(spec.source, spec.paths, spec.tokenizer)
     if paths or spec.identity() != defaults.identity():
         choices = [spec.identity(), [os.path.abspath(Path(path).expanduser()) for path in paths]]

@@ -1,13 +1,15 @@
-"""Text to ids and back: ``bytes`` (our own), ``gpt2`` (tiktoken), ``bpe:N`` (trained on the train split).
+"""Text to ids and back: ``bytes`` (our own), ``gpt2`` (tiktoken), ``bpe:N`` (trained on the train split), ``json:PATH``
+(somebody else's ``tokenizer.json``, such as an imported model's).
 
-How documents are joined: `gpt2` and `bpe:N` end each with their end-of-text id. `bytes` has no id to spare, so it
-ends each document with a newline unless it has one already.
+How documents are joined: `gpt2`, `bpe:N` and most of `json:PATH` end each with their end-of-text id. `bytes` has no id
+to spare, so it ends each document with a newline unless it has one already.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,9 +25,10 @@ if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
-TOKENIZERS = ("bytes", "gpt2", "bpe:N")
+TOKENIZERS = ("bytes", "gpt2", "bpe:N", "json:PATH")
 TOKENIZER_FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # what others call it
 _MIN_BPE, _MAX_BPE = 257, 1 << 20  # 256 bytes and the end-of-text id; more than a million is a slip of the finger
 
 Ids = Sequence[int] | NDArray[np.integer]
@@ -91,20 +94,38 @@ class Gpt2Tokenizer:
         """Ids of ``text``, [n]."""
         return np.asarray(self._encoding.encode_ordinary(text), dtype=np.int64)
 
+    @property
+    def ranks(self) -> Mapping[bytes, int]:
+        """The byte string of each id but the special ones."""
+        return self._encoding._mergeable_ranks
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids that no text has."""
+        return self._encoding._special_tokens
+
     def decode(self, ids: Ids) -> str:
         """The text of ids."""
         return self._encoding.decode(np.asarray(ids, dtype=np.int64).tolist())
 
 
 class BpeTokenizer:
-    """Byte-level byte-pair encoding (Sennrich et al. 2016; bytes as in GPT-2), by the tokenizers library."""
+    """By the tokenizers library: byte-level byte-pair encoding (Sennrich et al. 2016; bytes as in GPT-2) where we
+    trained it, whatever it is where it was read.
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+    Args:
+        inner: the library's.
+        name: of what was read; None for what was trained here, ``bpe:N``.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, name: str | None = None) -> None:
         self._inner = inner
         self._inner.encode_special_tokens = True  # a document that spells <|endoftext|> does not end there
-        self.vocab_size = inner.get_vocab_size()
-        self.name = f"bpe:{self.vocab_size}"
-        self.eos_id: int | None = inner.token_to_id(END_OF_TEXT)
+        # Ids of what was read may have holes.
+        self.vocab_size = max(inner.get_vocab().values()) + 1 if name else inner.get_vocab_size()
+        self.name = name or f"bpe:{self.vocab_size}"
+        self.eos_token = next((text for text in _ENDS if inner.token_to_id(text) is not None), None)
+        self.eos_id: int | None = None if self.eos_token is None else inner.token_to_id(self.eos_token)
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Ids of ``text``, [n]."""
@@ -129,6 +150,9 @@ def check_tokenizer(name: str) -> None:
                 f"{name} does not name a vocabulary size",
                 f"use bpe:N with N from {_MIN_BPE} (the bytes and one id more) to {_MAX_BPE}",
             )
+    elif name.startswith("json:"):
+        if not Path(name.removeprefix("json:")).is_file():
+            raise UserError("data.tokenizer", f"{name} names no file", "use json:PATH of a tokenizer.json")
     elif name not in ("bytes", "gpt2"):
         raise unknown_name("data.tokenizer", name, TOKENIZERS)
 
@@ -138,6 +162,8 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
     check_tokenizer(name)
     if name == "bytes":
         return ByteTokenizer()
+    if name.startswith("json:"):
+        return read_tokenizer(Path(name.removeprefix("json:")))
     return Gpt2Tokenizer() if name == "gpt2" else train_bpe(int(name.removeprefix("bpe:")), texts)
 
 
@@ -151,12 +177,56 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     if meta.tokenizer == "none":
         raise UserError("data.dir", f"{folder} holds synthetic tokens, which are no text", "use a text source")
     if meta.tokenizer_sha256:
-        import tokenizers  # here, as it is needed for trained vocabularies alone
-
         path = Path(folder) / TOKENIZER_FILE
         check_sha256(path, meta.tokenizer_sha256)
-        return BpeTokenizer(tokenizers.Tokenizer.from_file(str(path)))
+        return read_tokenizer(path, meta.tokenizer)
     return make_tokenizer(meta.tokenizer, ())
+
+
+def read_tokenizer(path: Path, name: str = "json") -> BpeTokenizer:
+    """The tokenizer in a ``tokenizer.json``.
+
+    Args:
+        path: of the file.
+        name: under which it is known; ``bpe:N`` is one that was trained here.
+
+    Raises:
+        UserError: the tokenizers library cannot read the file.
+    """
+    import tokenizers  # here, as it is needed for such vocabularies alone
+
+    try:
+        inner = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001 -- the library raises nothing more precise
+        raise UserError("data.tokenizer", f"{path} cannot be read ({error})", "give another tokenizer.json") from None
+    return BpeTokenizer(inner, None if name.startswith("bpe:") else name)
+
+
+def read_byte_level(vocabulary: Path, merges: Path) -> BpeTokenizer:
+    """The tokenizer in GPT-2's ``vocab.json`` and ``merges.txt``.
+
+    Raises:
+        UserError: the tokenizers library cannot read them.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    try:
+        inner = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+    except Exception as error:  # noqa: BLE001 -- the library raises nothing more precise
+        raise UserError("data.tokenizer", f"{vocabulary} cannot be read ({error})", "fetch it again") from None
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([text for text in _ENDS if inner.token_to_id(text) is not None])
+    return BpeTokenizer(inner, "json")
+
+
+def tokenizer_identity(name: str) -> str:
+    """What decides the ids: the name, and for ``json:PATH`` the file's content in place of its path."""
+    if not name.startswith("json:"):
+        return name
+    content = Path(name.removeprefix("json:")).read_bytes()
+    return f"json:{hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def train_bpe(vocab_size: int, texts: Iterable[str]) -> BpeTokenizer:

@@ -4,7 +4,7 @@ from zeroshard.models.base import LanguageModel, flops_per_token, materialize, n
 from zeroshard.models.config import ModelConfig
 from zeroshard.models.gpt2 import GPT2, GPT2Config
 from zeroshard.models.llama import Llama, LlamaConfig
-from zeroshard.models.presets import PRESETS, build_model, model_config
+from zeroshard.models.presets import PRESETS, build_model, model_config, nearest_preset
 
 __all__ = [
     "GPT2",
@@ -18,5 +18,6 @@ __all__ = [
     "flops_per_token",
     "materialize",
     "model_config",
+    "nearest_preset",
     "next_token_loss",
 ]

@@ -71,6 +71,23 @@ def model_config(
     return replace(preset, **changes)  # the configuration checks its types
 
 
+def nearest_preset(config: GPT2Config | LlamaConfig) -> tuple[str, dict[str, object]]:
+    """A preset's name and what to change in it for ``config``: the preset with the fewest changes.
+
+    ``model_config(name, overrides=changes)`` is ``config`` again.
+    """
+    best: tuple[str, dict[str, object]] | None = None
+    for name, preset in PRESETS.items():
+        if type(preset) is not type(config):
+            continue
+        wanted = {field.name: getattr(config, field.name) for field in fields(config)}
+        changes = {key: value for key, value in wanted.items() if value != getattr(preset, key)}
+        if best is None or len(changes) < len(best[1]):
+            best = name, changes
+    assert best is not None, f"no preset is a {type(config).__name__}"
+    return best
+
+
 def build_model(
     name: str,
     *,

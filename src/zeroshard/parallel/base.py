@@ -93,8 +93,16 @@ class Strategy(Protocol):
         """Clip the averaged gradients by their global norm; returns the norm before clipping, 0-dim, fp32."""
         ...
 
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tied tensor -> the name that it is saved under."""
+        ...
+
     def named_shards(self) -> Iterable[NamedShard]:
         """What this rank saves; over all ranks every tensor is tiled exactly once."""
+        ...
+
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups as JSON can hold them, ``params`` by their ordinary names; on every rank."""
         ...
 
     def load_named_shards(self, reader: ShardReader) -> None:

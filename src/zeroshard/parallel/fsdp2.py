@@ -26,9 +26,9 @@ from zeroshard.comm import Communicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import is_grouped, require_group
 from zeroshard.zero.ema import EMA, Ema
-from zeroshard.zero.full_state import named_state
+from zeroshard.zero.full_state import named_state, tied_names
 from zeroshard.zero.shards import persistent_buffers
-from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group
 
 
 class Fsdp2:
@@ -129,6 +129,10 @@ class Fsdp2:
             state[name] = tensor.detach().to("cpu", copy=True) if param is None else whole[id(param)]
         return state
 
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tied tensor -> the name that it is saved under."""
+        return tied_names({**named_state(self.model), **self._by_every_name})
+
     def named_shards(self) -> Iterator[NamedShard]:
         """This rank's rows of every tensor; scalars and buffers on rank 0."""
         averages: Mapping[Tensor, Mapping[str, Any]] = {}
@@ -146,6 +150,12 @@ class Fsdp2:
         if self.comm.rank == 0:
             for name, buffer in persistent_buffers(self.model).items():
                 yield _whole(name, "buffer", buffer)
+
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups, ``params`` by their ordinary names."""
+        names = {id(param): name for name, param in self._params.items()}
+        groups = self.optimizer.param_groups
+        return [named_group(group, [names[id(param)] for param in group["params"]]) for group in groups]
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read this rank's rows of every tensor; an average that was not saved starts from the weights.

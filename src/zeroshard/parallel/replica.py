@@ -1,6 +1,6 @@
 """A whole model on every rank, its gradients averaged by PyTorch's `DistributedDataParallel` while backward runs.
 
-What `ddp` and `zero1-torch` have in common: they differ in their optimizer alone.
+`ddp` and `zero1-torch` differ in their optimizer alone; this is the rest of them.
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
 https://arxiv.org/abs/2006.15704
@@ -22,22 +22,28 @@ from torch.optim import Optimizer
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
 from zeroshard.zero.ema import EMA, Ema
+from zeroshard.zero.full_state import named_state, tied_names
 from zeroshard.zero.shards import persistent_buffers
-from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group
 
 
 class Replica:
-    """A module, wrapped in DDP where there is a process group, and its state as pieces.
+    """Whole weights and gradients on every rank. A subclass makes `optimizer`.
+
+    In a world of one process without a process group the model is the plain module.
 
     Attributes:
         module: what was given, on its device.
         model: what the loop calls.
+        optimizer: what the loop steps.
         comm: the ranks.
         ema: the average of the whole weights, the same on every rank; None where none was asked for.
 
     Raises:
         ValueError: several ranks without ``torch.distributed``, or a model on the meta device.
     """
+
+    optimizer: Optimizer
 
     def __init__(self, setup: Setup, strategy: str) -> None:
         if any(param.is_meta for param in setup.model.parameters()):
@@ -52,25 +58,35 @@ class Replica:
             self._ddp = DistributedDataParallel(
                 self.module, gradient_as_bucket_view=True, find_unused_parameters=setup.find_unused_parameters
             )
+            if not setup.find_unused_parameters:
+                _settle_buckets(self._ddp)
         self.model: nn.Module = self._ddp or self.module
         if setup.compute_dtype != torch.float32:
             self.model = _Autocast(self.model, setup.compute_dtype)
-        self.ema = None if setup.ema_decay is None else Ema(self.module.parameters(), setup.ema_decay)
+        self.ema: Ema | None = None if setup.ema_decay is None else Ema(self.module.parameters(), setup.ema_decay)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without communication."""
         return self._ddp.no_sync() if self._ddp else nullcontext()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Communicate in the last micro-batch of a step only."""
+        return nullcontext() if last else self.no_sync()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the global norm; gradients are the same on every rank, so nothing is sent."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+    def full_params(self) -> AbstractContextManager[None]:
+        """Weights are always whole."""
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's weights, copied to the CPU, with ordinary names."""
         return {name: value.detach().to("cpu", copy=True) for name, value in self.module.state_dict().items()}
 
-    def model_shards(self) -> Iterator[NamedShard]:
-        """An even share of every flattened parameter, buffer and average."""
+    def named_shards(self) -> Iterator[NamedShard]:
+        """An even share of every flattened parameter, buffer and average; of optimizer states what this rank writes."""
         if self.ema is not None:
             self.ema.require_away("named_shards")
         for name, kind, tensor in self._tensors():
@@ -78,6 +94,17 @@ class Replica:
         if self.ema is not None:
             for name, kind, tensor in self.states(self.ema.state):
                 yield from self.even_share(name, kind, tensor)
+        for name, kind, tensor in self.states(self._local_optimizer.state):
+            yield from self._state_pieces(name, kind, tensor)
+
+    @property
+    def _local_optimizer(self) -> Optimizer:
+        """The optimizer whose states lie on this rank."""
+        return self.optimizer
+
+    def _state_pieces(self, name: str, kind: str, tensor: Tensor) -> Iterator[NamedShard]:
+        """What this rank writes of one of those states."""
+        yield from self.even_share(name, kind, tensor)
 
     def even_share(self, name: str, kind: str, tensor: Tensor) -> Iterator[NamedShard]:
         """This rank's part of a tensor that every rank holds; nothing where the tensor is shorter than the world."""
@@ -95,8 +122,20 @@ class Replica:
                 if isinstance(value, Tensor | int | float):
                     yield name, kind, torch.as_tensor(value)
 
-    def load_model(self, reader: ShardReader) -> None:
-        """Read every parameter, buffer and average whole; an average that was not saved starts from the weights.
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups, ``params`` by their ordinary names."""
+        names = {id(param): name for name, param in self.module.named_parameters()}
+        groups = self.optimizer.param_groups
+        return [named_group(group, [names[id(param)] for param in group["params"]]) for group in groups]
+
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tied tensor -> the name that it is saved under."""
+        return tied_names(named_state(self.module))
+
+    def load_named_shards(self, reader: ShardReader) -> None:
+        """Read parameters, buffers, averages and this rank's optimizer states whole.
+
+        An average that was not saved starts from the weights.
 
         Raises:
             ValueError: a tensor of the model was not saved, or has another shape.
@@ -114,9 +153,9 @@ class Replica:
                 return _read_whole(reader, name, EMA, tuple(param.shape)) if EMA in reader.kinds(name) else None
 
             self.ema.load(read)
+        self._load_states(reader, self._local_optimizer)
 
-    def load_states(self, reader: ShardReader, optimizer: Optimizer) -> None:
-        """Read the states of the parameters that ``optimizer`` has."""
+    def _load_states(self, reader: ShardReader, optimizer: Optimizer) -> None:
         names = {id(param): name for name, param in self.module.named_parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         state: dict[int, dict[str, Tensor]] = {}
@@ -128,10 +167,10 @@ class Replica:
         # torch's own loading casts and places each state as this optimizer wants it
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
-    def memory_bytes(self, optimizer: Optimizer) -> dict[str, int]:
-        """Resident bytes of this rank by category, with the states of ``optimizer``."""
+    def memory_bytes(self) -> dict[str, int]:
+        """Resident bytes of this rank by category."""
         params = list(self.module.parameters())
-        states = [state for per_param in optimizer.state.values() for state in per_param.values()]
+        states = [state for per_param in self._local_optimizer.state.values() for state in per_param.values()]
         total = {
             "params": _num_bytes(params),
             "grads": _num_bytes(param.grad for param in params if param.grad is not None),
@@ -173,6 +212,28 @@ class _Autocast(nn.Module):
         device_type = next(self.module.parameters()).device.type
         with torch.autocast(device_type, dtype=self._dtype):
             return self.module(*args, **kwargs)
+
+
+def _settle_buckets(ddp: DistributedDataParallel) -> None:
+    """Have DDP lay out its buckets for good, in the reversed order of parameters; collective.
+
+    It does so once, by the order in which the first backward yields gradients, so that the first step of a process
+    adds up in another order than all that follow. From three ranks on these are other bits, and a resumed run would
+    not be the run that went on. A backward of zeros takes that step's place.
+    """
+    forward = ddp.module.forward
+
+    def touch_all() -> Tensor:
+        touched = [param.view(-1)[:0].sum() for param in ddp.module.parameters() if param.requires_grad]
+        return torch.stack([value.float() for value in touched]).sum()
+
+    ddp.module.forward = touch_all
+    try:
+        with torch.enable_grad():
+            ddp().backward()
+    finally:
+        ddp.module.forward = forward
+    ddp.zero_grad(set_to_none=True)
 
 
 def _read_whole(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:

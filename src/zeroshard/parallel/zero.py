@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,10 @@ class ZeroStrategy:
         """Clip the averaged gradients by their global norm, over all shards."""
         return self.zero.clip_grad_norm_(max_norm, norm_type)
 
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tied tensor -> the name that it is saved under."""
+        return self.zero.tied_names()
+
     def restage(self, stage: int) -> None:
         """Go on at another stage, between steps; see `Zero.restage`. Collective."""
         self.zero.restage(replace(STAGES[stage], reshard_after_forward=self._reshard_after_forward))
@@ -61,6 +66,10 @@ class ZeroStrategy:
     def named_shards(self) -> Iterable[NamedShard]:
         """What this rank saves."""
         return self.zero.named_shards()
+
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's param groups, ``params`` by their ordinary names."""
+        return self.zero.named_param_groups()
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read whatever this rank holds."""

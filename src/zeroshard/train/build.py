@@ -25,16 +25,18 @@ from zeroshard.data.meta import DataMeta, read_meta
 from zeroshard.data.prepare import DataSpec, data_dir, prepare
 from zeroshard.errors import UserError
 from zeroshard.kernels import choose, describe
-from zeroshard.models import LanguageModel, build_model
+from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig, build_model, nearest_preset
 from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, LossScaler, decay_groups, learning_rate
 from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
+from zeroshard.train import resume
 from zeroshard.train.agree import agree_on, first_rank_does, model_facts, start_facts
 from zeroshard.train.auto import ChooseStage, lowest_stage
 from zeroshard.train.compiled import compile_blocks
 from zeroshard.train.config import DataConfig, ModelConfig, TrainConfig, dump_toml
 from zeroshard.train.guard import StepGuard
+from zeroshard.train.lock import RunLock
 from zeroshard.train.ranks import join
 from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
 from zeroshard.train.run import Run, Schedule, checkpoint_folder
@@ -75,10 +77,29 @@ def build_run(
     check_shard_size(config, comm.world_size)
     describe(device, config.kernels)  # refuses what cannot be had
     grad_accum_steps = accumulation_steps(config, comm.world_size)
-    folder, spec = Path(config.out), data_spec(config.data)
+    folder = Path(config.out)
+    locks: list[RunLock] = []  # rank 0's
+    with ExitStack() as undo:
+        undo.callback(lambda: [lock.close() for lock in locks])
+        resuming = config.resume != "none"
+        first_rank_does(comm, lambda: locks.append(claim_folder(folder, resuming=resuming)))
+        run = _build_in(folder, config, comm, device, grad_accum_steps, locks[0] if locks else None, choose_stage)
+        undo.pop_all()
+    return run
+
+
+def _build_in(
+    folder: Path,
+    config: TrainConfig,
+    comm: Communicator,
+    device: torch.device,
+    grad_accum_steps: int,
+    lock: RunLock | None,
+    choose_stage: ChooseStage | None,
+) -> Run:
+    spec = data_spec(config.data)
     tokens_folder = Path(config.data.dir) if config.data.dir else data_dir(spec)
-    resume_from = find_resume(config)
-    first_rank_does(comm, lambda: claim_folder(folder, resuming=config.resume != "none"))
+    resume_from = resume.choose(comm, config.resume, checkpoint_folder(folder))
     first_rank_does(comm, lambda: prepare(spec, tokens_folder))
 
     agree_on(comm, data_facts(read_meta(tokens_folder)))
@@ -86,6 +107,7 @@ def build_run(
     rows_per_step = config.micro_batch_size * grad_accum_steps * comm.world_size
     require_enough(train_tokens, config.seq_len, rows_per_step)
     require_enough(val_tokens, config.seq_len, 1, split="val")
+    data_sha256 = read_meta(tokens_folder).tokens_sha256
 
     observed = ObservedCommunicator(comm)
     as_given, stage = config, None
@@ -97,8 +119,14 @@ def build_run(
     guard = StepGuard(config.optim.max_not_finite, config.optim.skip_spikes)
     first_step = 0
     if resume_from is not None:
+        changes = resume.check_changes(
+            checkpoint.read_manifest(resume_from).extra,
+            config.model_dump(mode="json"),
+            rows_per_step * config.seq_len,
+            data_sha256,
+        )
         try:
-            saved = checkpoint.load(resume_from, strategy)
+            saved = checkpoint.load(resume_from, strategy, verified=config.resume == "auto")
             first_step = int(saved["step"])
             if scaler is not None and saved.get("loss_scaler"):
                 scaler.load_state_dict(saved["loss_scaler"])
@@ -108,7 +136,9 @@ def build_run(
         except ValueError as error:
             todo = "resume with the model and optimizer that the checkpoint was saved with"
             raise UserError("resume", f"{resume_from}: {error}", todo) from None
-    first_rank_does(comm, lambda: _describe(folder, as_given, tokens_folder))  # from here on the folder holds a run
+        resume.say_start(comm, resume_from, changes)
+    describe_run = partial(_describe, folder, as_given, tokens_folder)
+    first_rank_does(comm, describe_run)  # from here on the folder holds a run
     observed.drain()
 
     ranks = {"rank": comm.rank, "world_size": comm.world_size}
@@ -130,6 +160,9 @@ def build_run(
             grad_clip=config.grad_clip,
             eval_interval=config.eval_interval,
             checkpoint_interval=config.checkpoint_interval,
+            checkpoint_async=config.checkpoint_async,
+            keep_checkpoints=config.keep_checkpoints,
+            keep_every=config.keep_every,
             **accumulation,
         ),
         observers=_observers(config, folder) if comm.rank == 0 else (),
@@ -145,6 +178,9 @@ def build_run(
         stage=stage,
         comm=observed,
         kernels=_kernels(config, model, strategy, device),
+        data_sha256=data_sha256,
+        lock=lock,
+        describe=describe_run,
     )
 
 
@@ -167,7 +203,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 def check_model(config: TrainConfig) -> None:
     """Raise UserError where the model cannot be built, or is too short for ``seq_len``; builds nothing."""
-    longest = model_config(config.model.name, overrides=_overrides(config.model)).seq_len
+    longest = model_config(config.model.name, overrides=model_overrides(config.model)).seq_len
     if config.seq_len > longest:
         what = f"{config.seq_len} is above the {longest} of {config.model.name}"
         raise UserError("seq_len", what, f"use {longest} or less, or a model with longer sequences")
@@ -205,7 +241,7 @@ def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str)
         return build_model(
             config.model.name,
             vocab_size=vocab_size,
-            overrides=_overrides(config.model),
+            overrides=model_overrides(config.model),
             seed=config.seed,
             kernels=config.kernels,
         )
@@ -228,42 +264,25 @@ def after_restart(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"resume": "auto"})
 
 
-def find_resume(config: TrainConfig) -> Path | None:
-    """The checkpoint to start from; None to start afresh.
+def claim_folder(folder: Path, *, resuming: bool) -> RunLock:
+    """Make the run folder, or see that the one that is there may be used, and hold it.
 
     Raises:
-        UserError: a checkpoint was named and there is none.
-    """
-    if config.resume == "none":
-        return None
-    if config.resume == "auto":
-        return checkpoint.latest(checkpoint_folder(Path(config.out)))
-    path = Path(config.resume)
-    try:
-        checkpoint.open_manifest(path)
-    except UserError as error:
-        raise UserError("resume", f"{error.field} {error.what}", error.todo) from None
-    return path
-
-
-def claim_folder(folder: Path, *, resuming: bool) -> None:
-    """Make the run folder, or see that the one that is there may be used.
-
-    Raises:
-        UserError: it holds a run and this one does not resume, or it cannot be written.
+        UserError: another run is writing there; it holds a run and this one does not resume; it cannot be written.
     """
     try:
-        if not resuming and any((folder / name).exists() for name in ("config.toml", "metrics.jsonl")):
-            todo = "choose another --out, or go on with it by --resume auto"
-            raise UserError("out", f"{folder} already holds a run", todo)
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".write-probe"
-        probe.touch()
-        probe.unlink()
+        lock = RunLock(folder)
     except OSError as error:
         raise UserError(
             "out", f"{folder} cannot be written ({error.strerror})", "choose a folder that you may write"
         ) from None
+    if not resuming and any((folder / name).exists() for name in ("config.toml", "metrics.jsonl")):
+        lock.close()
+        raise UserError(
+            "out", f"{folder} already holds a run", "choose another --out, or go on with it by --resume auto"
+        )
+    return lock
 
 
 def data_facts(meta: DataMeta) -> dict[str, object]:
@@ -284,6 +303,9 @@ def _describe(folder: Path, config: TrainConfig, tokens_folder: Path) -> None:
 def _model_and_strategy(
     config: TrainConfig, vocab_size: int, comm: Communicator, device: torch.device
 ) -> tuple[LanguageModel, Strategy]:
+    if 0 < config.model.vocab_size < vocab_size:
+        what = f"{config.model.vocab_size} is below the {vocab_size} ids of the tokens"
+        raise UserError("model.vocab_size", what, "use tokens made for this model, or 0 for a vocabulary of their size")
     from_meta = config.strategy in FROM_META
     model = make_model(config, vocab_size, "meta" if from_meta else device)
     if config.compile:
@@ -342,10 +364,21 @@ def _kernels(config: TrainConfig, model: LanguageModel, strategy: Strategy, devi
     return served if optimizer else {**served, "AdamW": "torch fused" if config.fused else "torch"}
 
 
-def _overrides(model: ModelConfig) -> dict[str, object]:
+def model_overrides(model: ModelConfig) -> dict[str, object]:
     """What replaces the preset's values: the fields that differ from "as the preset says"."""
     unset = ModelConfig().model_dump()
-    return {name: value for name, value in model.model_dump().items() if name != "name" and value != unset[name]}
+    changed = {name: value for name, value in model.model_dump().items() if name != "name" and value != unset[name]}
+    if "tie_embeddings" in changed:
+        changed["tie_embeddings"] = model.tie_embeddings == "yes"
+    return changed
+
+
+def model_table(config: GPT2Config | LlamaConfig) -> ModelConfig:
+    """How a run's configuration says that its model is ``config``."""
+    name, changes = nearest_preset(config)
+    if "tie_embeddings" in changes:
+        changes["tie_embeddings"] = "yes" if changes["tie_embeddings"] else "no"
+    return ModelConfig.model_validate({"name": name, **changes, "vocab_size": config.vocab_size})
 
 
 def _observers(config: TrainConfig, folder: Path) -> list[Observer]:

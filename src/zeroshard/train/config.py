@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from zeroshard.errors import UserError
+from zeroshard.train.sizes import parse_size
 from zeroshard.train.validate import validate
 
 SHORTHANDS = {"model": "name", "data": "source"}  # `model = "NAME"` stands for `model.name = "NAME"`
@@ -41,6 +42,14 @@ class ModelConfig(_Config):
     n_head: int = Field(0, ge=0, description="Attention heads; 0: the preset's.")
     n_kv_head: int = Field(0, ge=0, description="Key and value heads; 0: the preset's.")
     n_embd: int = Field(0, ge=0, description="Width in features; 0: the preset's.")
+    vocab_size: int = Field(0, ge=0, description="Token ids; 0: as many as the tokenizer has.")
+    seq_len: int = Field(0, ge=0, description="Longest sequence in tokens; 0: the preset's.")
+    ffn_hidden: int = Field(0, ge=0, description="Width of LLaMA's feed-forward layer; 0: the preset's.")
+    rope_theta: float = Field(0.0, ge=0, allow_inf_nan=False, description="Base of rotary waves; 0: the preset's.")
+    norm_eps: float = Field(0.0, ge=0, allow_inf_nan=False, description="Epsilon of LLaMA's norms; 0: the preset's.")
+    tie_embeddings: Literal["preset", "yes", "no"] = Field(
+        "preset", description="LLaMA: one matrix for embedding and output head."
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="Probability that an activation is dropped.")
     bias: bool = Field(True, description="Biases in GPT-2's linear layers and norms.")
     activation_checkpointing: str = Field(
@@ -85,7 +94,9 @@ class DataConfig(_Config):
 
     source: str = Field("python-stdlib", min_length=1, description="python-stdlib, text, tinyshakespeare or synthetic.")
     path: tuple[str, ...] = Field((), description="Files, folders or globs to read.")
-    tokenizer: str = Field("bytes", min_length=1, description="bytes, gpt2, or bpe:N for N trained tokens.")
+    tokenizer: str = Field(
+        "bytes", min_length=1, description="bytes, gpt2, bpe:N (N trained tokens), or json:PATH of a tokenizer.json."
+    )
     val_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the text kept for validation.")
     max_tokens: int = Field(0, ge=0, description="Tokens to keep at most; 0: all.")
     dir: str = Field("", description="Folder of the prepared tokens; empty: named after the rest, in data/.")
@@ -185,8 +196,13 @@ class TrainConfig(_Config):
     eval_batches: int = Field(20, ge=1, description="Batches in an evaluation.")
     log_interval: int = Field(10, ge=1, description="Steps between console lines.")
     checkpoint_interval: int = Field(0, ge=0, description="Steps between checkpoints; 0: only at the end.")
+    checkpoint_async: bool = Field(
+        True, description="Write checkpoints while training goes on, from a copy on the host; false: stand still."
+    )
+    keep_checkpoints: int = Field(0, ge=0, description="Newest checkpoints to keep; 0: all.")
+    keep_every: int = Field(0, ge=0, description="Steps whose multiples keep their checkpoints beside the newest.")
     out: str = Field("", description="Run folder; empty: runs/MODEL-DATA-STRATEGY.")
-    resume: str = Field("none", min_length=1, description="none, auto (the newest in out), or a checkpoint.")
+    resume: str = Field("none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint.")
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -201,6 +217,9 @@ class TrainConfig(_Config):
         if not self.reshard_after_forward and self.strategy not in ("zero3", "fsdp2"):
             what = f"{self.strategy} has whole weights all the time, and none to keep or free"
             raise UserError("reshard_after_forward", what, "leave it out, or use --strategy zero3 or fsdp2")
+        if self.keep_every and not self.keep_checkpoints:
+            what = f"{self.keep_every} keeps nothing that keep_checkpoints = 0 does not"
+            raise UserError("keep_every", what, "set keep_checkpoints too, to how many of the newest stay")
         if self.min_lr > self.lr:
             raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
         if not self.out:
@@ -213,6 +232,28 @@ class PrepareConfig(_Config):
     """What `zeroshard prepare` writes: the same `data` as in a training run."""
 
     data: DataConfig = DataConfig()
+
+
+class ExportConfig(_Config):
+    """What `zeroshard export` writes, and from where."""
+
+    source: str = Field(min_length=1, description="Run folder (its newest checkpoint), or a checkpoint.")
+    out: str = Field(min_length=1, description="New folder for the Hugging Face model.")
+    weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the weights in the files.")
+    max_shard_size: str = Field("5GB", min_length=1, description="Largest weights file, as 5GB or 512MiB.")
+
+    @model_validator(mode="after")
+    def _sizes_are_sizes(self) -> Self:
+        parse_size("max_shard_size", self.max_shard_size)
+        return self
+
+
+class ImportConfig(_Config):
+    """What `zeroshard import` reads, and the run that it makes."""
+
+    source: str = Field(min_length=1, description="Folder of a Hugging Face GPT-2 or LLaMA with safetensors.")
+    out: str = Field(min_length=1, description="New run folder, as in runs/NAME.")
 
 
 class GenerateConfig(_Config):

@@ -37,6 +37,8 @@ def run_generate(config: GenerateConfig) -> int:
     if path is None:
         raise UserError("run", f"{folder} has no complete checkpoint yet", "let it train up to one first")
     trained = load_config(folder / "config.toml")
+    if not tokenizer_folder(folder).is_dir():
+        raise UserError("run", f"{folder} has no tokenizer", "import the model from a folder with its tokenizer.json")
     tokenizer = load_tokenizer(tokenizer_folder(folder))
     device = choose_device("auto", 0)
     # The kernels that it was trained with may not be had here.
@@ -45,7 +47,7 @@ def run_generate(config: GenerateConfig) -> int:
     if all(tensor.kind != kind for tensor in checkpoint.open_manifest(path)[1].tensors):
         todo = "train with --ema-decay, or use --weights last"
         raise UserError("weights", f"{path} holds no moving average", todo)
-    checkpoint.load(path, _Weights(model, kind))
+    checkpoint.load(path, WeightsOnly(model, kind))
     prompt = config.prompt or "\n"
     ids = torch.from_numpy(tokenizer.encode(prompt)).to(device)
     generator = torch.Generator(device).manual_seed(config.seed)
@@ -105,7 +107,7 @@ def _draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Gen
     return torch.multinomial(torch.softmax(logits_V / temperature, dim=-1), 1, generator=generator)
 
 
-class _Weights:
+class WeightsOnly:
     """A model's weights as something that a checkpoint can be loaded into: without the optimizer's state.
 
     ``kind`` says which: ``"param"``, or ``"ema"`` for their average.
@@ -118,10 +120,12 @@ class _Weights:
         self._kind = kind
 
     def named_shards(self) -> Iterable[NamedShard]:
+        """Nothing is saved from here."""
         return ()
 
     @torch.no_grad()
     def load_named_shards(self, reader: ShardReader) -> None:
+        """Read weights and buffers."""
         for kind, tensors in (
             (self._kind, self._model.named_parameters()),
             ("buffer", self._model.named_buffers()),

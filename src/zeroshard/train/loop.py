@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard import checkpoint
 from zeroshard.comm import CONTROL, scope
 from zeroshard.comm.launch import end_as_peer_lost, end_at_once
 from zeroshard.errors import ExitStatus
@@ -33,7 +32,8 @@ from zeroshard.train.config import TrainConfig
 from zeroshard.train.diagnose import first_not_finite
 from zeroshard.train.evaluate import evaluate
 from zeroshard.train.record import Observer, StepRecord
-from zeroshard.train.run import Run, checkpoint_folder
+from zeroshard.train.run import Run
+from zeroshard.train.saving import Saving
 from zeroshard.train.signals import stop_signals_noted
 from zeroshard.train.watchdog import Watchdog
 
@@ -88,15 +88,16 @@ def train(
             is the number of the signal that came, or True for any; 0 for none.
         alive: called whenever a step is done, and what comes after it.
     """
+    saving = Saving(run)
     try:
-        return _train(run, stop_wanted, alive)
+        return _train(run, saving, stop_wanted, alive)
     finally:
+        saving.close()
         gc.unfreeze()
 
 
-def _train(run: Run, stop_wanted: Callable[[], int], alive: Callable[[], None]) -> ExitStatus:
-    schedule, step = run.schedule, run.first_step
-    status, saved_at = ExitStatus.OK, run.first_step
+def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Callable[[], None]) -> ExitStatus:
+    schedule, step, status = run.schedule, run.first_step, ExitStatus.OK
     val_loss: float | None = None
     ema_val_loss: float | None = None
     loss, started = None, perf_counter()
@@ -109,6 +110,7 @@ def _train(run: Run, stop_wanted: Callable[[], int], alive: Callable[[], None]) 
         if step == run.first_step:
             gc.freeze()  # what lives from here on is not searched for garbage again and again
         _tell(run, lambda observer, record=record: observer.on_step(record))
+        saving.poll()
         if run.guard.given_up or (run.scaler and run.scaler.exhausted):
             _complain(run, record)
             status = ExitStatus.NOT_FINITE
@@ -118,9 +120,9 @@ def _train(run: Run, stop_wanted: Callable[[], int], alive: Callable[[], None]) 
         if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
             val_loss, ema_val_loss = _evaluate(run, step)
         if stop or at_end or _is_due(step, schedule.checkpoint_interval):
-            _checkpoint(run, step)
-            saved_at = step
+            saving.begin(step)
         alive()
+    status = saving.finish(status)
     summary = {
         "status": status.name.lower(),
         "step": step,
@@ -129,7 +131,7 @@ def _train(run: Run, stop_wanted: Callable[[], int], alive: Callable[[], None]) 
         **({} if run.strategy.ema is None else {"ema_val_loss": ema_val_loss}),
         "tokens": step * run.tokens_per_step,
         "num_skipped": run.guard.num_skipped,
-        "last_checkpoint_step": saved_at,
+        "last_checkpoint_step": saving.saved_at,
         "wall_s": perf_counter() - started,
     }
     _tell(run, lambda observer: observer.on_end(summary))
@@ -231,16 +233,6 @@ def _evaluate(run: Run, step: int) -> tuple[float, float | None]:
         run.comm.drain()  # an evaluation's traffic is no step's
         run.comm.exposed.take()
     return loss, ema_loss
-
-
-def _checkpoint(run: Run, step: int) -> None:
-    path = checkpoint_folder(run.folder) / f"step-{step:08d}"
-    extra = {"config": run.config or {}, "torch": torch.__version__}
-    if run.scaler:
-        extra["loss_scaler"] = run.scaler.state_dict()
-    extra["guard"] = run.guard.state_dict()
-    checkpoint.save(path, run.strategy, step=step, extra=extra)
-    _tell(run, lambda observer: observer.on_checkpoint(step, path))
 
 
 def _is_due(step: int, interval: int) -> bool:

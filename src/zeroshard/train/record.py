@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from zeroshard.comm import by_kind
 
@@ -83,8 +84,16 @@ class Observer(Protocol):
         """The validation loss after `step`, in nats per token; that of the moving average, where one is kept."""
         ...
 
-    def on_checkpoint(self, step: int, path: Path) -> None:
-        """A checkpoint of `step` is complete."""
+    def on_saving(self, done_bytes: int, num_bytes: int) -> None:
+        """A checkpoint is being written: so much of this rank's part is."""
+        ...
+
+    def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
+        """A checkpoint of `step` is complete; `facts`: bytes and seconds."""
+        ...
+
+    def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
+        """A checkpoint of `step` could not be written, and the run goes on."""
         ...
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
@@ -97,12 +106,17 @@ class Observer(Protocol):
 
 
 class JsonlWriter:
-    """``metrics.jsonl``: one object a line, flushed at once, appended to where a run goes on."""
+    """``metrics.jsonl``: one object a line, written at once, appended to where a run goes on.
+
+    A log that cannot be written ends no run: the first lost line is told on stderr, and the number of them when lines
+    can be written again. There is never a part of a line. Where the file was removed, it is made anew.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._num_lost = path, 0
+        self._file = path.open("ab", buffering=0)
 
     def on_start(self, info: Mapping[str, Any]) -> None:
         """Write a ``start`` line."""
@@ -117,9 +131,16 @@ class JsonlWriter:
         average = {} if ema_loss is None else {"ema_loss": ema_loss}
         self._write("eval", {"step": step, "loss": loss, **average})
 
-    def on_checkpoint(self, step: int, path: Path) -> None:
+    def on_saving(self, done_bytes: int, num_bytes: int) -> None:
+        """Nothing: the log has what came of it."""
+
+    def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
         """Write a ``checkpoint`` line."""
-        self._write("checkpoint", {"step": step, "path": str(path)})
+        self._write("checkpoint", {"step": step, "path": str(path), **(facts or {})})
+
+    def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
+        """Write a ``checkpoint`` line with an ``error`` in it."""
+        self._write("checkpoint", {"step": step, "path": str(path), "error": error})
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Write an ``end`` line."""
@@ -130,8 +151,31 @@ class JsonlWriter:
         self._file.close()
 
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(finite_or_null({"event": event, **values}), allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(finite_or_null({"event": event, **values}), allow_nan=False).encode() + b"\n"
+        try:
+            self._append(line)
+        except OSError as error:
+            self._num_lost += 1
+            if self._num_lost == 1:
+                _warn(f"{self._path} cannot be written ({error.strerror}); the run goes on without its log")
+        else:
+            if self._num_lost:
+                _warn(f"{self._path} is written again; {self._num_lost} lines are missing in it")
+            self._num_lost = 0
+
+    def _append(self, line: bytes) -> None:
+        """Write a whole line or nothing."""
+        if not os.fstat(self._file.fileno()).st_nlink:  # removed in mid-run
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
+        before, written = os.fstat(self._file.fileno()).st_size, 0
+        try:
+            while written < len(line):
+                written += os.write(self._file.fileno(), line[written:])
+        except OSError:
+            os.ftruncate(self._file.fileno(), before)
+            raise
 
 
 class SummaryWriter:
@@ -154,7 +198,13 @@ class SummaryWriter:
     def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
         """Nothing yet."""
 
-    def on_checkpoint(self, step: int, path: Path) -> None:
+    def on_saving(self, done_bytes: int, num_bytes: int) -> None:
+        """Nothing yet."""
+
+    def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
+        """Nothing yet."""
+
+    def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
         """Nothing yet."""
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
@@ -164,8 +214,11 @@ class SummaryWriter:
         whole = {**summary, "exposed_s_per_step": exposed}
         text = json.dumps(finite_or_null(whole), indent=2, allow_nan=False) + "\n"
         unfinished = self._path.with_suffix(".tmp")
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(self._path)
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(self._path)
+        except OSError as error:
+            _warn(f"{self._path} cannot be written ({error.strerror})")
 
     def close(self) -> None:
         """Nothing is held."""
@@ -179,6 +232,7 @@ class ConsoleRecorder:
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._bar = _progress(self._console) if self._console.is_terminal else None
         self._task = None if self._bar is None else self._bar.add_task("train", total=max_steps, facts="")
+        self._saving: TaskID | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -210,9 +264,27 @@ class ConsoleRecorder:
         average = "" if ema_loss is None else f"  ema_val_loss {ema_loss:.4f}"
         self._print(f"step {step}  val_loss {loss:.4f}{average}")
 
-    def on_checkpoint(self, step: int, path: Path) -> None:
+    def on_saving(self, done_bytes: int, num_bytes: int) -> None:
+        """Move the checkpoint's own bar, which is there while one is written."""
+        if self._bar is None:
+            return
+        if self._saving is None:
+            self._saving = self._bar.add_task("checkpoint", total=num_bytes, facts="writing a checkpoint")
+        self._bar.update(self._saving, completed=done_bytes, total=num_bytes)
+
+    def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
         """Print where the checkpoint lies."""
+        self._saving_ends()
         self._print(f"step {step}  checkpoint {path}")
+
+    def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
+        """Take the bar away; what went wrong is said on stderr."""
+        self._saving_ends()
+
+    def _saving_ends(self) -> None:
+        if self._bar is not None and self._saving is not None:
+            self._bar.remove_task(self._saving)
+            self._saving = None
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Print what came out, in one line; tables stay in ``summary.json``."""
@@ -272,6 +344,10 @@ def finite_or_null(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite_or_null(item) for item in value]
     return value
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -18,6 +18,7 @@ from zeroshard.data import Batches
 from zeroshard.optim import LossScaler
 from zeroshard.parallel import Strategy
 from zeroshard.train.guard import StepGuard
+from zeroshard.train.lock import RunLock
 from zeroshard.train.record import Observer
 
 
@@ -31,6 +32,9 @@ class Schedule:
     eval_interval: int
     checkpoint_interval: int
     seed: int
+    checkpoint_async: bool = True
+    keep_checkpoints: int = 0  # 0: all
+    keep_every: int = 0  # steps
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class Run:
         comm: the strategy's communicator, observed; None where nobody counts.
         kernels: who serves each operation, as ``LayerNorm: triton``.
         stage: that ``--strategy auto`` has come to; None for another strategy.
+        data_sha256: of the prepared tokens, to see that a resumed run trains on the same.
+        lock: on the run folder; rank 0's alone.
+        describe: writes into the folder what a run must say of itself.
     """
 
     strategy: Strategy
@@ -76,11 +83,36 @@ class Run:
     comm: ObservedCommunicator | None = None
     kernels: Mapping[str, str] = field(default_factory=dict)
     stage: int | None = None
+    data_sha256: str = ""
+    lock: RunLock | None = None
+    describe: Callable[[], None] = lambda: None
+
+    def require_folder(self) -> None:
+        """Rank 0, before it gives a checkpoint its name: see that the run folder is still this run's.
+
+        Raises:
+            OSError: it was removed, or is another run's now.
+        """
+        if self.lock is not None:
+            self.lock.require()
+
+    def renew_folder(self) -> bool:
+        """Rank 0, before it begins a checkpoint: make the run folder again if it was removed, and say whether it was.
+
+        Raises:
+            OSError: it cannot be made, or another run has taken the place.
+        """
+        if self.lock is None or not self.lock.renew():
+            return False
+        self.describe()
+        return True
 
     def close(self) -> None:
-        """Close the observers: the log is whole, whatever ended the run."""
+        """Close the observers and let the folder go: the log is whole, whatever ended the run."""
         for observer in self.observers:
             observer.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 def checkpoint_folder(run_folder: Path) -> Path:

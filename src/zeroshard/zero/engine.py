@@ -29,7 +29,7 @@ from zeroshard.zero.partition import UnitSpec, materialise, partition
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.reduction import FlatGrads
 from zeroshard.zero.runtime import Runtime
-from zeroshard.zero.state import NamedShard, ShardReader
+from zeroshard.zero.state import NamedShard, ShardReader, named_group
 from zeroshard.zero.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 from zeroshard.zero.unit import Unit, build_groups, memory_of
 
@@ -355,6 +355,10 @@ class Zero:
             self._ema.require_away("load_state_dict")
         return full_state.load_state_dict(self.model, self._runtime, state, strict=strict)
 
+    def tied_names(self) -> dict[str, str]:
+        """Each further name of a tied tensor -> the name that it is saved under."""
+        return full_state.tied_names(full_state.named_state(self.model))
+
     def named_shards(self) -> Iterator[NamedShard]:
         """What this rank writes to a checkpoint: over all ranks each tensor is tiled exactly once, by one replica.
 
@@ -369,6 +373,19 @@ class Zero:
             self._ema.require_away("named_shards")
             stateful.append(self._ema)
         yield from shards.named_shards(self.model, self._runtime, stateful)
+
+    def named_param_groups(self) -> list[dict[str, Any]]:
+        """Every optimizer's param groups as JSON can hold them, with the parameters' ordinary names; on every rank."""
+        names = {
+            param: slot.name
+            for group in self._runtime.groups()
+            for param, slot in zip(group.params.params, group.params.layout.slots, strict=True)
+        }
+        return [
+            named_group(group, [names[param] for param in chosen])
+            for known in self._optimizers
+            for group, chosen in zip(known.optimizer.param_groups, known.by_group, strict=True)
+        ]
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Take this rank's part of parameters, optimizer states, averages and buffers from ``reader``.

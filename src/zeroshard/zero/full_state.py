@@ -81,6 +81,12 @@ def full_grads(model: nn.Module, runtime: Runtime) -> dict[str, Tensor | None]:
     return {name: found[param] for name, param in model.named_parameters()}
 
 
+def tied_names(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Each further name of a tensor that has several -> its first one, under which a checkpoint has it."""
+    first: dict[int, str] = {}
+    return {name: known for name, tensor in named.items() if (known := first.setdefault(id(tensor), name)) != name}
+
+
 def named_state(model: nn.Module) -> dict[str, Tensor]:
     """Every entry of ``model.state_dict()`` as the live tensor, without running its hooks."""
     found: dict[str, Any] = {}

@@ -30,21 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.comm import CONTROL, Communicator, LocalCommunicator, TorchCommunicator, scope
+from zeroshard.zero.acceptance import PER_RANK, check_class, check_param, check_reach, describe
 from zeroshard.zero.agreement import agreement
 from zeroshard.zero.carry import Flight, gather_to
-from zeroshard.zero.contract import Scope, classify
 from zeroshard.zero.ownership import Parcel, assign, pack
 
 BUCKET_BYTES = 16 << 20
-
-# What no rank can do with some of the tensors alone. A class that fails on dense gradients may have sparse ones, and
-# random numbers that only the owner draws are the same weights everywhere.
-_REFUSED = (Scope.CROSS_TENSOR, Scope.CLOSURE_DRIVEN)
-
-_PER_RANK = ("params", "param_names")  # what differs between a group here and the inner optimizer's
 
 
 class ShardedOptimizer(Optimizer):
@@ -87,7 +80,11 @@ class ShardedOptimizer(Optimizer):
         bucket_bytes: int = BUCKET_BYTES,
         **kwargs: Any,
     ) -> None:
-        _check_class(optimizer_cls, kwargs)
+        check_class(optimizer_cls, kwargs)
+        if issubclass(optimizer_cls, ShardedOptimizer):
+            raise ValueError(
+                "optimizer_cls: a ShardedOptimizer cannot be sharded again; give the optimizer's own class"
+            )
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes: {bucket_bytes} bytes hold nothing; give at least 1")
         self.comm = _communicator(process_group, comm)
@@ -102,7 +99,7 @@ class ShardedOptimizer(Optimizer):
             super().__init__(params, {})
             added = self._assign(self.param_groups, described)
             self._kwargs = kwargs
-            _check_reach(optimizer_cls, kwargs, self.param_groups)
+            check_reach(optimizer_cls, kwargs, self.param_groups)
             self.optim = optimizer_cls([self._own_part(group) for group in self.param_groups], **kwargs)
             self._take_options()
         self._start_from_rank_0(added)
@@ -132,7 +129,7 @@ class ShardedOptimizer(Optimizer):
             with agreement(self.comm) as described:
                 super().add_param_group(param_group)
                 added = self._assign(self.param_groups[num_groups:], described)
-                _check_reach(type(self.optim), self._kwargs, [param_group])
+                check_reach(type(self.optim), self._kwargs, [param_group])
                 self.optim.add_param_group(self._own_part(self.param_groups[-1]))
                 _set_options(self.param_groups[-1], self.optim.param_groups[-1])
         except BaseException:
@@ -147,8 +144,8 @@ class ShardedOptimizer(Optimizer):
         added = list(dict.fromkeys(param for group in groups for param in group["params"]))
         described.append(f"{len(added)} parameters, in groups of {[len(group['params']) for group in groups]}")
         for number, param in enumerate(added):
-            _check_param(param)
-            described.append(f"as number {number} {_describe(param)}")
+            check_param(param)
+            described.append(f"as number {number} {describe(param)}")
         owners = assign([param.nbytes for param in added], [param.requires_grad for param in added], self._loads)
         self._owners.update(zip(added, owners, strict=True))
         return added
@@ -159,7 +156,7 @@ class ShardedOptimizer(Optimizer):
             mine = [i for i, param in enumerate(group["params"]) if self._owners[param] == self.comm.rank]
         except KeyError:
             raise ValueError("params: a group holds a parameter that no rank owns; use add_param_group") from None
-        return {key: [value[i] for i in mine] if key in _PER_RANK else value for key, value in group.items()}
+        return {key: [value[i] for i in mine] if key in PER_RANK else value for key, value in group.items()}
 
     def _take_options(self) -> None:
         """Settings as the inner optimizer has them: defaults filled in, or changed by it."""
@@ -175,7 +172,7 @@ class ShardedOptimizer(Optimizer):
         for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             part = self._own_part(group)
             _set_options(inner, part)
-            inner.update({key: part[key] for key in _PER_RANK if key in part})
+            inner.update({key: part[key] for key in PER_RANK if key in part})
 
     def _start_from_rank_0(self, added: list[Tensor]) -> None:
         parcels = pack(
@@ -315,7 +312,7 @@ class ShardedOptimizer(Optimizer):
             if "param_names" in saved:  # if not, a group keeps its own
                 group["param_names"] = list(saved["param_names"])
             owners.update((number, self._owners[p]) for number, p in zip(saved["params"], group["params"], strict=True))
-            own_groups.append({**saved, **self._own_part({key: group[key] for key in _PER_RANK if key in group})})
+            own_groups.append({**saved, **self._own_part({key: group[key] for key in PER_RANK if key in group})})
             own_groups[-1]["params"] = [number for number in saved["params"] if owners[number] == self.comm.rank]
         own = {
             key: state
@@ -352,42 +349,6 @@ class ShardedOptimizer(Optimizer):
         return f"{type(self.optim).__name__} on rank {self.comm.rank} of {self.comm.world_size}: {super().__repr__()}"
 
 
-def _check_class(optimizer_cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
-    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
-        raise TypeError(f"optimizer_cls: {optimizer_cls!r} is not a torch.optim.Optimizer class; give the class itself")
-    if issubclass(optimizer_cls, ShardedOptimizer):
-        raise ValueError("optimizer_cls: a ShardedOptimizer cannot be sharded again; give the optimizer's own class")
-    if kwargs.get("differentiable"):
-        raise ValueError("differentiable: autograd cannot follow weights from rank to rank; leave it False")
-
-
-def _check_reach(optimizer_cls: type[Optimizer], kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Refuse a class that lets tensors influence each other, with the settings of any of the groups."""
-    for group in groups:
-        settings = {key: value for key, value in group.items() if key not in _PER_RANK}
-        device = group["params"][0].device if group["params"] else "cpu"
-        kind = classify(optimizer_cls, kwargs, settings, device)
-        if kind.scope in _REFUSED:
-            raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}")
-
-
-def _check_param(param: Tensor) -> None:
-    what = None
-    if is_traceable_wrapper_subclass(param):
-        what = f"a {type(param).__name__}, of which this rank may hold only a part"
-    elif param.layout != torch.strided:
-        what = "sparse"
-    elif param.is_meta:
-        what = "on the meta device"
-    if what is not None:
-        raise ValueError(f"params: a parameter of shape {tuple(param.shape)} is {what}; give whole, dense parameters")
-
-
-def _describe(param: Tensor) -> str:
-    frozen = "" if param.requires_grad else " (frozen)"
-    return f"{str(param.dtype).removeprefix('torch.')} {list(param.shape)} on {param.device.type}{frozen}"
-
-
 def _communicator(process_group: dist.ProcessGroup | None, comm: Communicator | None) -> Communicator:
     if comm is not None:
         if process_group is not None:
@@ -406,9 +367,9 @@ def _devices(params: list[Tensor]) -> list[int]:
 
 def _set_options(target: dict[str, Any], source: Mapping[str, Any]) -> None:
     """Make all settings of a group those of another."""
-    for key in [key for key in target if key not in _PER_RANK and key not in source]:
+    for key in [key for key in target if key not in PER_RANK and key not in source]:
         del target[key]
-    target.update((key, value) for key, value in source.items() if key not in _PER_RANK)
+    target.update((key, value) for key, value in source.items() if key not in PER_RANK)
 
 
 @contextmanager

@@ -6,9 +6,10 @@ a reader asks for an interval of a tensor, never for a rank's file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import isfinite
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -44,3 +45,21 @@ class ShardReader(Protocol):
     def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
         """The piece ``[start, stop)`` of the flattened tensor: 1-D, on the CPU."""
         ...
+
+
+def named_group(group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """An optimizer's param group as JSON can hold it: its settings, and the names of its ``params``.
+
+    A number in a tensor becomes a number, and what JSON has no word for its ``repr``.
+    """
+    return {**{key: _plain(value) for key, value in group.items() if key != "params"}, "params": list(names)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return _plain(value.item())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not isfinite(value):
+        return repr(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

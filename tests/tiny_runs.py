@@ -1,16 +1,10 @@
+"""Runs of the trainer that take milliseconds a step."""
+
+from __future__ import annotations
+
 import pytest
-import torch
 
 from zeroshard.train.config import TrainConfig
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small are slower on several threads, which spin while they wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,246 @@
+"""Saving behind the training that goes on.
+
+    step loop   copy to host | step | step | step ...
+    writer           hash and write, flush  | rank 0: manifest, rename, delete old ones
+
+The loop stops for the copy alone; the copy's memory is kept for the next save. Where a save is wanted while one is
+still being written, the loop waits for that one first: there is never more than one copy.
+
+The writer sends nothing. Communicators order their operations, so what happens in a thread must not issue any; the
+ranks agree in `poll`, which the loop calls between steps, whether all have written and whether rank 0 may complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
+from threading import Lock
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from zeroshard.checkpoint import api, store
+from zeroshard.checkpoint.api import Facts, Shardable
+from zeroshard.checkpoint.folder import prune
+from zeroshard.checkpoint.together import first_words, largest, together
+from zeroshard.comm import Communicator
+from zeroshard.zero.state import NamedShard
+
+_ALIGNMENT_BYTES = 64
+_LOOK_S = 0.1  # between two looks at how far a write is
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints beside a new one stay: the ``newest`` (0: all), and multiples of ``every`` steps (0: none)."""
+
+    newest: int = 0
+    every: int = 0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save went; the same on every rank but for seconds and bytes.
+
+    Attributes:
+        path: of the checkpoint.
+        step: of its state.
+        error: why it failed, with the rank; empty where the checkpoint is complete.
+        warning: what went wrong after it was complete; empty where nothing did.
+        num_bytes: that this rank wrote.
+        stall_s: for which this rank's loop stood still: the copy, and waiting for an earlier save.
+        total_s: from the call of `BackgroundSaver.start` until the loop heard of the end.
+    """
+
+    path: Path
+    step: int
+    error: str = ""
+    warning: str = ""
+    num_bytes: int = 0
+    stall_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass
+class _Pending:
+    saved: Saved
+    facts: Facts
+    began: float
+    work: Future[str] | None = None  # this rank's part of the phase; its result is a warning
+    completing: bool = False
+    done_bytes: int = 0
+    lock: Lock = field(default_factory=Lock)
+
+    def advance(self, num_bytes: int) -> None:
+        with self.lock:
+            self.done_bytes += num_bytes
+
+
+class BackgroundSaver:
+    """Saves checkpoints of one set of ranks, one at a time. Every method but `progress` and `close` is collective.
+
+    Args:
+        comm: the ranks.
+        keep: which older checkpoints ``step-N`` of the same folder stay once a new one is complete.
+        background: False writes at once in `start`, without a copy: no memory, and the loop stands still.
+        before_commit: run on rank 0 just before a checkpoint takes its name; an OSError fails the save.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        keep: Keep = Keep(),
+        *,
+        background: bool = True,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._comm, self._keep, self._background, self._before_commit = comm, keep, background, before_commit
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._pending: _Pending | None = None
+        self._untold: Saved | None = None  # what a save that is over has come to
+
+    def start(
+        self,
+        path: str | PathLike[str],
+        source: Shardable,
+        *,
+        step: int,
+        extra: Mapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] = lambda done_bytes, num_bytes: None,
+    ) -> Saved | None:
+        """Begin to save ``source`` as `zeroshard.checkpoint.save` does, and return once its state may change again.
+
+        A disk that is full or may not be written raises nothing here: `poll` and `wait` tell.
+
+        Args:
+            path, source, step, extra: as of `zeroshard.checkpoint.save`.
+            progress: as of `wait`, for an earlier save that must be waited for.
+
+        Returns:
+            How the earlier save went, where there was one to wait for.
+
+        Raises:
+            ValueError: ``extra`` is not what JSON can hold.
+        """
+        began = perf_counter()
+        earlier = self.wait(progress)
+        path, comm = Path(path), self._comm
+        self._pending = pending = _Pending(Saved(path, step), api.facts_of(source, step, extra), began)
+        try:
+            together(comm, "making the folder", lambda: store.begin(path) if comm.rank == 0 else None)
+        except OSError as error:
+            pending.saved = replace(pending.saved, error=str(error))
+            return earlier
+        shards = api.collect(source)
+        num_bytes = sum(shard.tensor.numel() * shard.tensor.element_size() for shard in shards)
+        shards = self._copy(shards) if self._background else shards
+        pending.work = self._pool.submit(self._write, pending, shards)
+        pending.saved = replace(pending.saved, num_bytes=num_bytes, stall_s=perf_counter() - began)
+        if not self._background:
+            saved = self.wait(progress)
+            self._untold = None if saved is None else replace(saved, stall_s=saved.total_s)
+        return earlier
+
+    def poll(self) -> Saved | None:
+        """How the save that is under way went, once that is known; None before, and where none is. Never waits long.
+
+        Raises:
+            RuntimeError: a writer failed for another reason than the disk; on every rank.
+        """
+        pending, comm = self._pending, self._comm
+        if pending is None:
+            untold, self._untold = self._untold, None
+            return untold
+        if not pending.saved.error:
+            if largest(comm, int(pending.work is not None and not pending.work.done())):
+                return None
+            pending.saved = self._agree(pending)
+            if not pending.saved.error and not pending.completing:
+                pending.completing = True
+                pending.work = self._pool.submit(self._complete, pending) if comm.rank == 0 else None
+                return None
+        self._pending = None
+        if pending.saved.error and comm.rank == 0:
+            api.give_up(pending.saved.path)
+        return replace(pending.saved, total_s=perf_counter() - pending.began)
+
+    def wait(self, progress: Callable[[int, int], None] = lambda done_bytes, num_bytes: None) -> Saved | None:
+        """How the save that is under way went, as soon as that is known; None where there is none.
+
+        Args:
+            progress: told ``(done_bytes, num_bytes)`` of this rank several times a second.
+        """
+        while self._pending is not None:
+            work = self._pending.work
+            while work is not None and not work.done():
+                wait([work], _LOOK_S)
+                progress(*self.progress)
+            saved = self.poll()
+            if saved is not None:
+                return saved
+        return self.poll()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that this rank has written of the save that is under way, and all that it has to; zeros without."""
+        pending = self._pending
+        return (0, 0) if pending is None else (pending.done_bytes, pending.saved.num_bytes)
+
+    def close(self) -> None:
+        """Let the writer end what it has begun; a save that the ranks have not agreed on stays incomplete."""
+        self._pool.shutdown()
+        self._pending, self._host = None, torch.empty(0, dtype=torch.uint8)
+
+    def _copy(self, shards: Sequence[NamedShard]) -> list[NamedShard]:
+        """The same pieces in memory of our own on the host: page-locked where they come from a GPU."""
+        starts, end = [], 0
+        for shard in shards:
+            starts.append(end)
+            end += -(-shard.tensor.numel() * shard.tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        on_gpu = any(shard.tensor.is_cuda for shard in shards)
+        if self._host.numel() < end:
+            self._host = torch.empty(0, dtype=torch.uint8)  # free the old one first
+            self._host = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
+        copies: list[NamedShard] = []
+        for start, shard in zip(starts, shards, strict=True):
+            tensor = shard.tensor.detach()
+            here = self._host[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+            here.copy_(tensor, non_blocking=True)
+            copies.append(replace(shard, tensor=here))
+        if on_gpu:
+            torch.cuda.synchronize()
+        return copies
+
+    def _write(self, pending: _Pending, shards: Sequence[NamedShard]) -> str:
+        api.write_rank(store.temporary(pending.saved.path), self._comm, shards, pending.advance)
+        return ""
+
+    def _complete(self, pending: _Pending) -> str:
+        self._before_commit()
+        api.finish(pending.saved.path, pending.facts)
+        try:
+            prune(pending.saved.path.parent, self._keep.newest, self._keep.every)
+        except OSError as error:
+            return f"older checkpoints could not be deleted: {error}"
+        return ""
+
+    def _agree(self, pending: _Pending) -> Saved:
+        """What became of a phase that every rank has ended."""
+        failure = None if pending.work is None else pending.work.exception()
+        ours = failure is not None and not isinstance(failure, OSError)
+        told = json.dumps([ours, f"{type(failure).__name__}: {failure}" if ours else str(failure)])
+        words = first_words(self._comm, None if failure is None else told)
+        if words is not None:
+            rank, (ours, what) = words[0], json.loads(words[1])
+            if ours:
+                raise RuntimeError(f"rank {rank} failed to write {pending.saved.path}: {what}") from failure
+            return replace(pending.saved, error=f"{what} (rank {rank})")
+        warning = "" if pending.work is None else pending.work.result()
+        warned = first_words(self._comm, warning or None)
+        return replace(pending.saved, warning=warned[1] if warned else "")

@@ -1,0 +1,85 @@
+"""What differs between two checkpoints, whatever strategy and number of ranks wrote them.
+
+Values are compared as bits, a few megabytes of each side at a time, so that a difference that no comparison of numbers
+shows (-0.0, NaN) is one here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint.manifest import Manifest, TensorEntry
+from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.stream import intervals
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def differences(first: tuple[Path, Manifest], second: tuple[Path, Manifest]) -> Iterator[str]:
+    """One line for each difference: steps, what was added by the caller, param groups, tied names, tensors.
+
+    How many ranks wrote a checkpoint, in which pieces, and with which versions is no difference.
+
+    Args:
+        first: a checkpoint's folder and its manifest, as `open_manifest` returns them; the other as well.
+        second: what it is compared with.
+    """
+    (folder_a, a), (folder_b, b) = first, second
+    facts = [{"step": m.step, "extra": m.extra, "param_groups": list(m.param_groups), "tied": m.tied} for m in (a, b)]
+    yield from _differences_of_facts("", *facts)
+    ours, theirs = (_by_key(manifest) for manifest in (a, b))
+    with CheckpointReader(folder_a, a) as reader_a, CheckpointReader(folder_b, b) as reader_b:
+        for key in sorted(ours.keys() | theirs.keys()):
+            what = f"{key[1]} of {key[0]}"
+            one, other = ours.get(key), theirs.get(key)
+            if one is None or other is None:
+                yield f"{what}: only in the {'second' if one is None else 'first'}"
+            elif (one.shape, one.dtype) != (other.shape, other.dtype):
+                yield f"{what}: {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
+            else:
+                count, largest = _compare(reader_a, reader_b, one)
+                if count:
+                    total = prod(one.shape)
+                    yield f"{what}: {count:,} of {total:,} elements differ, by {largest:.3g} at the most"
+
+
+def _by_key(manifest: Manifest) -> dict[tuple[str, str], TensorEntry]:
+    return {(entry.name, entry.kind): entry for entry in manifest.tensors}
+
+
+def _compare(a: CheckpointReader, b: CheckpointReader, entry: TensorEntry) -> tuple[int, float]:
+    """How many elements have other bits, and the largest absolute difference (NaN where one is no number)."""
+    count, largest = 0, torch.zeros((), dtype=torch.float64)
+    for interval in intervals(prod(entry.shape)):
+        one, other = (reader.read(entry.name, entry.kind, interval) for reader in (a, b))
+        differ = _bits(one) != _bits(other)
+        if num := int(differ.sum()):
+            count += num
+            gap = (one[differ].double() - other[differ].double()).abs().max()
+            largest = torch.maximum(largest, gap)  # NaN wins
+    return count, float(largest)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _differences_of_facts(name: str, a: Any, b: Any) -> Iterator[str]:
+    """Line by line down nested mappings and lists of one length."""
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        a, b = ({str(index): value for index, value in enumerate(each)} for each in (a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in dict.fromkeys((*a, *b)):
+            dotted = f"{name}.{key}" if name else str(key)
+            if key not in a or key not in b:
+                yield f"{dotted}: only in the {'second' if key not in a else 'first'}"
+            else:
+                yield from _differences_of_facts(dotted, a[key], b[key])
+    elif a != b:
+        yield f"{name}: {a!r} and {b!r}"

@@ -1,0 +1,77 @@
+"""Many checkpoints in one folder: which there are, which is the newest, which are kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from zeroshard.checkpoint import store
+
+_NAME = re.compile(r"\.?step-(\d+)(\.tmp|\.old)?")
+
+
+def step_name(step: int) -> str:
+    """The folder's name of the state after ``step`` steps: ``step-00001000``."""
+    return f"step-{step:08d}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint by its name; ``complete`` exactly when its manifest is there."""
+
+    path: Path
+    step: int
+    complete: bool
+
+
+def find(folder: str | PathLike[str]) -> list[Found]:
+    """Every checkpoint ``step-N`` in ``folder``, newest first, unfinished ones too; none where there is no folder."""
+    found: dict[Path, Found] = {}
+    for entry in Path(folder).glob("*step-*"):
+        match = _NAME.fullmatch(entry.name)
+        if match and entry.is_dir():
+            path = entry.with_name(entry.name.removeprefix(".").removesuffix(match[2] or ""))
+            found[path] = Found(path, int(match[1]), store.resolve(path) is not None)
+    return sorted(found.values(), key=lambda each: (-each.step, each.path.name))
+
+
+def latest(folder: str | PathLike[str]) -> Path | None:
+    """The newest complete checkpoint ``step-N`` in ``folder``; None where there is none. Nothing is verified."""
+    return next((each.path for each in find(folder) if each.complete), None)
+
+
+def surplus(steps: Collection[int], newest: int, every: int) -> list[int]:
+    """The steps whose checkpoints go: all but the ``newest`` newest and the multiples of ``every``, in order.
+
+    Args:
+        steps: whose complete checkpoints there are.
+        newest: how many to keep at least; 0 keeps all.
+        every: steps; 0 keeps nothing on account of its number.
+    """
+    if not newest:
+        return []
+    return [step for step in sorted(steps)[:-newest] if not every or step % every]
+
+
+def prune(folder: Path, newest: int, every: int) -> list[Path]:
+    """Delete what `surplus` names, and what interrupted saves left of steps before the newest complete one.
+
+    Returns:
+        The checkpoints that were complete and are gone.
+
+    Raises:
+        OSError: a folder cannot be deleted.
+    """
+    found = find(folder)
+    complete = [each.step for each in found if each.complete]
+    gone = set(surplus(complete, newest, every))
+    deleted = [each.path for each in found if each.complete and each.step in gone]
+    for each in found:
+        if each.step < max(complete, default=0):
+            store.remove(store.temporary(each.path))
+    for path in deleted:
+        store.remove_named(path)
+    return deleted

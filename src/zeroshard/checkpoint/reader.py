@@ -1,0 +1,80 @@
+"""Reading a checkpoint by interval, through memory maps: only the bytes that are asked for leave the disk."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint.manifest import DAMAGED_TODO, Manifest, TensorEntry
+from zeroshard.checkpoint.reshard import Interval, plan_copies
+from zeroshard.checkpoint.store import TORCH_DTYPES
+from zeroshard.errors import UserError
+
+
+class CheckpointReader:
+    """A `ShardReader` over a checkpoint's files: maps a file when a slice of it is wanted, copies that slice.
+
+    Use it as a context manager; it does not verify content (see `verify`). A file's size is checked when it is
+    mapped, because what lies beyond the end of a mapped file ends the process.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._tensors: dict[str, dict[str, TensorEntry]] = {}
+        self._maps: dict[str, mmap.mmap] = {}
+        for entry in manifest.tensors:
+            self._tensors.setdefault(entry.name, {})[entry.kind] = entry
+
+    def names(self) -> tuple[str, ...]:
+        """Every saved tensor's name."""
+        return tuple(self._tensors)
+
+    def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        """Every saved kind of ``name`` with the whole tensor's shape; empty where nothing was saved."""
+        return {kind: entry.shape for kind, entry in self._tensors.get(name, {}).items()}
+
+    def read(self, name: str, kind: str, interval: Interval) -> Tensor:
+        """The piece ``[start, stop)`` of the flattened tensor: 1-D, on the CPU, of the saved dtype, the caller's own.
+
+        Raises:
+            KeyError: nothing was saved under ``(name, kind)``.
+            ValueError: the interval reaches outside of the tensor.
+            UserError: a file is not there, or has another size than the manifest says.
+        """
+        entry = self._tensors[name][kind]
+        target = torch.empty(interval[1] - interval[0], dtype=TORCH_DTYPES[entry.dtype])
+        target_bytes, size = target.view(torch.uint8), target.element_size()
+        for copy in plan_copies([piece.interval for piece in entry.pieces], interval):
+            piece = entry.pieces[copy.piece]
+            begin, count = piece.offset + copy.source_offset * size, copy.length * size
+            # Bytes, not elements: a piece need not be aligned for its dtype.
+            saved = torch.frombuffer(self._map(piece.file), dtype=torch.uint8, offset=begin, count=count)
+            target_bytes[copy.target_offset * size :][:count] = saved
+        return target
+
+    def _map(self, file: str) -> mmap.mmap:
+        if file not in self._maps:
+            path, expected = self._folder / file, self._manifest.files[file].num_bytes
+            try:
+                with path.open("rb") as opened:
+                    if os.fstat(opened.fileno()).st_size != expected:
+                        raise UserError(str(path), f"is damaged: it has not its {expected} bytes", DAMAGED_TODO)
+                    # Private and never written: torch warns of memory that it may not write.
+                    self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            except OSError as error:
+                raise UserError(str(path), f"cannot be read ({error.strerror})", DAMAGED_TODO) from None
+        return self._maps[file]
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._maps.clear()  # unmapped when the last tensor over it is gone

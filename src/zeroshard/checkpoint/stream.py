@@ -1,0 +1,115 @@
+"""A safetensors file written as its bytes come: its header needs shapes alone, so no tensor is there before its turn.
+
+Format: https://github.com/huggingface/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint.store import DTYPES
+from zeroshard.errors import UserError
+
+CHUNK_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True)
+class StreamedTensor:
+    """A tensor that is not there yet.
+
+    Attributes:
+        name: its key in the file.
+        dtype: of the file.
+        shape: of the whole tensor.
+        parts: its elements in order, in tensors of any shape and dtype, made when they are written.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: Callable[[], Iterable[Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_streamed(path: Path, tensors: Sequence[StreamedTensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write one safetensors file and flush it to the disk; one part at a time is in memory.
+
+    Raises:
+        ValueError: the parts of a tensor are more or fewer elements than its shape says.
+        OSError: the disk failed or is full.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)  # the format wants the data aligned
+    with path.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for tensor in tensors:
+            written = 0
+            for part in tensor.parts():
+                content = part.detach().to("cpu", tensor.dtype).contiguous().view(-1)
+                written += content.numel()
+                file.write(memoryview(content.view(torch.uint8).numpy()))
+            if written != prod(tensor.shape):
+                raise ValueError(f"{tensor.name}: {written} elements came for shape {list(tensor.shape)}")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def intervals(numel: int) -> Iterator[tuple[int, int]]:
+    """``[0, numel)`` cut into intervals of a few megabytes."""
+    for start in range(0, numel, CHUNK_NUMEL):
+        yield start, min(start + CHUNK_NUMEL, numel)
+
+
+@contextmanager
+def drafted(out: Path, field: str = "out") -> Generator[Path]:
+    """A hidden folder beside ``out``, which takes that name when the block ends well, and is gone where it does not.
+
+    Raises:
+        UserError: ``out`` holds something already, or the folder cannot be made.
+    """
+    require_new(out, field)
+    draft = out.absolute().parent / f".{out.name}.tmp"
+    try:
+        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+        draft.mkdir(parents=True)
+        if out.exists():
+            out.rmdir()  # empty: a rename wants nothing there
+    except OSError as error:
+        raise UserError(
+            field, f"{out} cannot be written ({error.strerror})", "choose a folder that you may write"
+        ) from None
+    try:
+        yield draft
+        draft.rename(out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def require_new(out: Path, field: str = "out") -> None:
+    """Raise UserError where a folder that is to be written holds something already."""
+    if out.name in ("", "..") or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise UserError(field, f"{out} is there already", "name a new folder")

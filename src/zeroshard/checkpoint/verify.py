@@ -1,0 +1,115 @@
+"""Is a checkpoint what its manifest says? Every byte of every file is hashed, by one process or shared out to ranks.
+
+Files are read and not mapped here: a file that ends early or a disk that fails under a map kills the process without
+a word, and here it is an error with a name. What has been verified may be mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from zeroshard.checkpoint import store
+from zeroshard.checkpoint.manifest import DAMAGED_TODO, MANIFEST, Manifest, Region, parse
+from zeroshard.errors import UserError
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with one file of a checkpoint."""
+
+    file: Path
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
+
+    def error(self) -> UserError:
+        """The damage as one line for the user."""
+        return UserError(str(self.file), self.what, DAMAGED_TODO)
+
+
+def verify(path: str | PathLike[str], progress: Callable[[int], None] = lambda num_bytes: None) -> tuple[Damage, ...]:
+    """Everything that is wrong with the checkpoint at ``path``; empty where it is whole. One process.
+
+    Args:
+        path: the checkpoint's folder.
+        progress: told the number of bytes after each piece that was read; called from several threads.
+
+    Raises:
+        UserError: there is no complete checkpoint there (no manifest), or it is of another version.
+    """
+    folder = store.resolve(Path(path))
+    if folder is None:
+        raise UserError(str(path), f"is not a complete checkpoint: no {MANIFEST}", "name another one")
+    try:
+        manifest = parse(folder / MANIFEST)
+    except UserError as error:
+        if "version" in error.what:
+            raise
+        return (Damage(folder / MANIFEST, error.what),)
+    return damages(folder, manifest, manifest.regions(), progress)
+
+
+def damages(
+    folder: Path,
+    manifest: Manifest,
+    regions: Sequence[Region],
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> tuple[Damage, ...]:
+    """What is wrong with ``regions`` and the sizes of their files, in their order."""
+
+    def look(region: Region) -> Damage | None:
+        damage = damage_of(folder, manifest, region)
+        progress(region.num_bytes)
+        return damage
+
+    with ThreadPoolExecutor(store.num_threads(), "checkpoint-verify") as pool:
+        found = [damage for damage in pool.map(look, regions) if damage]
+    return tuple(dict.fromkeys(found))  # a file of another size is told once
+
+
+def damage_of(folder: Path, manifest: Manifest, region: Region) -> Damage | None:
+    """What is wrong with a region, or with the size of its file; None where nothing is."""
+    path, expected = folder / region.file, manifest.files[region.file].num_bytes
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected:
+                return Damage(path, f"is damaged: it has {size} bytes of {expected}")
+            position, end = region.offset, region.offset + region.num_bytes
+            while position < end:
+                chunk = os.pread(file.fileno(), min(store.CHUNK_BYTES, end - position), position)
+                if not chunk:
+                    return Damage(path, f"is damaged: it ends at byte {position} of {expected}")
+                digest.update(chunk)
+                position += len(chunk)
+    except FileNotFoundError:
+        return Damage(path, "is missing")
+    except OSError as error:
+        return Damage(path, f"cannot be read ({error.strerror})")
+    if digest.hexdigest() != region.sha256:
+        return Damage(path, f"is damaged: {region.holds}, does not match the manifest")
+    return None
+
+
+def share(regions: Sequence[Region], rank: int, world_size: int) -> list[int]:
+    """The indices of the regions that ``rank`` verifies: about as many bytes as every other rank, in order.
+
+    The ranks that saved a checkpoint get their own files, which their machines may still hold in memory.
+    """
+    total = sum(region.num_bytes for region in regions)
+    chosen: list[int] = []
+    before = 0
+    for index, region in enumerate(regions):
+        middle = 2 * before + region.num_bytes  # halves, so that all is whole numbers
+        if min(middle * world_size // max(2 * total, 1), world_size - 1) == rank:
+            chosen.append(index)
+        before += region.num_bytes
+    return chosen

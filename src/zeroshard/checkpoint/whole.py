@@ -1,0 +1,134 @@
+"""Whole tensors from a checkpoint, in one process: no ranks, no process group, no model.
+
+    pieces of rank 0  |-----|        |---|
+    pieces of rank 1        |--|         |-----|
+    consolidated      [a tensor]     [ another ]
+
+Pieces are read one by one into their places, through memory maps: beyond the result, at most a piece is held. With a
+folder to write to, not even the result is: it is written as it is read, and comes back as memory-mapped files.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from zeroshard.checkpoint.api import open_manifest
+from zeroshard.checkpoint.manifest import Manifest, TensorEntry
+from zeroshard.checkpoint.reader import CheckpointReader
+from zeroshard.checkpoint.store import TORCH_DTYPES
+from zeroshard.checkpoint.stream import StreamedTensor, drafted, intervals, write_streamed
+from zeroshard.checkpoint.verify import damages
+from zeroshard.zero.ema import EMA
+
+_METADATA = {"format": "pt"}
+
+
+def consolidate(path: str | PathLike[str], out: str | PathLike[str] | None = None) -> dict[str, Any]:
+    """A checkpoint's whole state, from any strategy and number of ranks; offline, one process.
+
+    Every file is verified first.
+
+    Args:
+        path: the checkpoint.
+        out: a new folder for ``model.safetensors``, ``optimizer.safetensors`` and ``ema.safetensors`` (those that hold
+            something), written as they are read; the tensors returned are then memory maps of these files. None: they
+            are in memory.
+
+    Returns:
+        - ``"model"``: name -> tensor, parameters and buffers, tied ones under all of their names: what
+          ``model.load_state_dict`` of the unsharded model takes.
+        - ``"optimizer"``: ``{"state": {name: {kind: tensor}}, "param_groups": [...]}``; in a group ``"params"`` are
+          names. The form of `torch.distributed.checkpoint.state_dict`. State is empty before the first step and for an
+          optimizer that has none.
+        - ``"ema"``: name -> averaged weight, where an average was saved.
+        - ``"step"``: number of optimizer steps done.
+        - ``"extra"``: what was passed to `save`.
+
+    Raises:
+        UserError: there is no complete checkpoint, it is damaged, or ``out`` is there already or cannot be written.
+    """
+    folder, manifest = require_whole(path)
+    with CheckpointReader(folder, manifest) as reader:
+        if out is None:
+            tensors = {(entry.name, entry.kind): _read(reader, entry) for entry in manifest.tensors}
+        else:
+            tensors = _write_and_map(reader, manifest, Path(out))
+    return _state(manifest, tensors)
+
+
+def require_whole(path: str | PathLike[str]) -> tuple[Path, Manifest]:
+    """The folder that holds the checkpoint ``path`` and its manifest, after every byte was verified by this process.
+
+    Raises:
+        UserError: there is no complete checkpoint, or a file does not match the manifest; it is named.
+    """
+    folder, manifest = open_manifest(path)
+    for damage in damages(folder, manifest, manifest.regions()):
+        raise damage.error()
+    return folder, manifest
+
+
+def _streamed(reader: CheckpointReader, entry: TensorEntry, name: str) -> StreamedTensor:
+    """A saved tensor as one to be written, read a few megabytes at a time."""
+
+    def parts() -> Any:
+        return (reader.read(entry.name, entry.kind, interval) for interval in intervals(prod(entry.shape)))
+
+    return StreamedTensor(name, TORCH_DTYPES[entry.dtype], entry.shape, parts)
+
+
+def _read(reader: CheckpointReader, entry: TensorEntry) -> Tensor:
+    return reader.read(entry.name, entry.kind, (0, prod(entry.shape))).view(entry.shape)
+
+
+def _write_and_map(reader: CheckpointReader, manifest: Manifest, out: Path) -> dict[tuple[str, str], Tensor]:
+    files: dict[str, dict[str, TensorEntry]] = {"model": {}}
+    for entry in manifest.tensors:
+        if entry.kind in ("param", "buffer"):
+            files["model"][entry.name] = entry
+        elif entry.kind == EMA:
+            files.setdefault(EMA, {})[entry.name] = entry
+        else:
+            files.setdefault("optimizer", {})[f"{entry.name}:{entry.kind}"] = entry
+    groups = {"param_groups": json.dumps(list(manifest.param_groups))}
+    with drafted(out) as draft:
+        for file, entries in files.items():
+            metadata = {**_METADATA, **(groups if file == "optimizer" else {})}
+            tensors = [_streamed(reader, entry, key) for key, entry in entries.items()]
+            write_streamed(draft / f"{file}.safetensors", tensors, metadata)
+    mapped: dict[tuple[str, str], Tensor] = {}
+    for file, entries in files.items():
+        with safe_open(out / f"{file}.safetensors", framework="pt", device="cpu") as opened:
+            for key, entry in entries.items():
+                mapped[entry.name, entry.kind] = opened.get_tensor(key)
+    return mapped
+
+
+def _state(manifest: Manifest, tensors: dict[tuple[str, str], Tensor]) -> dict[str, Any]:
+    model: dict[str, Tensor] = {}
+    state: dict[str, dict[str, Tensor]] = {}
+    averages: dict[str, Tensor] = {}
+    for (name, kind), tensor in tensors.items():
+        if kind in ("param", "buffer"):
+            model[name] = tensor
+        elif kind == EMA:
+            averages[name] = tensor
+        else:
+            state.setdefault(name, {})[kind] = tensor
+    for whole in (model, averages):
+        whole.update({name: whole[first] for name, first in manifest.tied.items() if first in whole})
+    groups = [dict(group) for group in manifest.param_groups]
+    return {
+        "model": model,
+        "optimizer": {"state": state, "param_groups": groups},
+        **({"ema": averages} if averages else {}),
+        "step": manifest.step,
+        "extra": manifest.extra,
+    }

@@ -1,0 +1,248 @@
+"""GPT-2 and LLaMA as Hugging Face's `transformers` writes them: names, shapes and settings, in both directions.
+
+| | theirs | ours |
+|---|---|---|
+| names, GPT-2 | ``transformer.h.0.ln_1.weight``; published files without ``transformer.`` | ``blocks.0.ln_1.weight`` |
+| names, LLaMA | ``model.layers.0.mlp.up_proj.weight`` | ``blocks.0.mlp.up_proj.weight`` |
+| matrices, GPT-2 | ``Conv1D``: [in, out] | ``nn.Linear``: [out, in], so transposed |
+| rotary pairs | (i, i + D/2) | the same: nothing is permuted |
+| tied head | not in the file | one parameter, by its first name |
+| biases, GPT-2 | always | may be left out: written as zeros, which compute the same |
+| epsilon | any | GPT-2: 1e-5 alone; LLaMA: any |
+
+Pure: no files, no tensors, no `transformers`. What our models cannot compute is refused by its name in ``config.json``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from zeroshard.errors import UserError
+from zeroshard.models.gpt2 import GPT2, LAYER_NORM_EPS, GPT2Config
+from zeroshard.models.llama import Llama, LlamaConfig
+
+_GPT2_TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
+# Buffers that older releases wrote among the weights: causal masks and rotary wavelengths, both computed here.
+_NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
+_CHANGE_MODEL = "take a model without it"
+
+
+@dataclass(frozen=True)
+class HFWeight:
+    """One tensor on both sides.
+
+    Attributes:
+        name: ours; None where our model leaves the tensor out, and theirs has zeros.
+        hf_name: theirs.
+        shape: ours.
+        transposed: whether theirs is the transpose of ours (2-D).
+    """
+
+    name: str | None
+    hf_name: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        """The shape of theirs."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+
+def hf_weights(config: GPT2Config | LlamaConfig) -> list[HFWeight]:
+    """Every tensor of a model of this shape, in our order; a tied head is not among them."""
+    with torch.device("meta"):
+        if isinstance(config, GPT2Config):
+            full, own = GPT2(replace(config, bias=True)), {name for name, _ in GPT2(config).named_parameters()}
+            base, blocks = "transformer.", "transformer.h."
+        else:
+            full = Llama(config)
+            own = {name for name, _ in full.named_parameters()}
+            base, blocks = "model.", "model.layers."
+    weights = []
+    for name, param in full.named_parameters():
+        if name == "lm_head.weight":
+            hf_name = name
+        elif name.startswith("blocks."):
+            hf_name = blocks + name.removeprefix("blocks.")
+        else:
+            hf_name = base + name
+        transposed = isinstance(config, GPT2Config) and _GPT2_TRANSPOSED.search(name) is not None
+        weights.append(HFWeight(name if name in own else None, hf_name, tuple(param.shape), transposed))
+    return weights
+
+
+def find_weights(config: GPT2Config | LlamaConfig, hf_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, HFWeight]:
+    """Which tensor of a file, by its name there, is which of ours.
+
+    Args:
+        config: of the model, biases and all.
+        hf_shapes: every tensor in the files, by name.
+
+    Returns:
+        One entry for each of our parameters; and ``lm_head.weight``, with our name for the embedding that it must
+        equal, where the files have it although it is tied.
+
+    Raises:
+        UserError: a tensor is missing, has another shape, or has no place in the model.
+    """
+    found: dict[str, HFWeight] = {}
+    for weight in hf_weights(config):
+        names = (weight.hf_name, re.sub(r"^(transformer|model)\.", "", weight.hf_name))
+        name = next((name for name in names if name in hf_shapes), None)
+        if name is None:
+            raise UserError(weight.hf_name, "is not among the weights", "take the folder of a whole model")
+        _check_shape(name, hf_shapes[name], weight.hf_shape)
+        found[name] = weight
+    rest = [name for name in hf_shapes if name not in found and not _NO_WEIGHTS.search(name)]
+    if "lm_head.weight" in rest:
+        embedding = next(weight for weight in found.values() if weight.name in ("wte.weight", "embed_tokens.weight"))
+        _check_shape("lm_head.weight", hf_shapes["lm_head.weight"], embedding.shape)
+        found["lm_head.weight"] = replace(embedding, hf_name="lm_head.weight")
+        rest.remove("lm_head.weight")
+    if rest:
+        raise UserError(rest[0], "is among the weights, and the model has no place for it", _CHANGE_MODEL)
+    return found
+
+
+def hf_config(config: GPT2Config | LlamaConfig, *, dtype: str, eos_id: int | None = None) -> dict[str, Any]:
+    """What ``config.json`` says of a model of ours.
+
+    Args:
+        config: of the model.
+        dtype: of the file's tensors, as ``"float32"``.
+        eos_id: the token that ends a text, where there is one.
+    """
+    shared = {
+        "vocab_size": config.vocab_size,
+        "bos_token_id": eos_id,
+        "eos_token_id": eos_id,
+        "initializer_range": 0.02,
+        "dtype": dtype,
+    }
+    if isinstance(config, GPT2Config):
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_positions": config.seq_len,
+            "n_layer": config.n_layer,
+            "n_head": config.n_head,
+            "n_embd": config.n_embd,
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": LAYER_NORM_EPS,
+            "embd_pdrop": config.dropout,
+            "attn_pdrop": config.dropout,
+            "resid_pdrop": config.dropout,
+            "tie_word_embeddings": True,
+            **shared,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": config.seq_len,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.ffn_width,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        # Releases before 5 read the first of these, later ones write the second.
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": config.tie_embeddings,
+        **shared,
+    }
+
+
+def from_hf_config(raw: Mapping[str, Any]) -> GPT2Config | LlamaConfig:
+    """The configuration of ours that computes what ``config.json`` describes.
+
+    Keys that are missing have the defaults of `transformers`. Keys without influence on the weights' result are not
+    looked at.
+
+    Raises:
+        UserError: another kind of model, or a setting that ours cannot compute; the key is named.
+    """
+    kind = raw.get("model_type")
+    if kind == "gpt2":
+        return _gpt2(raw)
+    if kind == "llama":
+        return _llama(raw)
+    raise UserError("config.json: model_type", f"{kind!r} cannot be imported", "take a gpt2 or llama model")
+
+
+def _gpt2(raw: Mapping[str, Any]) -> GPT2Config:
+    n_embd = raw.get("n_embd", 768)
+    _only(raw, "activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
+    _only(raw, "layer_norm_epsilon", (LAYER_NORM_EPS,), 1e-5)
+    _only(raw, "scale_attn_weights", (True,), True)
+    _only(raw, "scale_attn_by_inverse_layer_idx", (False,), False)
+    _only(raw, "add_cross_attention", (False,), False)
+    _only(raw, "tie_word_embeddings", (True,), True)
+    _only(raw, "n_inner", (None, 4 * n_embd if isinstance(n_embd, int) else None), None)
+    rates = {key: raw.get(key, 0.1) for key in ("embd_pdrop", "attn_pdrop", "resid_pdrop")}
+    if len(set(map(repr, rates.values()))) > 1:
+        what = ", ".join(f"{key} {value}" for key, value in rates.items())
+        raise UserError("config.json: embd_pdrop", f"{what} are not one rate", "make the three equal")
+    return GPT2Config(
+        vocab_size=raw.get("vocab_size", 50257),
+        seq_len=raw.get("n_positions", 1024),
+        n_layer=raw.get("n_layer", 12),
+        n_head=raw.get("n_head", 12),
+        n_embd=n_embd,
+        dropout=rates["embd_pdrop"],
+    )
+
+
+def _llama(raw: Mapping[str, Any]) -> LlamaConfig:
+    _only(raw, "hidden_act", ("silu",), "silu")
+    _only(raw, "attention_bias", (False,), False)
+    _only(raw, "mlp_bias", (False,), False)
+    _only(raw, "attention_dropout", (0, 0.0), 0.0)
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
+    if rope_type != "default":
+        key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+        raise UserError(f"config.json: {key}", f"{rope_type!r} is not computed here", _CHANGE_MODEL)
+    n_head = raw.get("num_attention_heads", 32)
+    n_kv_head = raw.get("num_key_value_heads")
+    config = LlamaConfig(
+        vocab_size=raw.get("vocab_size", 32000),
+        seq_len=raw.get("max_position_embeddings", 2048),
+        n_layer=raw.get("num_hidden_layers", 32),
+        n_head=n_head,
+        n_kv_head=n_head if n_kv_head is None else n_kv_head,
+        n_embd=raw.get("hidden_size", 4096),
+        ffn_hidden=raw.get("intermediate_size", 11008),
+        rope_theta=rope.get("rope_theta", raw.get("rope_theta", 10_000.0)),
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        tie_embeddings=raw.get("tie_word_embeddings", False),
+    )
+    _only(raw, "head_dim", (None, config.head_dim), None)
+    return config
+
+
+def _only(raw: Mapping[str, Any], key: str, computed: Iterable[Any], default: Any) -> None:
+    """Raise UserError unless ``raw[key]`` is one of the values that our model computes with."""
+    computed = [value for value in computed if value is not None or default is None]
+    value = raw.get(key, default)
+    if value not in computed:
+        known = " or ".join(repr(value) for value in dict.fromkeys(computed) if value is not None)
+        raise UserError(f"config.json: {key}", f"{value!r} is not computed here, but {known} is", _CHANGE_MODEL)
+
+
+def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        what = f"has shape {list(found)} where config.json says {list(expected)}"
+        raise UserError(name, what, "take weights and config.json from one folder")

@@ -1,0 +1,115 @@
+"""A run's checkpoints: when they are begun, what is said of them, and what that makes of the run's ending.
+
+A disk that is full or cannot be written ends no run: training goes on, each failed save is told, and the last good
+checkpoint stays. Only a run that could write none at all has failed.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from zeroshard.checkpoint import BackgroundSaver, Keep, Saved, step_name
+from zeroshard.errors import ExitStatus
+from zeroshard.train.run import Run, checkpoint_folder
+
+STOPPED = (ExitStatus.TERMINATED, ExitStatus.PREEMPTED)
+
+
+class Saving:
+    """Saves the state of ``run``; every method but `close` is collective.
+
+    Attributes:
+        saved_at: the step of the last complete checkpoint, or the one that the run began with.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._folder = run, checkpoint_folder(run.folder)
+        schedule = run.schedule
+        self._saver = BackgroundSaver(
+            run.strategy.comm,
+            Keep(schedule.keep_checkpoints, schedule.keep_every),
+            background=schedule.checkpoint_async,
+            before_commit=run.require_folder,
+        )
+        self.saved_at = run.first_step
+        self._wanted_at = run.first_step
+        self._num_complete, self._last_error = 0, ""
+
+    def begin(self, step: int) -> None:
+        """Begin to save the state after ``step`` steps; an earlier save is waited for."""
+        run = self._run
+        extra = {
+            "config": run.config or {},
+            "position": position(run, step),
+            "data_sha256": run.data_sha256,
+        }
+        if run.scaler:
+            extra["loss_scaler"] = run.scaler.state_dict()
+        extra["guard"] = run.guard.state_dict()
+        path = self._folder / step_name(step)
+        if self._renewed():
+            self._say(f"warning: step {step}: {run.folder} was removed; it is made again, without what was in it")
+        self._hear(self._saver.start(path, run.strategy, step=step, extra=extra, progress=self._show))
+        self._wanted_at = step
+
+    def poll(self) -> None:
+        """Between steps: hear whether the save that is under way is done."""
+        self._show(*self._saver.progress)
+        self._hear(self._saver.poll())
+
+    def finish(self, status: ExitStatus) -> ExitStatus:
+        """Wait for the save that is under way; the run's status, given that of its steps."""
+        self._hear(self._saver.wait(self._show))
+        none_written = bool(self._last_error) and not self._num_complete
+        stopped_unsaved = status in STOPPED and self.saved_at != self._wanted_at
+        if status not in (ExitStatus.OK, *STOPPED) or not (none_written or stopped_unsaved):
+            return status
+        what = "no checkpoint could be written" if none_written else f"the state of step {self._wanted_at} is lost"
+        self._say(f"error: {self._folder}: {what} ({self._last_error}); free space or choose another --out")
+        return ExitStatus.FAILED
+
+    def close(self) -> None:
+        """End the writer, whatever ended the run."""
+        self._saver.close()
+
+    def _hear(self, saved: Saved | None) -> None:
+        if saved is None:
+            return
+        if saved.error:
+            self._last_error = saved.error
+            kept = f"step {self.saved_at} is the last good one" if self.saved_at else "there is none yet"
+            self._say(f"warning: step {saved.step}: checkpoint not written: {saved.error}; {kept}, the run goes on")
+            for observer in self._run.observers:
+                observer.on_checkpoint_failed(saved.step, saved.path, saved.error)
+            return
+        self.saved_at = saved.step
+        self._num_complete += 1
+        if saved.warning:
+            self._say(f"warning: step {saved.step}: {saved.warning}")
+        facts = {"num_bytes": saved.num_bytes, "stall_s": saved.stall_s, "total_s": saved.total_s}
+        for observer in self._run.observers:
+            observer.on_checkpoint(saved.step, saved.path, facts)
+
+    def _renewed(self) -> bool:
+        try:
+            return self._run.renew_folder()
+        except OSError:
+            return False  # the save itself meets the same obstacle, and every rank hears of it
+
+    def _show(self, done_bytes: int, num_bytes: int) -> None:
+        for observer in self._run.observers if num_bytes else ():
+            observer.on_saving(done_bytes, num_bytes)
+
+    def _say(self, line: str) -> None:
+        if self._run.strategy.comm.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+
+def position(run: Run, step: int) -> dict[str, int]:
+    """Where the run stands in the global order of its data: a pure function of the step."""
+    return {
+        "step": step,
+        "tokens": step * run.tokens_per_step,
+        "tokens_per_step": run.tokens_per_step,
+        "seed": run.schedule.seed,
+    }

@@ -1,0 +1,196 @@
+"""Saving behind the steps: what is saved is of the moment of the call, errors reach every rank, one at a time."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard import checkpoint
+from zeroshard.checkpoint import BackgroundSaver, Keep, background, store
+from zeroshard.comm import LocalCommunicator, run_threads
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """`gate.set()` lets writers go on that wait since they began."""
+    opened, write = threading.Event(), background.api.write_rank
+
+    def waiting(*args):
+        assert opened.wait(20)
+        write(*args)
+
+    monkeypatch.setattr(background.api, "write_rank", waiting)
+    yield opened
+    opened.set()
+
+
+def _reload(path, evenly_sharded, tensors):
+    target = evenly_sharded(LocalCommunicator(), tensors)
+    checkpoint.load(path, target)
+    return target.loaded
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_is_saved_is_the_state_at_the_call_whatever_becomes_of_it(
+    tmp_path, evenly_sharded, some_tensors, gate, world_size
+):
+    before = {key: tensor.clone().reshape(-1) for key, tensor in some_tensors.items()}
+    changed = threading.Barrier(world_size)
+
+    def rank_main(comm):
+        source, saver = evenly_sharded(comm, some_tensors), BackgroundSaver(comm)
+        assert saver.start(tmp_path / "step-1", source, step=1, extra={"note": 7}) is None
+        assert saver.poll() is None
+        changed.wait()
+        if comm.rank == 0:
+            for tensor in some_tensors.values():
+                tensor.zero_()
+        changed.wait()
+        assert saver.progress[0] == 0 < saver.progress[1]
+        gate.set()
+        saved = saver.wait()
+        saver.close()
+        return saved
+
+    for saved in run_threads(rank_main, world_size):
+        assert (saved.error, saved.warning, saved.step) == ("", "", 1)
+        assert 0 < saved.stall_s <= saved.total_s
+    for key, tensor in _reload(tmp_path / "step-1", evenly_sharded, some_tensors).items():
+        assert torch.equal(tensor, before[key]), key
+    assert checkpoint.read_manifest(tmp_path / "step-1").extra == {"note": 7}
+
+
+def test_a_second_save_waits_for_the_first_and_tells_of_it(tmp_path, evenly_sharded, some_tensors, gate):
+    saver = BackgroundSaver(LocalCommunicator())
+    source, seen = evenly_sharded(LocalCommunicator(), some_tensors), []
+
+    def progress(done_bytes, num_bytes):
+        seen.append((done_bytes, num_bytes))
+        gate.set()
+
+    saver.start(tmp_path / "step-1", source, step=1)
+    first = saver.start(tmp_path / "step-2", source, step=2, progress=progress)
+    assert first.step == 1
+    assert seen[0][0] <= seen[0][1] == first.num_bytes
+    assert checkpoint.verify(tmp_path / "step-1") == ()
+    assert saver.wait().step == 2
+    assert saver.wait() is None
+    assert saver.progress == (0, 0)
+    saver.close()
+
+
+def test_the_copys_memory_is_used_again(tmp_path, evenly_sharded, some_tensors):
+    saver = BackgroundSaver(LocalCommunicator())
+    places = []
+    for step in (1, 2, 3):
+        saver.start(tmp_path / f"step-{step}", evenly_sharded(LocalCommunicator(), some_tensors), step=step)
+        places.append(saver._host.data_ptr())
+        saver.wait()
+    saver.close()
+    assert len(set(places)) == 1
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_write_is_named_to_all_and_the_next_save_may_succeed(
+    tmp_path, evenly_sharded, some_tensors, monkeypatch, in_background, failing
+):
+    write, full = store.write_tensors, True
+
+    def full_disk(file, *args):
+        if full and file.name.startswith(f"rank-{failing:05d}"):
+            raise OSError(28, "No space left on device")
+        return write(file, *args)
+
+    monkeypatch.setattr(store, "write_tensors", full_disk)
+
+    def save(comm, step):
+        saver = BackgroundSaver(comm, background=in_background)
+        saver.start(tmp_path / f"step-{step}", evenly_sharded(comm, some_tensors), step=step)
+        saved = saver.wait()
+        saver.close()
+        return saved.error
+
+    said = f"[Errno 28] No space left on device (rank {failing})"
+    assert run_threads(lambda comm: save(comm, 1), 2) == [said] * 2
+    assert list(tmp_path.iterdir()) == []
+    full = False
+    assert run_threads(lambda comm: save(comm, 2), 2) == ["", ""]
+    assert checkpoint.verify(tmp_path / "step-2") == ()
+
+
+def test_a_folder_that_cannot_be_made_is_told_by_wait(tmp_path, evenly_sharded, some_tensors):
+    (tmp_path / "file").write_text("in the way")
+
+    def rank_main(comm):
+        saver = BackgroundSaver(comm)
+        assert saver.start(tmp_path / "file" / "step-1", evenly_sharded(comm, some_tensors), step=1) is None
+        saved = saver.poll()
+        saver.close()
+        return saved.error
+
+    assert all("Not a directory" in error or "File exists" in error for error in run_threads(rank_main, 2))
+
+
+def test_a_bug_in_a_writer_is_raised_on_every_rank(tmp_path, evenly_sharded, some_tensors, monkeypatch):
+    write = store.write_tensors
+
+    def broken(file, *args):
+        if file.name.startswith("rank-00001"):
+            raise ZeroDivisionError("oh")
+        return write(file, *args)
+
+    monkeypatch.setattr(store, "write_tensors", broken)
+
+    def rank_main(comm):
+        saver = BackgroundSaver(comm)
+        saver.start(tmp_path / "step-1", evenly_sharded(comm, some_tensors), step=1)
+        with pytest.raises(RuntimeError, match=r"rank 1 failed to write .*: ZeroDivisionError: oh"):
+            saver.wait()
+        saver.close()
+
+    run_threads(rank_main, 2)
+
+
+def test_old_checkpoints_go_when_a_new_one_is_complete_and_not_before(
+    tmp_path, evenly_sharded, some_tensors, monkeypatch
+):
+    comm = LocalCommunicator()
+    saver = BackgroundSaver(comm, Keep(newest=2, every=30))
+    source = evenly_sharded(comm, some_tensors)
+    for step in (10, 20, 30, 40, 50):
+        saver.start(tmp_path / f"step-{step:08d}", source, step=step)
+        assert saver.wait().error == ""
+    assert [found.step for found in checkpoint.find(tmp_path)] == [50, 40, 30]
+    monkeypatch.setattr(background.api, "finish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    saver.start(tmp_path / "step-00000060", source, step=60)
+    assert "No space left" in saver.wait().error
+    assert [found.step for found in checkpoint.find(tmp_path)] == [50, 40, 30]
+    saver.close()
+
+
+def test_one_that_cannot_be_deleted_is_a_warning(tmp_path, evenly_sharded, some_tensors, monkeypatch):
+    saver = BackgroundSaver(LocalCommunicator(), Keep(newest=1))
+    source = evenly_sharded(LocalCommunicator(), some_tensors)
+    saver.start(tmp_path / "step-00000001", source, step=1)
+    saver.wait()
+    monkeypatch.setattr(store, "remove_named", lambda path: (_ for _ in ()).throw(OSError(13, "Permission denied")))
+    saver.start(tmp_path / "step-00000002", source, step=2)
+    saved = saver.wait()
+    saver.close()
+    assert saved.error == ""
+    assert "could not be deleted" in saved.warning
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000002"
+
+
+def test_extra_that_json_cannot_hold_is_refused_at_once(tmp_path, evenly_sharded, some_tensors):
+    saver = BackgroundSaver(LocalCommunicator())
+    for extra in ({"loss": float("inf")}, {"path": Path("x")}):
+        with pytest.raises(ValueError, match="JSON"):
+            saver.start(tmp_path / "c", evenly_sharded(LocalCommunicator(), some_tensors), step=1, extra=extra)
+    assert saver.wait() is None
+    assert list(tmp_path.iterdir()) == []
+    saver.close()

@@ -1,0 +1,235 @@
+"""Disks that are full, folders that are read-only, removed, or another run's: the run goes on and says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard import checkpoint
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.train.build import build_run
+from zeroshard.train.lock import RunLock
+from zeroshard.train.loop import train
+
+CPU = torch.device("cpu")
+NOBODY = 65534
+
+
+@pytest.fixture
+def config(tiny_config):
+    """`config(**changes)`: 6 steps of milliseconds, a checkpoint every 2."""
+    return partial(tiny_config, eval_interval=0, checkpoint_interval=2)
+
+
+def _train(config, at=None, world_size=1, comm=None):
+    """Train; ``at[step]()`` is called by rank 0 while that step (from 1) is taken. Each rank's status."""
+
+    def rank_main(comm):
+        run = build_run(config, comm, CPU)
+        steps = iter(range(1, 1000))
+
+        def at_step():
+            step = next(steps)
+            if comm.rank == 0 and step in (at or {}):
+                at[step]()
+            return False
+
+        try:
+            return train(run, at_step)
+        finally:
+            run.close()
+
+    return rank_main(LocalCommunicator()) if world_size == 1 else run_threads(rank_main, world_size)[0]
+
+
+def _limit_files(num_bytes):
+    """No file of this process may grow beyond ``num_bytes``: what a full disk looks like to a write."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.fixture
+def limits():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _said(capsys, what):
+    return [line for line in capsys.readouterr().err.splitlines() if what in line]
+
+
+def _steps(folder):
+    return [found.step for found in checkpoint.find(Path(folder) / "checkpoints") if found.complete]
+
+
+def _leftovers(folder):
+    return [entry.name for entry in (Path(folder) / "checkpoints").iterdir() if entry.name.startswith(".")]
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_full_disk_ends_no_run_each_failure_is_told_and_status_one_says_that_nothing_was_kept(
+    config, capsys, background, world_size
+):
+    status = _train(config(checkpoint_async=background), {1: lambda: _limit_files(16_000)}, world_size)
+    err = capsys.readouterr().err.splitlines()
+    assert status == ExitStatus.FAILED == 1
+    warnings = [line for line in err if line.startswith("warning: step")]
+    assert [line.split(":")[1] for line in warnings] == [" step 2", " step 4", " step 6"]
+    assert all("File too large" in line and "there is none yet, the run goes on" in line for line in warnings)
+    assert err[-1].startswith("error: ")
+    assert "no checkpoint could be written" in err[-1]
+    assert _steps(config().out) == []
+    assert _leftovers(config().out) == []  # what was written is freed
+    events = [json.loads(line) for line in (Path(config().out) / "metrics.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert [event["step"] for event in events if "error" in event] == [2, 4, 6]
+    assert events[-1]["status"] == "failed"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
+def test_a_disk_with_room_for_two_checkpoints_keeps_these(config, tmp_path, capsys):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk]).returncode:
+        pytest.skip("needs permission to mount a small disk")
+    try:
+        made = config(out=str(disk / "run"))
+        assert _train(made) == ExitStatus.OK
+        (line,) = _said(capsys, "warning: step")
+        assert "step 6: checkpoint not written: [Errno 28] No space left on device" in line
+        assert "step 4 is the last good one" in line
+        assert _steps(made.out) == [4, 2]
+        assert _leftovers(made.out) == []
+        assert checkpoint.verify(disk / "run" / "checkpoints" / "step-00000004") == ()
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.usefixtures("limits")
+def test_the_last_good_checkpoint_stays_and_the_disk_may_become_free_again(config, capsys):
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    made = config(max_steps=10, checkpoint_async=False, keep_checkpoints=1)
+    at = {3: lambda: _limit_files(16_000), 7: lambda: _limit_files(soft)}
+    seen = {}
+    at[6] = lambda: seen.update(kept=_steps(made.out))
+    assert _train(made, at) == ExitStatus.OK
+    assert seen["kept"] == [2]
+    warnings = _said(capsys, "warning: step")
+    assert len(warnings) == 2
+    assert all("step 2 is the last good one" in line for line in warnings)
+    assert _steps(made.out) == [10]
+    assert checkpoint.verify(Path(made.out) / "checkpoints" / "step-00000010") == ()
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_run_that_wrote_some_checkpoint_has_not_failed(config, capsys):
+    made = config(checkpoint_async=False)
+    assert _train(made, {3: lambda: _limit_files(16_000)}) == ExitStatus.OK
+    assert len(_said(capsys, "warning: step")) == 2
+    assert _steps(made.out) == [2]
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_log_that_cannot_be_written_ends_no_run_and_keeps_whole_lines(config, capsys):
+    made = config(checkpoint_interval=0, checkpoint_async=False)
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    log = Path(made.out) / "metrics.jsonl"
+
+    def nearly_full():
+        _limit_files(log.stat().st_size + 50)
+
+    assert _train(made, {3: nearly_full, 5: lambda: _limit_files(soft)}) == ExitStatus.OK
+    steps = [json.loads(line).get("step") for line in log.read_text().splitlines()]
+    assert steps == [0, 1, 2, 5, 6, 6, 6, 6]  # start, steps, evaluation, checkpoint, end
+    err = capsys.readouterr().err
+    assert "cannot be written (File too large); the run goes on without its log" in err
+    assert "2 lines are missing" in err
+
+
+def test_a_folder_that_may_not_be_written_any_more_is_told_each_time(config, capsys):
+    with tempfile.TemporaryDirectory(prefix="zeroshard-read-only-") as parent:
+        folder = Path(parent) / "run"
+        made = config(out=str(folder), checkpoint_async=False)
+        is_root = os.geteuid() == 0
+
+        def protect():
+            (folder / "checkpoints").chmod(0o555)
+            if is_root:
+                Path(parent).chmod(0o755)
+                os.seteuid(NOBODY)
+
+        try:
+            status = _train(made, {3: protect})
+        finally:
+            if is_root:
+                os.seteuid(0)
+            (folder / "checkpoints").chmod(0o755)
+        assert status == ExitStatus.OK
+        warnings = _said(capsys, "warning: step")
+        assert len(warnings) == 2
+        assert all("Permission denied" in line and "step 2 is the last good one" in line for line in warnings)
+        assert _steps(folder) == [2]
+
+
+def test_a_folder_that_is_removed_in_mid_run_is_made_again_with_a_word(config, capsys):
+    made = config(checkpoint_async=False)
+    assert _train(made, {3: lambda: shutil.rmtree(made.out)}) == ExitStatus.OK
+    assert "was removed; it is made again" in capsys.readouterr().err
+    assert _steps(made.out) == [6, 4]
+    assert {"config.toml", "metrics.jsonl", "summary.json", "tokenizer"} <= {e.name for e in Path(made.out).iterdir()}
+    again = made.model_copy(update={"resume": "auto", "max_steps": 8})
+    assert _train(again) == ExitStatus.OK
+
+
+def test_a_folder_that_another_run_took_meanwhile_is_left_alone(config, capsys):
+    """A file system that grants one lock twice is played by a folder that was removed and made again."""
+    made = config(checkpoint_async=False)
+    taken = []
+
+    def take():
+        shutil.rmtree(made.out)
+        Path(made.out).mkdir()
+        taken.append(RunLock(Path(made.out)))
+
+    assert _train(made, {3: take}) == ExitStatus.OK
+    warnings = _said(capsys, "warning: step")
+    assert len(warnings) == 2
+    assert all("now belongs to process" in line for line in warnings)
+    assert _steps(made.out) == _leftovers(made.out) == []
+    taken[0].close()
+
+
+def test_a_second_run_in_the_folder_is_refused_while_the_first_one_writes(config):
+    made = config()
+    run = build_run(made, LocalCommunicator(), CPU)
+    with pytest.raises(UserError, match=rf"^out: .* is in use by process {os.getpid()} on .*; end that run first"):
+        build_run(made.model_copy(update={"resume": "auto"}), LocalCommunicator(), CPU)
+    program = f"from pathlib import Path; from zeroshard.train.lock import RunLock; RunLock(Path({made.out!r}))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "is in use by process" in ended.stderr
+    run.close()
+    build_run(made.model_copy(update={"resume": "auto"}), LocalCommunicator(), CPU).close()
+
+
+def test_a_run_that_was_killed_holds_its_folder_no_more(tmp_path):
+    program = (
+        "import os; from pathlib import Path; from zeroshard.train.lock import RunLock;"
+        f"lock = RunLock(Path({str(tmp_path)!r})); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -9
+    lock = RunLock(tmp_path)
+    assert lock.attempt == 2
+    lock.close()

@@ -1,0 +1,194 @@
+"""``zeroshard checkpoint``: what there is, what is in it, whether it is whole, what differs."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from zeroshard.cli import main
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, data_folder):
+    """A run of two checkpoints, made once; tests copy it before they damage it."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    words = {
+        "--model.n-layer": "1", "--model.n-embd": "16", "--model.n-head": "2", "--data": "synthetic",
+        "--data.dir": str(data_folder), "--data.max-tokens": "6000", "--strategy": "zero1", "--device": "cpu",
+        "--seq-len": "16", "--micro-batch-size": "2", "--max-steps": "4", "--warmup-steps": "0", "--eval-interval": "0",
+        "--eval-batches": "1", "--checkpoint-interval": "2", "--out": str(folder),
+    }  # fmt: skip
+    assert main(["train", *(word for pair in words.items() for word in pair)]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def say(capsys, *words, status=0):
+    """What a command prints, by line."""
+    capsys.readouterr()
+    assert main(["checkpoint", *map(str, words)]) == status
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out.splitlines()
+
+
+def refusal(capsys, *words):
+    capsys.readouterr()
+    assert main(["checkpoint", *map(str, words)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: [^\n]+: [^\n]+; [^\n]+\n", err), err
+    return err
+
+
+def damage(folder):
+    file = next(folder.glob("rank-*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    return file
+
+
+def test_ls_lists_the_newest_first_and_says_what_is_not_complete(run, capsys):
+    (run / "checkpoints" / "step-00000009").mkdir()
+    head, *rows = [re.split(r"  +", line) for line in say(capsys, "ls", run)]
+    assert head == ["checkpoint", "step", "ranks", "strategy", "size", "state"]
+    assert [row[0].rpartition("-")[2] for row in rows] == ["00000009", "00000004", "00000002"]
+    assert rows[0][1:] == ["9", "incomplete"]
+    for row, step in zip(rows[1:], "42", strict=True):
+        assert row[1:4] == [step, "1", "zero1"]
+        assert row[-1] == "complete"
+    assert say(capsys, "ls", run / "checkpoints") == say(capsys, "ls", run)
+    one = run / "checkpoints" / "step-00000004"
+    assert len(say(capsys, "ls", one)) == 2
+
+
+def test_ls_calls_nothing_complete_that_a_glance_shows_to_be_broken(run, capsys):
+    four, two = (run / "checkpoints" / f"step-0000000{step}" for step in (4, 2))
+    next(four.glob("rank-*")).unlink()
+    (two / "manifest.json").write_text("{}")
+    _, first, second = say(capsys, "ls", run)
+    assert first.endswith("damaged: rank-00000-of-00001.safetensors is missing")
+    assert "damaged" in second
+    assert not second.endswith("complete")
+
+
+def test_ls_of_a_folder_without_checkpoints_says_so(tmp_path, capsys):
+    assert say(capsys, "ls", tmp_path) == [f"no checkpoints in {tmp_path}"]
+
+
+def test_show_tells_what_the_newest_holds(run, capsys):
+    lines = say(capsys, "show", run)
+    facts = dict(re.split(r"  +", line, maxsplit=1) for line in lines[: lines.index("")])
+    assert facts["step"] == "4"
+    assert facts["written by"] == "1 rank zero1"
+    assert facts["model"] == "gpt2-demo"
+    assert f"torch {torch.__version__}" in facts["versions"]
+    assert facts["state"] == "complete"
+    rows = [re.split(r"  +", line) for line in lines]
+    # 256 x 16 embedding, 128 x 16 positions, one block of width 16, the last norm
+    num_params = 256 * 16 + 128 * 16 + (4 * 16 + 16 * 48 + 48 + 16 * 16 + 16 + 16 * 64 + 64 + 64 * 16 + 16) + 32
+    assert ["param", "16", f"{num_params:,}", f"{num_params * 4 / 1024:.1f}KiB"] in rows
+    assert ["blocks.0.attn.c_attn.weight", "exp_avg", "F32", "48x16", "1"] in rows
+    assert ["wte.weight", "step", "F32", "scalar", "1"] in rows
+
+
+def test_verify_hashes_every_checkpoint_of_a_run_and_names_the_damaged_file(run, capsys):
+    lines = say(capsys, "verify", run)
+    assert [line.partition(": ")[2].partition(",")[0] for line in lines] == ["whole", "whole"]
+    two = run / "checkpoints" / "step-00000002"
+    file = damage(two)
+    lines = say(capsys, "verify", run, status=3)
+    assert len(lines) == 2
+    assert lines[1].startswith(f"{file}: is damaged")
+    assert say(capsys, "verify", two, status=3) == lines[1:]
+    assert say(capsys, "verify", run / "checkpoints" / "step-00000004") == lines[:1]
+
+
+def test_diff_of_a_checkpoint_with_itself_and_with_another(run, capsys, tmp_path):
+    two, four = (run / "checkpoints" / f"step-0000000{step}" for step in (2, 4))
+    assert say(capsys, "diff", two, two) == ["no difference"]
+    assert say(capsys, "diff", four, run) == ["no difference"]  # a run stands for its newest
+    lines = say(capsys, "diff", two, four, status=3)
+    assert lines[0] == "step: 2 and 4"
+    assert "step of wte.weight: 1 of 1 elements differ, by 2 at the most" in lines
+    assert any(line.startswith("param of wte.weight: ") for line in lines)
+    assert any(re.fullmatch(r"param_groups\.0\.lr: [\d.e-]+ and [\d.e-]+", line) for line in lines)
+
+
+def test_diff_sees_bits_that_numbers_hide_and_tensors_that_are_not_there(tmp_path, capsys):
+    from zeroshard import checkpoint
+    from zeroshard.comm import LocalCommunicator
+    from zeroshard.zero import NamedShard
+
+    class State:
+        comm = LocalCommunicator()
+
+        def __init__(self, **tensors):
+            self.tensors = tensors
+
+        def named_shards(self):
+            for name, tensor in self.tensors.items():
+                yield NamedShard(name, "param", tuple(tensor.shape), (0, tensor.numel()), tensor.reshape(-1))
+
+    nan = float("nan")
+    first = State(
+        zero=torch.tensor([0.0, 1.0]), nan=torch.tensor([nan, 2.0]), mine=torch.ones(1), shape=torch.ones(2, 3)
+    )
+    second = State(
+        zero=torch.tensor([-0.0, 1.0]), nan=torch.tensor([1.0, 2.0]), yours=torch.ones(1), shape=torch.ones(3, 2)
+    )
+    checkpoint.save(tmp_path / "a", first, step=1, extra={"x": [1, {"y": 2}], "z": 1})
+    checkpoint.save(tmp_path / "b", second, step=1, extra={"x": [1, {"y": 3}]})
+    assert say(capsys, "diff", tmp_path / "a", tmp_path / "b", status=3) == [
+        "extra.x.1.y: 2 and 3",
+        "extra.z: only in the first",
+        "param of mine: only in the first",
+        "param of nan: 1 of 2 elements differ, by nan at the most",
+        "param of shape: F32 [2, 3] and F32 [3, 2]",
+        "param of yours: only in the second",
+        "param of zero: 1 of 2 elements differ, by 0 at the most",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "checkpoint: what to do is missing; add one of ls, show, verify, diff"),
+        (["verfy", "x"], "verfy: `zeroshard checkpoint` does not know it; did you mean verify"),
+        (["ls"], "checkpoint ls: 0 paths are given where 1 is wanted; write zeroshard checkpoint ls PATH"),
+        (["diff", "x"], "checkpoint diff: 1 paths are given where 2 are wanted"),
+        (["show", "--all"], "--all: `zeroshard checkpoint show` takes no flags"),
+        (["show", "/nowhere"], "/nowhere: there is no such folder"),
+    ],
+)
+def test_wrong_words_are_one_line(capsys, words, line):
+    assert line in refusal(capsys, *words)
+
+
+def test_a_folder_without_a_checkpoint_is_one_line(tmp_path, capsys):
+    for word in ("show", "verify"):
+        assert "is not a complete checkpoint" in refusal(capsys, word, tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    for word in ("show", "verify"):
+        assert "has no complete checkpoint" in refusal(capsys, word, tmp_path)
+
+
+def test_help_names_the_commands(capsys):
+    assert main(["checkpoint", "--help"]) == 0
+    assert "ls RUN | show PATH | verify PATH | diff PATH PATH" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(run):
+    command = f"{sys.executable} -m zeroshard checkpoint show {run}"
+    shell = f"set -o pipefail; {command} | true; {command} | head -1"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("checkpoint ")

@@ -1,0 +1,237 @@
+"""From a Hugging Face folder to a run: what it can do afterwards, and what is refused."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from zeroshard import checkpoint
+from zeroshard.cli import main
+from zeroshard.train.config import load_config
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the cat sat on the mat and the dog sat on the log\n" * 400)
+    return path
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, text):
+    """A small GPT-2 that learned the text, in Hugging Face's form, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("exported")
+    words = [
+        "train", "--model.n-layer", "1", "--model.n-embd", "32", "--model.n-head", "2", "--device", "cpu",
+        "--data", "text", "--data.path", str(text), "--data.tokenizer", "bpe:270", "--data.dir", str(folder / "data"),
+        "--seq-len", "16", "--micro-batch-size", "4", "--max-steps", "40", "--lr", "0.02", "--eval-interval", "0",
+        "--eval-batches", "2", "--out", str(folder / "run"),
+    ]  # fmt: skip
+    assert main(words) == 0
+    assert main(["export", str(folder / "run"), str(folder / "hf")]) == 0
+    return folder
+
+
+@pytest.fixture
+def hf(exported, tmp_path):
+    return shutil.copytree(exported / "hf", tmp_path / "hf")
+
+
+def refusal(capsys, *words):
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: [^\n]+: [^\n]+; [^\n]+\n", err), err
+    return err
+
+
+def summary(run):
+    return json.loads((run / "summary.json").read_text())
+
+
+def change(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_an_imported_run_writes_text_and_trains_on_from_its_loss(hf, exported, text, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["import", str(hf), str(run)]) == 0
+    assert re.search(r"[\d,]+ parameters, 270 tokens\n$", capsys.readouterr().out)
+    texts = []
+    for folder in (run, exported / "run"):
+        assert (
+            main(["generate", str(folder), "--prompt", "the cat", "--max-new-tokens", "9", "--temperature", "0"]) == 0
+        )
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("the cat sat on")
+    shutil.rmtree(hf)  # a run needs nothing but its own folder
+    words = [
+        "train", "--config", str(run / "config.toml"), "--resume", "auto", "--data", "text", "--data.path", str(text),
+        "--data.dir", str(tmp_path / "data"), "--seq-len", "16", "--micro-batch-size", "4", "--max-steps", "2",
+        "--warmup-steps", "0", "--lr", "1e-9", "--min-lr", "0", "--weight-decay", "0", "--eval-batches", "2",
+        "--device", "cpu", "--strategy", "zero3",
+    ]  # fmt: skip
+    assert main(words) == 0
+    assert summary(run)["val_loss"] == pytest.approx(summary(exported / "run")["val_loss"], abs=1e-5)
+    assert (
+        main([*words[:-2], "--max-steps", "3"]) == 0
+    )  # its own tokenizer is still the one that the data were made with
+    assert summary(run)["step"] == 3
+
+
+def test_every_size_of_the_model_is_in_the_configuration(tmp_path):
+    from dataclasses import replace
+
+    from zeroshard.models import LlamaConfig, model_config
+    from zeroshard.train.build import model_overrides, model_table
+
+    shape = LlamaConfig(vocab_size=77, seq_len=40, n_layer=2, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24)
+    for config in (shape, replace(shape, tie_embeddings=True, rope_theta=123.0, norm_eps=0.25)):
+        table = model_table(config)
+        assert model_config(table.name, vocab_size=300, overrides=model_overrides(table)) == config
+
+
+def test_weights_keep_their_dtype_and_a_head_that_is_tied_is_left_out(hf, tmp_path):
+    tensors = {name: tensor.half() for name, tensor in load_file(hf / "model.safetensors").items()}
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    save_file(tensors, hf / "model.safetensors", {"format": "pt"})
+    assert main(["import", str(hf), str(tmp_path / "run")]) == 0
+    manifest = checkpoint.read_manifest(tmp_path / "run" / "checkpoints" / "step-00000000")
+    assert {entry.dtype for entry in manifest.tensors} == {"F16"}
+    assert manifest.tied == {"lm_head.weight": "wte.weight"}
+    assert "lm_head.weight" not in {entry.name for entry in manifest.tensors}
+    assert manifest.extra["imported_from"] == "hf"
+
+
+def test_gpt2s_older_pair_of_tokenizer_files_is_read_too(hf, tmp_path, capsys):
+    model = json.loads((hf / "tokenizer.json").read_text())["model"]
+    (hf / "tokenizer.json").unlink()
+    (hf / "vocab.json").write_text(json.dumps(model["vocab"]))
+    pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (hf / "merges.txt").write_text("#version: 0.2\n" + "\n".join(pairs) + "\n")
+    assert main(["import", str(hf), str(tmp_path / "run")]) == 0
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "the cat", "--temperature", "0"]) == 0
+    assert "the cat sat on" in capsys.readouterr().out
+
+
+def test_without_a_tokenizer_there_are_weights_alone(hf, tmp_path, capsys):
+    (hf / "tokenizer.json").unlink()
+    assert main(["import", str(hf), str(tmp_path / "run")]) == 0
+    assert "no tokenizer" in capsys.readouterr().out
+    assert "has no tokenizer; import the model from" in refusal(capsys, "generate", tmp_path / "run")
+    assert load_config(tmp_path / "run" / "config.toml").data.tokenizer == "bytes"
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
+    assert not (tmp_path / "again" / "tokenizer.json").exists()
+
+
+def _no_config(hf):
+    (hf / "config.json").unlink()
+
+
+def _config_of_something_else(hf):
+    change(hf / "config.json", model_type="bert")
+
+
+def _config_that_is_no_json(hf):
+    (hf / "config.json").write_text("{")
+
+
+def _config_of_another_size(hf):
+    change(hf / "config.json", n_layer=2)
+
+
+def _truncated(hf):
+    content = (hf / "model.safetensors").read_bytes()
+    (hf / "model.safetensors").write_bytes(content[:-9])
+
+
+def _no_weights(hf):
+    (hf / "model.safetensors").unlink()
+
+
+def _pickle(hf):
+    (hf / "model.safetensors").rename(hf / "pytorch_model.bin")
+
+
+def _missing_shard(hf):
+    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-2.safetensors"}}))
+
+
+def _index_that_leads_elsewhere(hf):
+    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../model.safetensors"}}))
+
+
+def _untied(hf):
+    tensors = load_file(hf / "model.safetensors")
+    tensors["lm_head.weight"] = torch.zeros_like(tensors["transformer.wte.weight"])
+    save_file(tensors, hf / "model.safetensors")
+
+
+def _integers(hf):
+    tensors = load_file(hf / "model.safetensors")
+    tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"].to(torch.int8)
+    save_file(tensors, hf / "model.safetensors")
+
+
+def _foreign_tokenizer(hf):
+    change(hf / "config.json", vocab_size=100)
+    tensors = load_file(hf / "model.safetensors")
+    tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"][:100].clone()
+    save_file(tensors, hf / "model.safetensors")
+
+
+def _tokenizer_that_is_none(hf):
+    (hf / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (_no_config, "source: .*config.json cannot be read"),
+        (_config_of_something_else, "config.json: model_type: 'bert' cannot be imported; take a gpt2 or llama"),
+        (_config_that_is_no_json, "config.json: is not a JSON object"),
+        (_config_of_another_size, "transformer.h.1.ln_1.weight: is not among the weights"),
+        (_truncated, "model.safetensors: cannot be read"),
+        (_no_weights, "source: .* holds no model.safetensors"),
+        (_pickle, "pytorch_model.bin: is a pickle, and those are never read"),
+        (_missing_shard, "model-2.safetensors: is missing"),
+        (_index_that_leads_elsewhere, "index.json: has no weight_map of files beside it"),
+        (_untied, "lm_head.weight: is tied to transformer.wte.weight and differs"),
+        (_integers, "transformer.wte.weight: is of dtype I8"),
+        (_foreign_tokenizer, "tokenizer.json: has 270 tokens, the model 100"),
+        (_tokenizer_that_is_none, "data.tokenizer: .*tokenizer.json cannot be read"),
+    ],
+)
+def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(hf, tmp_path, capsys, spoil, line):
+    spoil(hf)
+    assert re.search(line, refusal(capsys, "import", hf, tmp_path / "run"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_run_folder_that_is_there_is_left_alone(hf, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("mine")
+    assert "is there already; name a new folder" in refusal(capsys, "import", hf, tmp_path / "run")
+    assert (tmp_path / "run" / "config.toml").read_text() == "mine"
+
+
+def test_tokens_of_a_larger_vocabulary_than_the_models_are_refused(hf, tmp_path, text, capsys):
+    assert main(["import", str(hf), str(tmp_path / "run")]) == 0
+    words = [
+        "train",
+        "--config",
+        tmp_path / "run" / "config.toml",
+        "--resume",
+        "auto",
+        "--device",
+        "cpu",
+        "--data",
+        "text",
+    ]
+    other = ["--data.path", text, "--data.tokenizer", "bpe:275", "--data.dir", tmp_path / "data", "--seq-len", "16"]
+    assert "model.vocab_size: 270 is below the 275 ids" in refusal(capsys, *words, *other)

@@ -1,0 +1,52 @@
+import json
+
+import pytest
+
+from zeroshard.errors import UserError
+from zeroshard.train.lock import LOCK, RunLock
+
+
+def test_a_folder_is_held_once_and_attempts_are_counted(tmp_path):
+    first = RunLock(tmp_path)
+    with pytest.raises(UserError, match=r"^out: .* is in use by process \d+ on "):
+        RunLock(tmp_path)
+    first.require()
+    first.close()
+    first.close()
+    second = RunLock(tmp_path)
+    assert (first.attempt, second.attempt) == (1, 2)
+    second.close()
+
+
+def test_who_finds_a_later_attempt_writes_no_more(tmp_path):
+    """On a file system that grants one lock twice."""
+    lock = RunLock(tmp_path)
+    (tmp_path / LOCK).write_text(json.dumps({"attempt": 2, "pid": 77, "host": "other"}))
+    with pytest.raises(OSError, match=r"now belongs to process 77 on other, attempt 2: this run, attempt 1,"):
+        lock.require()
+    with pytest.raises(OSError, match="now belongs to"):
+        lock.renew()
+    lock.close()
+
+
+def test_a_folder_that_was_removed_is_made_again_on_wish(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock = RunLock(folder)
+    assert not lock.renew()
+    (folder / LOCK).unlink()
+    folder.rmdir()
+    with pytest.raises(FileNotFoundError, match="was removed while the run was writing there"):
+        lock.require()
+    assert lock.renew()
+    lock.require()
+    with pytest.raises(UserError, match="is in use"):
+        RunLock(folder)
+    lock.close()
+
+
+def test_a_cut_off_lock_file_holds_nobody_up(tmp_path):
+    (tmp_path / LOCK).write_text('{"attem')
+    lock = RunLock(tmp_path)
+    assert lock.attempt == 1
+    lock.close()

@@ -1,0 +1,152 @@
+"""What may change between a save and a resume, what is named in a line, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard import checkpoint
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.errors import UserError
+from zeroshard.models.presets import PRESETS
+from zeroshard.train.build import build_run
+from zeroshard.train.loop import run_training, train
+from zeroshard.train.resume import FREE, check_changes
+
+CPU = torch.device("cpu")
+
+
+def _saved(config, tokens_per_step=32, data="d" * 64):
+    return {
+        "config": config.model_dump(mode="json"),
+        "position": {"tokens_per_step": tokens_per_step},
+        "data_sha256": data,
+    }
+
+
+def _changes(before, after, tokens_per_step=32, data="d" * 64):
+    return check_changes(_saved(before), after.model_dump(mode="json"), tokens_per_step, data)
+
+
+def test_an_unchanged_run_has_nothing_to_say(tiny_config):
+    assert _changes(tiny_config(), tiny_config()) == []
+
+
+def test_how_a_run_is_spread_and_watched_may_change_without_a_word(tiny_config, tmp_path):
+    after = tiny_config(
+        strategy="zero3", comm="ring", nproc=3, micro_batch_size=1, grad_accum_steps=2, out=str(tmp_path / "other"),
+        checkpoint_interval=7, checkpoint_async=False, keep_checkpoints=2, log_interval=3, resume="auto",
+    )  # fmt: skip
+    assert _changes(tiny_config(), after) == []
+    assert {"strategy", "out", "data.dir"} <= FREE
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"lr": 0.5}, "lr was 0.001, now it is 0.5"),
+        ({"max_steps": 9}, "max_steps was 6, now it is 9"),
+        ({"seed": 4}, "seed was 0, now it is 4"),
+        ({"dtype": "bfloat16"}, "dtype was float32, now it is bfloat16"),
+        ({"seq_len": 8}, "seq_len was 16, now it is 8"),
+    ],
+)
+def test_what_changes_the_numbers_is_named(tiny_config, change, line):
+    assert _changes(tiny_config(), tiny_config(**change)) == [line]
+
+
+def test_another_global_batch_is_named_as_another_place_in_the_data(tiny_config):
+    (line,) = _changes(tiny_config(), tiny_config(), tokens_per_step=64)
+    assert line == "a step had 32 tokens, now it has 64: data go on at another place of their order"
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ({"n_layer": 3}, r"model\.n_layer: the checkpoint's model has 2, this one 3; use 2"),
+        ({"name": "llama-tiny", "n_head": 2, "n_embd": 16}, r"model\.\w+: the checkpoint's model has"),
+    ],
+)
+def test_another_model_is_refused_by_its_field(tiny_config, model, line):
+    other = tiny_config(model={"name": "gpt2-demo", "n_layer": 2, "n_embd": 16, "n_head": 2} | model)
+    with pytest.raises(UserError, match=line):
+        _changes(tiny_config(), other)
+
+
+def test_a_preset_and_its_values_spelled_out_are_one_model(tiny_config):
+    preset, short = PRESETS["gpt2-demo"], tiny_config(model="gpt2-demo")
+    spelled_out = {"n_layer": preset.n_layer, "n_head": preset.n_head, "n_embd": preset.n_embd}
+    for table in (spelled_out, {"activation_checkpointing": "full"}):
+        assert _changes(short, tiny_config(model={"name": "gpt2-demo", **table})) == []
+
+
+def test_other_data_are_refused(tiny_config):
+    changed = tiny_config(data={"source": "synthetic", "max_tokens": 7000})
+    with pytest.raises(UserError, match=r"data\.max_tokens: the prepared tokens are not those .* were dddddddd"):
+        _changes(tiny_config(), changed, data="e" * 64)
+
+
+def test_a_checkpoint_that_says_nothing_is_not_compared(tiny_config):
+    assert check_changes({}, tiny_config().model_dump(mode="json"), 32, "d" * 64) == []
+
+
+def _damage(path):
+    file = next(path.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_auto_takes_the_newest_good_one_and_says_what_it_passed_over(tiny_config, capsys):
+    config = tiny_config(checkpoint_interval=2)
+    run_training(config)
+    folder = Path(config.out) / "checkpoints"
+    _damage(folder / "step-00000006")
+    (folder / ".step-00000008.tmp").mkdir()
+    capsys.readouterr()
+
+    def rank_main(comm):
+        run = build_run(config.model_copy(update={"resume": "auto", "lr": 2e-3}), comm, CPU)
+        first_step = run.first_step
+        run.close()
+        return first_step
+
+    assert run_threads(rank_main, 2) == [4, 4]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"resume: passed over {folder / 'step-00000008'}: it was never completed (no manifest.json)"
+    assert lines[1].startswith(f"resume: passed over {folder / 'step-00000006'}: ")
+    assert "rank-00000-of-00001.safetensors is damaged" in lines[1]
+    assert lines[2] == f"resume: step 4 from {folder / 'step-00000004'} (zero2 on 1 rank)"
+    assert lines[3] == "resume: lr was 0.001, now it is 0.002"
+    assert "a step had 32 tokens, now it has 64" in lines[4]
+    assert len(lines) == 5
+
+
+def test_auto_starts_afresh_where_nothing_was_ever_completed_and_refuses_where_all_is_damaged(tiny_config):
+    config = tiny_config(max_steps=2, resume="auto")
+    folder = Path(config.out) / "checkpoints"
+    (folder / ".step-00000001.tmp").mkdir(parents=True)
+    run_training(config)
+    _damage(folder / "step-00000002")
+    with pytest.raises(UserError, match=r"^resume: every checkpoint in .* is damaged, the newest because .*; restore"):
+        build_run(config, LocalCommunicator(), CPU)
+
+
+def test_the_manifest_has_configuration_versions_and_position(tiny_config):
+    config = tiny_config(max_steps=3)
+    run = build_run(config, LocalCommunicator(), CPU)
+    train(run)
+    run.close()
+    manifest = checkpoint.read_manifest(Path(config.out) / "checkpoints" / "step-00000003")
+    assert manifest.extra["config"] == config.model_dump(mode="json")
+    assert manifest.extra["position"] == {"step": 3, "tokens": 96, "tokens_per_step": 32, "seed": 0}
+    assert manifest.versions["torch"] == torch.__version__
+    assert [group["weight_decay"] for group in manifest.param_groups] == [0.1, 0.0]
+    names = {entry.name for entry in manifest.tensors if entry.kind == "param"}
+    assert {name for group in manifest.param_groups for name in group["params"]} == names
+
+
+def test_old_checkpoints_are_thinned_out(tiny_config):
+    config = tiny_config(checkpoint_interval=1, max_steps=7, keep_checkpoints=2, keep_every=3, eval_interval=0)
+    run_training(config)
+    assert [found.step for found in checkpoint.find(Path(config.out) / "checkpoints")] == [7, 6, 3]
