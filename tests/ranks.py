@@ -141,7 +141,7 @@ def _rank_main(rank: int, world_size: int, store: str, pipe: Connection) -> None
 
 def _module(path: str) -> Any:
     """A test module by its file, imported once."""
-    name = f"ranks_of_{Path(path).stem}"
+    name = f"ranks_of_{Path(path).parent.name}_{Path(path).stem}"  # two folders may have a file of one name
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None

@@ -295,3 +295,13 @@ def test_sigterm_to_the_launcher_saves_a_checkpoint_and_ends_in_143(tmp_path):
 
 def test_shorthands_are_flags_of_their_own():
     assert {"--model", "--data"} <= set(flags_of(TrainConfig, SHORTHANDS))
+
+
+def test_a_reader_that_stops_reading_ends_the_command_in_silence():
+    process = subprocess.Popen([*ZEROSHARD, "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()  # as `| head` does
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(60) == 128 + signal.SIGPIPE

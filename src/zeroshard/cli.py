@@ -7,6 +7,7 @@ mistake costs a tenth of a second. Torch and the layers below are imported insid
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -69,7 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         with _stop_signals_exit():
-            return _dispatch(argv)
+            status = _dispatch(argv)
+            sys.stdout.flush()  # here, where a reader that has gone is met, and not at the interpreter's exit
+            return status
+    except BrokenPipeError:
+        if not _stdout_is_gone():
+            raise
+        return 128 + signal.SIGPIPE
     except UserError as error:
         _say(str(error))
         return ExitStatus.USAGE
@@ -77,6 +84,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.INTERRUPTED
     except _TerminatedError as stop:
         return stop.status
+
+
+def _stdout_is_gone() -> bool:
+    """Whether who read our output has stopped, as ``head`` does; then what is left of it goes nowhere."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors alone
+    if not poll.poll(0):
+        return False
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    return True
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -3,6 +3,7 @@
 from zeroshard.checkpoint.api import (
     Choice,
     PassedOver,
+    Saveable,
     Shardable,
     load,
     newest_valid,
@@ -26,6 +27,7 @@ __all__ = [
     "Keep",
     "Manifest",
     "PassedOver",
+    "Saveable",
     "Saved",
     "Shardable",
     "consolidate",

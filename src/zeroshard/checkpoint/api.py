@@ -35,8 +35,8 @@ from zeroshard.zero.carry import send_bytes
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
-class Shardable(Protocol):
-    """What can be saved: `Zero`, or any strategy."""
+class Saveable(Protocol):
+    """What can be saved."""
 
     @property
     def comm(self) -> Communicator:
@@ -46,6 +46,10 @@ class Shardable(Protocol):
     def named_shards(self) -> Iterable[NamedShard]:
         """What this rank writes; over all ranks every tensor is tiled exactly once."""
         ...
+
+
+class Shardable(Saveable, Protocol):
+    """What can be saved and loaded: `Zero`, or any strategy."""
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read whatever this rank holds."""
@@ -70,7 +74,7 @@ class HasTiedNames(Protocol):
         ...
 
 
-def save(path: str | PathLike[str], source: Shardable, *, step: int, extra: Mapping[str, Any] | None = None) -> None:
+def save(path: str | PathLike[str], source: Saveable, *, step: int, extra: Mapping[str, Any] | None = None) -> None:
     """Save the state of ``source`` as the folder ``path``; collective, on a file system that all ranks share.
 
     The folder appears whole or not at all; what was there under this name stays until the new one is complete.
@@ -201,7 +205,7 @@ class Facts:
     tied: dict[str, str]
 
 
-def facts_of(source: Shardable, step: int, extra: Mapping[str, Any] | None) -> Facts:
+def facts_of(source: Saveable, step: int, extra: Mapping[str, Any] | None) -> Facts:
     """Copied now: what ``extra`` and the optimizer's settings become later is of another step.
 
     Raises:
@@ -216,7 +220,7 @@ def facts_of(source: Shardable, step: int, extra: Mapping[str, Any] | None) -> F
     return Facts(step, source.comm.world_size, as_json, tuple(groups), tied)
 
 
-def collect(source: Shardable) -> list[NamedShard]:
+def collect(source: Saveable) -> list[NamedShard]:
     """This rank's pieces that hold something, and empty tensors; they share the source's memory."""
     return [shard for shard in source.named_shards() if shard.interval[0] < shard.interval[1] or not prod(shard.shape)]
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint import api, store
-from zeroshard.checkpoint.api import Facts, Shardable
+from zeroshard.checkpoint.api import Facts, Saveable
 from zeroshard.checkpoint.folder import prune
 from zeroshard.checkpoint.together import first_words, largest, together
 from zeroshard.comm import Communicator
@@ -108,7 +108,7 @@ class BackgroundSaver:
     def start(
         self,
         path: str | PathLike[str],
-        source: Shardable,
+        source: Saveable,
         *,
         step: int,
         extra: Mapping[str, Any] | None = None,

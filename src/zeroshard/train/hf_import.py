@@ -29,7 +29,7 @@ from zeroshard.models.hf import find_weights, from_hf_config
 from zeroshard.train.build import model_table, tokenizer_folder
 from zeroshard.train.config import DataConfig, ImportConfig, TrainConfig, dump_toml
 from zeroshard.train.run import checkpoint_folder
-from zeroshard.zero.state import NamedShard, ShardReader
+from zeroshard.zero.state import NamedShard
 
 _SEQ_LEN = 1024  # of the run's own configuration, at most
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -90,10 +90,6 @@ class _Weights:
     def tied_names(self) -> dict[str, str]:
         """The output head, where it is the embedding."""
         return self._tied
-
-    def load_named_shards(self, reader: ShardReader) -> None:
-        """Nothing is loaded into files."""
-        raise NotImplementedError
 
     def _take_tied_head(self, model: GPT2Config | LlamaConfig) -> dict[str, str]:
         """Leave out a head that the files have although it is tied; where it differs it is not."""
