@@ -31,6 +31,7 @@ from zeroshard.train.config import (
     PrepareConfig,
     TrainConfig,
     merge,
+    parse_nnodes,
     read_toml,
 )
 from zeroshard.train.validate import nearest, validate
@@ -134,17 +135,20 @@ def _read_file(path: str, kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _train(config: TrainConfig, argv: Sequence[str]) -> int:
-    from zeroshard.comm import launch
+    from zeroshard.comm import launch, machines
 
     launch.prepare_torch()
     world = launch.world_from_env()
-    if world is None and config.nproc > 1:
+    several = config.nnodes != "1"
+    if world is None and (config.nproc > 1 or several):
         max_moves = NUM_STAGES - 1 if config.strategy == "auto" else 0
-        ending = launch.launch_workers(argv, config.nproc, config.port, config.max_restarts, max_moves)
+        meeting = machines.meeting_at(config.rdzv_endpoint, *parse_nnodes(config.nnodes)) if several else None
+        nproc = max(1, config.nproc)
+        ending = launch.launch_workers(argv, nproc, config.port, config.max_restarts, max_moves, meeting)
         if ending.line:
             _say(ending.line)
         return ending.status
-    if world is not None and config.nproc not in (0, world.world_size):
+    if world is not None and not several and config.nproc not in (0, world.world_size):
         raise UserError(
             "nproc",
             f"{config.nproc} ranks in a world of {world.world_size}",

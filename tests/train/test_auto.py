@@ -100,7 +100,7 @@ def test_a_run_whose_memory_runs_out_goes_on_at_higher_stages_from_its_checkpoin
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 300)
     out = tmp_path / "run"
     size = "--model gpt2-demo --model.n_layer 1 --model.n_embd 16 --model.n_head 2 --seq-len 16 --micro-batch-size 1"
-    length = "--max-steps 4 --warmup-steps 1 --checkpoint-interval 2 --eval-interval 0"
+    length = "--max-steps 4 --warmup-steps 1 --checkpoint-interval 2 --no-checkpoint-async --eval-interval 0"
     places = f"--out {out} --data.path {tmp_path / 'text.txt'} --data.dir {tmp_path / 'data'}"
     words = f"--strategy auto --comm ring --data text {places} {size} {length}".split()
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path / "worker.py"), *words]

@@ -41,7 +41,7 @@ class Saved:
         return self.shapes.get(name, {})
 
     def read(self, name, kind, interval):
-        return self.whole[name, kind][slice(*interval)]
+        return self.whole[name, kind][slice(*interval)].clone()
 
 
 def _net():

@@ -17,24 +17,33 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-from zeroshard.comm.launch import Ending, root_cause
+from zeroshard.comm.launch import Ending, count_restart, root_cause
+from zeroshard.comm.machines import Meeting
 from zeroshard.errors import ExitStatus
 
 MONITOR_INTERVAL_S = 0.1
+JOIN_TIMEOUT_S = 600  # that a machine waits for the least number of others
+LAST_CALL_S = 10  # that these wait for more, up to the largest number
 WORTH_A_RESTART = frozenset({int(ExitStatus.FAILED), int(ExitStatus.PEER_LOST)})
 
 
 def run_elastic(
     command: Sequence[str],
     nproc: int,
-    address: str,
-    port: int,
+    meeting: Meeting,
     *,
     max_restarts: int,
     max_moves: int = 0,
@@ -43,21 +52,24 @@ def run_elastic(
 ) -> Ending:
     """Run ``command`` as ``nproc`` ranks on this machine, again after a loss, and wait for them.
 
+    Where other machines take part, each starts its own ranks again, and all meet anew: those that are lost stay away,
+    and one that comes later has the others start again, from the checkpoint that they write when they are asked to end.
+
     A signal to this process is passed on to the ranks. Call it from the main thread.
 
     Args:
         command: a program and its words.
         nproc: ranks.
-        address, port: where they meet; port 0: any free one.
+        meeting: where the ranks meet, on this machine or among several; port 0: any free one.
         max_restarts: how often all are started again after one has failed or was lost.
         max_moves: how often beside that, after one has ended as `ExitStatus.MOVED_UP`.
         grace_s: from asking a rank to stop to SIGKILL.
-        run_id: of this launch.
+        run_id: of this launch, the same on each machine.
     """
-    parameters = RendezvousParameters(
-        "c10d", f"{address}:{port}", run_id, min_nodes=1, max_nodes=1, local_addr=address, is_host=True
-    )
-    handler = rendezvous.get_rendezvous_handler(parameters)
+    try:
+        handler = _meet(meeting, run_id)
+    except RendezvousConnectionError:
+        return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: nobody answers at {meeting.endpoint}; start there too")
     spec = WorkerSpec(
         role="default",
         local_world_size=nproc,
@@ -66,13 +78,23 @@ def run_elastic(
         rdzv_handler=handler,
         max_restarts=max_restarts + max_moves,
         monitor_interval=MONITOR_INTERVAL_S,
-        local_addr=address,
+        local_addr=meeting.own_address,
     )
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as log_dir:
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir), shutdown_timeout=grace_s)
         agent.restarts_left, agent.moves_left = max_restarts, max_moves
+        agent.alone = meeting.max_nodes == 1
         try:
             result = agent.run()
+        except RendezvousTimeoutError:
+            what = f"fewer than {meeting.min_nodes} machines came to {meeting.endpoint} within {JOIN_TIMEOUT_S} s"
+            return Ending(ExitStatus.PEER_LOST, f"nnodes: {what}; start the others too")
+        except RendezvousClosedError:
+            what = f"the run that met at {meeting.endpoint} has ended"
+            return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: {what}; start it again on every machine")
+        except (RendezvousConnectionError, DistNetworkError):
+            what = f"whoever served the meeting at {meeting.endpoint} is gone"
+            return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: {what}; start again on every machine, --resume auto")
         except SignalException as stop:
             return Ending(128 + stop.sigval)
         except BaseException:
@@ -82,10 +104,34 @@ def run_elastic(
         return _ending(result.failures) if result.is_failed() else Ending(ExitStatus.OK)
 
 
+def _meet(meeting: Meeting, run_id: str) -> RendezvousHandler:
+    def handler(*, serves: bool) -> RendezvousHandler:
+        parameters = RendezvousParameters(
+            "c10d",
+            meeting.endpoint,
+            run_id,
+            meeting.min_nodes,
+            meeting.max_nodes,
+            local_addr=meeting.own_address,
+            is_host=serves,
+            join_timeout=JOIN_TIMEOUT_S,
+            last_call_timeout=LAST_CALL_S,
+        )
+        return rendezvous.get_rendezvous_handler(parameters)
+
+    try:
+        return handler(serves=meeting.serves)
+    except RendezvousConnectionError:
+        if not meeting.serves:
+            raise
+        return handler(serves=False)  # another launcher on this machine was faster
+
+
 class _Agent(LocalElasticAgent):
     """The agent, which starts again after what is worth it alone, and says so."""
 
     restarts_left = moves_left = 0
+    alone = True  # no other machine takes part
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -93,7 +139,8 @@ class _Agent(LocalElasticAgent):
             return result
         ending = _ending(result.failures)
         why = ending.line or f"exit status {ending.status}"
-        if ending.status == ExitStatus.MOVED_UP and self.moves_left:
+        elsewhere = not self.alone and ending.status == ExitStatus.PEER_LOST and not self.restarts_left
+        if self.moves_left and (ending.status == ExitStatus.MOVED_UP or elsewhere):
             self.moves_left -= 1
             print(f"started again: {why}", file=sys.stderr, flush=True)
         elif ending.status in WORTH_A_RESTART and self.restarts_left:
@@ -106,6 +153,12 @@ class _Agent(LocalElasticAgent):
         else:
             self._remaining_restarts = 0
         return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state is WorkerState.HEALTHY:
+            print("started again: another machine has come", file=sys.stderr, flush=True)
+        count_restart()
+        super()._restart_workers(worker_group)
 
 
 def _ending(failures: Mapping[int, Any]) -> Ending:

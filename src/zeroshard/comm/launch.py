@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
+from zeroshard.comm.machines import Meeting
 from zeroshard.errors import ExitStatus, UserError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ COLLECTIVE_TIMEOUT_S = 600.0
 _LOOPBACK = "127.0.0.1"
 _saves_first = threading.Event()
 _LAUNCHER = "ZEROSHARD_LAUNCHER_PID"  # set for the workers of `launch_workers`
+_RESTARTS = "ZEROSHARD_NUM_RESTARTS"  # set there too, after the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,9 @@ def meet(world: World, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> dist.Store:
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
     )
-    return dist.PrefixStore(f"zeroshard/{num_restarts()}", store)
+    # the store may have served an earlier attempt; ranks of our own launcher have a new one each time
+    attempt = 0 if _LAUNCHER in os.environ else num_restarts()
+    return dist.PrefixStore(f"zeroshard/{attempt}", store)
 
 
 def init_process_group(
@@ -147,8 +151,19 @@ def init_process_group(
 
 
 def num_restarts() -> int:
-    """How often an elastic agent has started this world anew; 0 without one."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """How often an elastic agent has started this rank's world anew; 0 without one.
+
+    A machine that came later has seen fewer of them than the others.
+    """
+    return int(os.environ.get(_RESTARTS, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+def count_restart() -> None:
+    """In a launcher: the ranks that it starts from now on are a world started anew, for whatever reason.
+
+    torch's agent counts those after a failure alone, not those after a machine has come or gone.
+    """
+    os.environ[_RESTARTS] = str(int(os.environ.get(_RESTARTS, "0")) + 1)
 
 
 def shutdown() -> None:
@@ -165,24 +180,36 @@ def shutdown() -> None:
     gc.collect()
 
 
-def launch_workers(argv: Sequence[str], nproc: int, port: int = 0, max_restarts: int = 0, max_moves: int = 0) -> Ending:
+def launch_workers(
+    argv: Sequence[str],
+    nproc: int,
+    port: int = 0,
+    max_restarts: int = 0,
+    max_moves: int = 0,
+    meeting: Meeting | None = None,
+) -> Ending:
     """Run ``python -m zeroshard ARGV`` as `nproc` ranks on this machine and wait for them all.
 
     A signal to this process ends them. Call it from the main thread.
 
     Args:
         argv: the words after ``zeroshard``.
-        nproc: ranks to start, 1 or more.
+        nproc: ranks to start on this machine, 1 or more.
         port: where they meet on the loopback interface; 0: any free one.
         max_restarts: how often they are started again after one was lost; see `zeroshard.comm.elastic`.
         max_moves: how often beside that, after one has ended as `ExitStatus.MOVED_UP`.
+        meeting: where they meet those of other machines; then ``port`` plays no part.
 
     Raises:
         UserError: the port is in use.
     """
-    require_free_port(port)
+    if meeting is None:
+        require_free_port(port)
+        meeting = Meeting(port=port)
+    elif meeting.interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    if max_restarts or max_moves:
+    if max_restarts or max_moves or meeting.max_nodes > 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # [Note: A store of the ranks' own] in `elastic`
     from zeroshard.comm.elastic import run_elastic
 
@@ -194,12 +221,11 @@ def launch_workers(argv: Sequence[str], nproc: int, port: int = 0, max_restarts:
     return run_elastic(
         (sys.executable, "-m", "zeroshard", *argv),
         nproc,
-        _LOOPBACK,
-        port,
+        meeting,
         max_restarts=max_restarts,
         max_moves=max_moves,
         grace_s=SHUTDOWN_GRACE_S,
-        run_id=f"zeroshard-{os.getpid()}",
+        run_id=f"zeroshard-{os.getpid()}" if meeting.max_nodes == 1 else "zeroshard",
     )
 
 

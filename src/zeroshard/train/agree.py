@@ -26,7 +26,7 @@ from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.errors import UserError
 from zeroshard.zero.carry import send_bytes
 
-OWN_TO_A_RANK = frozenset({"nproc", "port", "data.dir"})  # settings that may differ between machines
+OWN_TO_A_RANK = frozenset({"nproc", "port", "rdzv_endpoint", "data.dir"})  # settings that may differ between machines
 HEARING_S = 10.0  # that rank 0 waits for others to hear why they are refused
 START_ALIKE = "start every rank with the same"
 

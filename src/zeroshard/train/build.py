@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard import checkpoint
+from zeroshard.checkpoint.together import largest
 from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.comm.launch import World, num_restarts, world_from_env
 from zeroshard.data import EvalBatches, TokenBatches, TokenDataset, require_enough
@@ -53,13 +54,13 @@ def built(config: TrainConfig, choose_stage: ChooseStage | None = None) -> Gener
         UserError: something in the configuration cannot be had; on every rank.
     """
     world = world_from_env() or World()
-    if num_restarts():
-        config = after_restart(config)
     device = choose_device(config.device, world.local_rank)
     check_model(config)
     describe(device, config.kernels)  # refuses what cannot be had
     with ExitStack() as stack:
         comm = join(world, config.comm, config.strategy, device, stack, start_facts(config.model_dump()))
+        if largest(comm, num_restarts()):  # a machine that came later has seen none
+            config = after_restart(config)
         run = build_run(config, comm, device, choose_stage)
         stack.callback(run.close)
         yield run

@@ -140,7 +140,12 @@ class TrainConfig(_Config):
     comm: Literal["auto", "torch", "ring", "shm"] = Field(
         "auto", description="Who moves bytes: torch (NCCL, gloo), our ring or shared memory. auto: the fastest."
     )
-    nproc: int = Field(0, ge=0, description="Ranks to start here; 0: torchrun's or SLURM's, else 1.")
+    nproc: int = Field(0, ge=0, description="Ranks to start on this machine; 0: torchrun's or SLURM's, else 1.")
+    nnodes: str = Field(
+        "1",
+        description="Machines that start --nproc ranks each: N, or MIN:MAX to go on with fewer or more after a loss.",
+    )
+    rdzv_endpoint: str = Field("", description="HOST:PORT where several machines meet; HOST is one of them.")
     port: int = Field(0, ge=0, le=65535, description="Port where --nproc ranks meet; 0: any free.")
     max_restarts: int = Field(
         0, ge=0, description="Times that --nproc ranks are started again after one was lost, from the last checkpoint."
@@ -205,6 +210,12 @@ class TrainConfig(_Config):
     resume: str = Field("none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint.")
 
     @model_validator(mode="after")
+    def _machines_know_where(self) -> Self:
+        if parse_nnodes(self.nnodes)[1] > 1 and not self.rdzv_endpoint:
+            raise UserError("rdzv_endpoint", f"is empty for nnodes = {self.nnodes}", "give HOST:PORT of one machine")
+        return self
+
+    @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.warmup_steps > self.max_steps:
             raise UserError("warmup_steps", f"{self.warmup_steps} is above max_steps = {self.max_steps}", "lower it")
@@ -266,6 +277,19 @@ class GenerateConfig(_Config):
     temperature: float = Field(0.8, ge=0, allow_inf_nan=False, description="0: always the likeliest token.")
     top_k: int = Field(0, ge=0, description="Draw from the k likeliest; 0: from all.")
     seed: int = Field(0, ge=0, description="Of the draws.")
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """``"2"`` as (2, 2), ``"2:4"`` as (2, 4).
+
+    Raises:
+        UserError: it is neither, or the first number is above the second.
+    """
+    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if least > most:
+        raise UserError("nnodes", f"{text!r} is no number of machines", "give it as 2, or as 2:4 for at least 2")
+    return least, most
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

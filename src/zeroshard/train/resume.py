@@ -20,7 +20,8 @@ from zeroshard.train.config import ModelConfig
 # Changes nothing that is learned, or is compared as another number: tokens_per_step, the resolved model, the data.
 FREE = frozenset(
     {
-        *("strategy", "shard_size", "reshard_after_forward", "comm", "nproc", "port", "device", "out", "resume"),
+        *("strategy", "shard_size", "reshard_after_forward", "comm", "nproc", "nnodes", "device", "out", "resume"),
+        *("port", "rdzv_endpoint", "max_restarts", "step_timeout_s"),
         *("micro_batch_size", "grad_accum_steps", "global_batch_size", "kernels", "fused"),
         *("compile", "compile_backend", "eval_interval", "eval_batches", "log_interval"),
         *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every"),

@@ -112,14 +112,13 @@ def _read_state(
     param_shape: tuple[int, ...],
     interval: tuple[int, int],
 ) -> Tensor:
-    # A copy: optimizers keep the tensor that they load, and a number read for several pieces must not be shared.
     if kind in SCALAR_STATES or shape != param_shape:
-        return reader.read(name, kind, (0, 1)).reshape(()).clone()
-    return reader.read(name, kind, interval).clone()
+        return reader.read(name, kind, (0, 1)).reshape(())
+    return reader.read(name, kind, interval)
 
 
 def _read_whole(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-    return reader.read(name, kind, (0, math.prod(shape))).view(shape).clone()
+    return reader.read(name, kind, (0, math.prod(shape))).view(shape)
 
 
 def _load_optimizer(optimizer: Optimizer, states: Mapping[nn.Parameter, dict[str, Tensor]]) -> None:

@@ -43,7 +43,7 @@ class ShardReader(Protocol):
         ...
 
     def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
-        """The piece ``[start, stop)`` of the flattened tensor: 1-D, on the CPU."""
+        """The piece ``[start, stop)`` of the flattened tensor: 1-D, on the CPU, the caller's own to keep and change."""
         ...
 
 

@@ -1,0 +1,45 @@
+"""Several machines in one world: where they meet, and as whom this one comes."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from zeroshard.comm.machines import DEFAULT_PORT, meeting_at
+from zeroshard.errors import UserError
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_who_has_the_address_serves_the_meeting_there():
+    port = _free_port()
+    meeting = meeting_at(f"127.0.0.1:{port}", 2, 4)
+    assert (meeting.min_nodes, meeting.max_nodes, meeting.endpoint) == (2, 4, f"127.0.0.1:{port}")
+    assert meeting.serves
+    assert meeting.own_address == "127.0.0.1"
+    assert meeting.interface == "lo"
+
+
+def test_where_somebody_serves_already_this_process_comes_as_a_guest():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert not meeting_at(f"127.0.0.1:{server.getsockname()[1]}", 2, 2).serves
+
+
+def test_an_address_of_another_machine_is_not_served():
+    assert not meeting_at("192.0.2.1:2345", 2, 2).serves  # reserved for documentation: nobody has it
+
+
+def test_the_port_may_be_left_out():
+    assert meeting_at("127.0.0.1", 2, 2).port == DEFAULT_PORT
+
+
+@pytest.mark.parametrize("endpoint", [":29400", "here:", "here:port", "here:0", "here:70000", "no such host"])
+def test_what_is_no_endpoint_is_refused(endpoint):
+    with pytest.raises(UserError, match="rdzv_endpoint") as caught:
+        meeting_at(endpoint, 2, 2)
+    assert "\n" not in str(caught.value)
