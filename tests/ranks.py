@@ -154,7 +154,7 @@ def _module(path: str) -> Any:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Taken over by the tests' conftest."""
     parser.addoption("--exits", type=int, default=5, help="how often four ranks are started and ended (default: 5)")
-    parser.addoption("--kills", type=int, default=3, help="how often a run is killed and goes on (default: 3)")
+    parser.addoption("--kills", type=int, default=10, help="how often a run is killed and goes on (default: 10)")
 
 
 @pytest.fixture(scope="session")

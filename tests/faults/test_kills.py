@@ -144,34 +144,43 @@ def _kill_the_launcher(run, rng, lifetime_s):
     run.start("--resume", "auto")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_run_that_is_killed_ends_in_the_bits_of_one_that_is_not(request, world):
+def pytest_generate_tests(metafunc):
+    if "round_number" in metafunc.fixturenames:
+        metafunc.parametrize("round_number", range(metafunc.config.getoption("--kills")))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Weights of a run that nobody kills, and for how long it ran in seconds."""
     began = time.monotonic()
-    whole = world("whole")
-    assert whole.ended() == (0, "")
-    lifetime_s = time.monotonic() - began
-    expected = whole.weights()
-    num_rounds = request.config.getoption("--kills")
-    for seed in range(num_rounds):
-        rng = random.Random(seed)
-        run = world(f"round-{seed}")
-        if seed % 3 == 2:
-            _kill_the_launcher(run, rng, lifetime_s)
-            status, err = run.ended()
-        else:
-            killed = _kill_a_rank(run, rng, lifetime_s)
-            status, err = run.ended()
-            if killed and err:
-                assert re.search(
-                    r"^started again from the last good checkpoint, 2 times more at most: rank \d", err, re.M
-                ), err
-        assert status == 0, (seed, err)
-        assert not run.processes()
-        _assert_sound(run)
-        found = run.weights()
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items()), seed
+    run = World(tmp_path_factory.mktemp("undisturbed"), "whole")
+    try:
+        assert run.ended() == (0, "")
+        return run.weights(), time.monotonic() - began
+    finally:
+        run.kill_all()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ends_in_the_bits_of_one_that_is_not(round_number, undisturbed, world):
+    expected, lifetime_s = undisturbed
+    rng = random.Random(round_number)
+    run = world("killed")
+    if round_number % 3 == 2:
+        _kill_the_launcher(run, rng, lifetime_s)
+        status, err = run.ended()
+    else:
+        killed = _kill_a_rank(run, rng, lifetime_s)
+        status, err = run.ended()
+        if killed and err:
+            again = r"^started again from the last good checkpoint, 2 times more at most: rank \d"
+            assert re.search(again, err, re.M), err
+    assert status == 0, err
+    assert not run.processes()
+    _assert_sound(run)
+    found = run.weights()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
 
 
 @pytest.mark.slow
