@@ -6,6 +6,7 @@ mistake costs a tenth of a second. Torch and the layers below are imported insid
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import select
 import signal
@@ -137,6 +138,7 @@ def _read_file(path: str, kind: type[BaseModel]) -> dict[str, Any]:
 def _train(config: TrainConfig, argv: Sequence[str]) -> int:
     from zeroshard.comm import launch, machines
 
+    faulthandler.enable()  # what ends in C, as a mapped file that was cut off does, says at least where
     launch.prepare_torch()
     world = launch.world_from_env()
     several = config.nnodes != "1"

@@ -150,6 +150,12 @@ def test_workers_that_end_well_end_in_zero():
         ({0: (1, ""), 1: (5, "")}, 5, ""),
         ({0: (1, ""), 1: (2, "lr: wrong; mend")}, 2, "lr: wrong; mend"),
         ({0: (1, ""), 1: (-signal.SIGKILL, "")}, 4, "rank 1: was ended by SIGKILL; look for a lack of memory here"),
+        (
+            {0: (4, "rank 1: is gone"), 1: (-signal.SIGBUS, "")},
+            4,
+            "rank 1: was ended by SIGBUS; a token file was cut off while it was read, or its disk failed: "
+            "prepare the data again, then resume",
+        ),
         ({0: (-signal.SIGTERM, "")}, 143, ""),
         ({0: (-signal.SIGTERM, ""), 1: (3, "")}, 3, ""),
     ],

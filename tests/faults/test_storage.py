@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -233,3 +234,28 @@ def test_a_run_that_was_killed_holds_its_folder_no_more(tmp_path):
     lock = RunLock(tmp_path)
     assert lock.attempt == 2
     lock.close()
+
+
+@pytest.mark.slow
+def test_a_token_file_that_is_cut_off_while_it_is_read_is_blamed_by_the_launcher(config, tmp_path):
+    text, data = tmp_path / "text.txt", tmp_path / "tokens"
+    text.write_text("to be or not to be, that is the question\n" * 3000)
+    command = [sys.executable, "-m", "zeroshard", "train", "--nproc", "2", "--max-steps", "100000"]
+    command += f"""--data text --data.path {text} --data.dir {data} --model gpt2-demo --model.n_layer 1
+        --model.n_embd 16 --model.n_head 2 --seq-len 16 --micro-batch-size 1 --eval-interval 0
+        --out {tmp_path / "run"}""".split()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            deadline = time.monotonic() + 60
+            while not (metrics.exists() and "step_s" in metrics.read_text()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            for path in data.glob("*.bin"):
+                os.truncate(path, 0)
+            err = run.communicate(timeout=60)[1]
+        finally:
+            run.kill()
+    assert run.returncode == ExitStatus.PEER_LOST
+    assert "Bus error" in err
+    assert err.splitlines()[-1].startswith("error: rank ")
+    assert "was ended by SIGBUS; a token file was cut off" in err.splitlines()[-1]

@@ -18,6 +18,8 @@ from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import DAMAGED_TODO, MANIFEST, Manifest, Region, parse
 from zeroshard.errors import UserError
 
+READ_BYTES = 1 << 18  # one buffer for all of a region, small enough to be hashed from the cache
+
 
 @dataclass(frozen=True)
 class Damage:
@@ -84,12 +86,13 @@ def damage_of(folder: Path, manifest: Manifest, region: Region) -> Damage | None
             if size != expected:
                 return Damage(path, f"is damaged: it has {size} bytes of {expected}")
             position, end = region.offset, region.offset + region.num_bytes
+            buffer = memoryview(bytearray(min(READ_BYTES, region.num_bytes)))
             while position < end:
-                chunk = os.pread(file.fileno(), min(store.CHUNK_BYTES, end - position), position)
-                if not chunk:
+                num_read = os.preadv(file.fileno(), [buffer[: end - position]], position)
+                if not num_read:
                     return Damage(path, f"is damaged: it ends at byte {position} of {expected}")
-                digest.update(chunk)
-                position += len(chunk)
+                digest.update(buffer[:num_read])
+                position += num_read
     except FileNotFoundError:
         return Damage(path, "is missing")
     except OSError as error:

@@ -44,6 +44,11 @@ _LOOPBACK = "127.0.0.1"
 _saves_first = threading.Event()
 _LAUNCHER = "ZEROSHARD_LAUNCHER_PID"  # set for the workers of `launch_workers`
 _RESTARTS = "ZEROSHARD_NUM_RESTARTS"  # set there too, after the first
+_SIGNAL_TODO = {
+    "SIGKILL": "look for a lack of memory here",
+    # the kernel's only word for a mapped page that has no file behind it any more
+    "SIGBUS": "a token file was cut off while it was read, or its disk failed: prepare the data again, then resume",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +343,7 @@ def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
     for rank, (code, _) in sorted(failures.items()):
         if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT):
             name = signal.Signals(-code).name
-            todo = "look for a lack of memory here" if name == "SIGKILL" else "report it with `zeroshard doctor`"
+            todo = _SIGNAL_TODO.get(name, "report it with `zeroshard doctor`")
             return Ending(ExitStatus.PEER_LOST, f"rank {rank}: was ended by {name}; {todo}")
     for _, (code, message) in sorted(failures.items()):
         if code == ExitStatus.USAGE:

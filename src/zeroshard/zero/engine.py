@@ -18,18 +18,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, scope
-from zeroshard.zero import full_state, grads, shards
+from zeroshard.zero import full_state, shards
 from zeroshard.zero import restage as restaging
 from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.flat import Init
 from zeroshard.zero.hooks import attach
 from zeroshard.zero.levels import Levels, check_row
-from zeroshard.zero.optimizer import PiecewiseOptimizer, SavesPasses, ShardedParams
 from zeroshard.zero.partition import UnitSpec, materialise, partition
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.reduction import FlatGrads
 from zeroshard.zero.runtime import Runtime
 from zeroshard.zero.state import NamedShard, ShardReader, named_group
+from zeroshard.zero.stepping import Stepping
 from zeroshard.zero.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 from zeroshard.zero.unit import Unit, build_groups, memory_of
 
@@ -94,8 +93,6 @@ class Zero:
         self.levels = Levels.of(comm, shard_size)
         self.precision = precision or MixedPrecision()
         self._accumulate = accumulate
-        self._optimizers: list[PiecewiseOptimizer] = []
-        self._ema: Ema | None = None
 
         meta = materialise(model, _default_device(device)) if any(p.is_meta for p in model.parameters()) else set()
         if meta and init is None:
@@ -110,7 +107,7 @@ class Zero:
         root = build(root_spec)
         self._runtime = Runtime(root, [build(spec) for spec in specs], self.levels, self.strategy, prefetch)
         self._broadcast_buffers()
-        self._sharded_params = ShardedParams(self._runtime.groups())
+        self._stepping = Stepping(self._runtime, self.levels)
         cast = self.precision.param_dtype if self.precision.cast_forward_inputs else None
         self._handles: list[Any] = []
         for unit in self._runtime.all_units():
@@ -143,9 +140,7 @@ class Zero:
                 is given twice; an empty list.
             RuntimeError: weights must be laid out anew, but gradients or another optimizer's state are in the way.
         """
-        piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._sharded_params, self)
-        self._optimizers.append(piecewise)
-        return piecewise.optimizer
+        return self._stepping.optimizer(optimizer_cls, params, kwargs)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -177,20 +172,7 @@ class Zero:
             RuntimeError: gradients under `no_sync` still wait for their reduction.
             ValueError: ``norm_type`` is not positive.
         """
-        if not norm_type > 0:
-            raise ValueError(f"norm_type: {norm_type} is not a positive number; use 1, 2, 3 or inf")
-        self._runtime.require_reduced("clip_grad_norm_")
-        buffers = self._reduced_buffers()
-        device = next((b.reduced.device for b in buffers if b.reduced is not None), torch.device("cpu"))
-        exact = any(b.master_dtype == torch.float64 for b in buffers)
-        savers = [known.optimizer for known in self._optimizers if isinstance(known.optimizer, SavesPasses)]
-        saves = len(savers) == len(self._optimizers) > 0 and not exact
-        for buffer in buffers:
-            buffer.apply_factor()
-        sum_of_squares = savers[0].sum_of_squares if saves else None
-        norm = grads.global_norm(buffers, self.levels.shard, float(norm_type), device, sum_of_squares)
-        grads.clip_(buffers, norm, float(max_norm), lazily=saves)
-        return norm if exact else norm.to(torch.float32)
+        return self._stepping.clip_grad_norm_(max_norm, norm_type)
 
     def full_grads(self) -> dict[str, Tensor | None]:
         """Each parameter's gradient, averaged over ranks, in its own shape; None where there is none. Collective.
@@ -212,15 +194,11 @@ class Zero:
         Raises:
             ValueError: a decay outside [0, 1), or there is an average already.
         """
-        if self._ema is not None:
-            raise ValueError("ema: this engine keeps an average already")
-        masters = [shard for group in self._runtime.groups() for shard in group.shards]
-        self._ema = Ema(masters, decay, self._runtime.masters_replaced)
-        return self._ema
+        return self._stepping.make_ema(decay)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        self.clear_grads(None)
+        self._stepping.clear_grads(None)
 
     @property
     def accumulate(self) -> Accumulate:
@@ -240,82 +218,9 @@ class Zero:
         strategy = resolve_strategy(stage)
         if self.levels.shard is not self.comm:
             check_row(strategy)
-        holders: list[restaging.Stateful] = [known.optimizer for known in self._optimizers]
-        if self._ema is not None:
-            self._ema.require_away("restage")
-            holders.append(self._ema)
-        restaging.restage(self._runtime, strategy, holders)
+        restaging.restage(self._runtime, strategy, self._stepping.state_holders("restage"))
         self.strategy = strategy
-        self._sharded_params.locate(self._runtime.groups())
-        for known in self._optimizers:
-            known.hold_pieces()
-
-    # -- what an optimizer tells us ---------------------------------------------------------------------------
-
-    def keep_whole(self, params: set[nn.Parameter]) -> None:
-        """Lay ``params`` out so that each tensor lies on one rank. Collective.
-
-        Raises:
-            RuntimeError: gradients wait for a step; another optimizer or an average has state of parameters that would
-                move.
-        """
-        moving = {param for group in self._runtime.groups_to_leave(params) for param in group.params.params}
-        affected = [known for known in self._optimizers if not moving.isdisjoint(known.members)]
-        for known in affected:
-            if known.has_state:
-                raise RuntimeError(
-                    f"optimizer: whole tensors need a new layout, but {type(known.optimizer).__name__} has state of "
-                    "parameters beside them; make such optimizers and their groups before the first step"
-                )
-        if moving and self._ema is not None:
-            raise RuntimeError("optimizer: it needs a new layout, and an average has the old one; make ema() after it")
-        if moving:
-            self._runtime.keep_whole(params)
-            self._sharded_params.locate(self._runtime.groups())
-        for known in affected:
-            known.take_pieces_anew()
-
-    def after_joining(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
-        """Where weights compute in another dtype than their masters have, let the optimizer write both."""
-        if not isinstance(optimizer, SavesPasses):
-            return
-        copies: dict[Tensor, Tensor] = {}
-        for group in self._runtime.groups():
-            for piece, shard in zip(group.params.pieces, group.shards, strict=True):
-                place = group.params.place_in_full(piece)
-                if place is not None and group.params.params[piece.slot] in members:
-                    copies[shard] = place
-        optimizer.write_copies(copies)
-
-    def before_update(self, optimizer: Optimizer | None) -> Tensor | None:
-        """Refuse a step that would drop gradients, or change an average instead of the weights.
-
-        Returns what ``optimizer`` is to multiply the gradients that it reads by.
-        """
-        self._runtime.require_reduced("step")
-        if self._ema is not None:
-            self._ema.require_away("step")
-        buffers = self._reduced_buffers()
-        factors = {id(buffer.factor): buffer.factor for buffer in buffers}
-        if len(factors) == 1 and isinstance(optimizer, SavesPasses):
-            return buffers[0].factor
-        for buffer in buffers:
-            buffer.apply_factor()
-        return None
-
-    def after_update(self, optimizer: Optimizer) -> None:
-        """Mark the weights that ``optimizer`` may have changed, the same on every rank."""
-        self._runtime.forget_calls()
-        members = next((known.members for known in self._optimizers if known.optimizer is optimizer), set())
-        copied = isinstance(optimizer, SavesPasses)
-        for group in self._runtime.groups():
-            used = group.grads.used
-            if any(used[slot] and param in members for slot, param in enumerate(group.params.params)):
-                group.params.mark_stale(copied=copied)
-
-    def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool = True) -> None:
-        """Forget the gradients of ``params``, None: of all; or have them be zero."""
-        self._runtime.clear_grads(params, set_to_none=set_to_none)
+        self._stepping.hold_pieces()
 
     # -- whole state ------------------------------------------------------------------------------------------
 
@@ -351,8 +256,7 @@ class Zero:
         Raises:
             RuntimeError: shapes that differ; with ``strict``, names missing or unexpected; inside `Ema.weights`.
         """
-        if self._ema is not None:
-            self._ema.require_away("load_state_dict")
+        self._stepping.require_weights("load_state_dict")
         return full_state.load_state_dict(self.model, self._runtime, state, strict=strict)
 
     def tied_names(self) -> dict[str, str]:
@@ -368,11 +272,7 @@ class Zero:
         Raises:
             RuntimeError: inside `Ema.weights`.
         """
-        stateful: list[shards.Stateful] = [known.optimizer for known in self._optimizers]
-        if self._ema is not None:
-            self._ema.require_away("named_shards")
-            stateful.append(self._ema)
-        yield from shards.named_shards(self.model, self._runtime, stateful)
+        yield from shards.named_shards(self.model, self._runtime, self._stepping.state_holders("named_shards"))
 
     def named_param_groups(self) -> list[dict[str, Any]]:
         """Every optimizer's param groups as JSON can hold them, with the parameters' ordinary names; on every rank."""
@@ -382,9 +282,7 @@ class Zero:
             for param, slot in zip(group.params.params, group.params.layout.slots, strict=True)
         }
         return [
-            named_group(group, [names[param] for param in chosen])
-            for known in self._optimizers
-            for group, chosen in zip(known.optimizer.param_groups, known.by_group, strict=True)
+            named_group(group, [names[param] for param in chosen]) for group, chosen in self._stepping.param_groups()
         ]
 
     def load_named_shards(self, reader: ShardReader) -> None:
@@ -396,12 +294,11 @@ class Zero:
             ValueError: a parameter that was not saved, or was saved with another shape.
             RuntimeError: inside `Ema.weights`.
         """
-        if self._ema is not None:
-            self._ema.require_away("load_named_shards")
-        optimizers = [known.optimizer for known in self._optimizers]
-        shards.load_named_shards(self.model, self._runtime, optimizers, reader)
-        if self._ema is not None:
-            self._ema.load(shards.reader_of(self._runtime, reader, EMA))
+        stepping = self._stepping
+        stepping.require_weights("load_named_shards")
+        shards.load_named_shards(self.model, self._runtime, stepping.optimizers, reader)
+        if stepping.ema is not None:
+            stepping.ema.load(shards.reader_of(self._runtime, reader, EMA))
 
     # -- facts ------------------------------------------------------------------------------------------------
 
@@ -419,19 +316,16 @@ class Zero:
         total = memory_of(self._runtime.groups())
         total["optimizer"] = sum(
             value.numel() * value.element_size()
-            for known in self._optimizers
-            for state in known.optimizer.state.values()
+            for optimizer in self._stepping.optimizers
+            for state in optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
         )
-        if self._ema is not None:
-            total["ema"] = self._ema.num_bytes
+        if self._stepping.ema is not None:
+            total["ema"] = self._stepping.ema.num_bytes
         return total
 
     # -- construction -----------------------------------------------------------------------------------------
-
-    def _reduced_buffers(self) -> list[FlatGrads]:
-        return [group.grads for group in self._runtime.groups() if group.grads.reduced is not None]
 
     def _broadcast_buffers(self) -> None:
         with scope("buffers/start"):
@@ -445,7 +339,7 @@ class Zero:
 
     def _guard_module(self) -> None:
         """Answer for the module's own methods that would be silently wrong on sharded weights."""
-        runtime, clear = self._runtime, self.clear_grads
+        runtime, clear = self._runtime, self._stepping.clear_grads
 
         def refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             if not runtime.weights_readable:
