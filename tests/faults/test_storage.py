@@ -250,7 +250,7 @@ def test_a_token_file_that_is_cut_off_while_it_is_read_is_blamed_by_the_launcher
             deadline = time.monotonic() + 60
             while not (metrics.exists() and "step_s" in metrics.read_text()) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            for path in data.glob("*.bin"):
+            for path in data.glob("*/*.bin"):
                 os.truncate(path, 0)
             err = run.communicate(timeout=60)[1]
         finally:
