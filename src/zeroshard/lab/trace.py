@@ -59,13 +59,15 @@ class Event:
     Attributes:
         name: ``runs_again``: a forward inside backward; ``grad``: a parameter's gradient is there.
         unit: its place in the order of execution; `ROOT` for the root unit.
-        param: of ``grad``: which parameter of the unit.
+        param: of ``grad``: the parameter's name within the unit.
+        grads_flow: of ``forward_ends``: whether a backward of this call will be told.
         keep: of ``forward_ends``: nobody will tell when its weights are needed again.
     """
 
     name: EventName
     unit: int = ROOT
-    param: int = 0
+    param: str = ""
+    grads_flow: bool = False
     keep: bool = False
 
 
@@ -305,10 +307,10 @@ class _Unit:
 
     def __init__(self, spec: UnitSpec, index: int) -> None:
         self.name, self.module, self.index = spec.name, spec.module, index
-        self.params = [param for _, param in spec.params]
+        self.params = spec.params
 
     def trained_groups(self) -> list[Any]:
-        return [param for param in self.params if param.requires_grad]
+        return [param for _, param in self.params if param.requires_grad]
 
 
 class _Log:
@@ -321,9 +323,9 @@ class _Log:
         self._pass: object | None = None
         for unit in self._units:
             attach(cast("Any", unit), self, None)
-            for index, param in enumerate(unit.params):
+            for name, param in unit.params:
                 if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(self._taker(unit, index))
+                    param.register_post_accumulate_grad_hook(self._taker(unit, name.removeprefix(f"{unit.name}.")))
 
     def order(self) -> tuple[str, ...]:
         """Names of units in order of execution; those that did not run come last."""
@@ -360,7 +362,7 @@ class _Log:
             self._event("forward_begins", unit)
 
     def forward_ends(self, unit: Any, *, grads_flow: bool, keep: bool) -> None:
-        self._event("forward_ends", unit, keep=keep)
+        self._event("forward_ends", unit, grads_flow=grads_flow, keep=keep)
 
     def backward_begins(self, unit: Any) -> None:
         self._backward()
@@ -379,19 +381,19 @@ class _Log:
         self._pass = None
         self._entries.append(Event("backward_over"))
 
-    def _taker(self, unit: _Unit, index: int) -> Callable[[Tensor], None]:
+    def _taker(self, unit: _Unit, name: str) -> Callable[[Tensor], None]:
         def take(param: Tensor) -> None:
             self._backward()
-            self._event("grad", unit, param=index)
+            self._event("grad", unit, param=name)
             param.grad = None
 
         return take
 
-    def _event(self, name: EventName, unit: _Unit, *, param: int = 0, keep: bool = False) -> None:
+    def _event(self, name: EventName, unit: _Unit, **details: Any) -> None:
         place = ROOT
         if unit.index:
             place = self._places.setdefault(unit.index, len(self._places))
-        self._entries.append(Event(name, place, param, keep))
+        self._entries.append(Event(name, place, **details))
 
     # -- what comes of it -------------------------------------------------------------------------------------
 
