@@ -185,7 +185,9 @@ class Planner:
     def row(self, stage: int | ShardingStrategy, micro_batch: int, shard_size: int | None = None) -> Row:
         """One way to run; ``shard_size`` None: all ranks."""
         strategy = stage if isinstance(stage, ShardingStrategy) else STAGES[stage]
-        strategy = replace(strategy, reshard_after_forward=strategy.reshard_after_forward and self.reshard_after_forward)
+        strategy = replace(
+            strategy, reshard_after_forward=strategy.reshard_after_forward and self.reshard_after_forward
+        )
         world_size = self.cluster.world_size
         shards = shard_size or world_size
         step = self.step(strategy, micro_batch, shards)
@@ -396,9 +398,7 @@ def planner_for(
         what = f"{global_batch} sequences cannot be shared out to {world_size} GPUs"
         raise UserError("global_batch", what, f"give a multiple of {world_size}")
     cluster = Cluster(world_size, gpus_per_node, within or between, between)
-    return Planner(
-        workload, device, cluster, global_batch or 0, accumulate, prefetch, reshard_after_forward, headroom
-    )
+    return Planner(workload, device, cluster, global_batch or 0, accumulate, prefetch, reshard_after_forward, headroom)
 
 
 def _precision(dtype: str, reduce_dtype: str | None) -> MixedPrecision:

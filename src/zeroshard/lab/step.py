@@ -189,10 +189,8 @@ def step_of(
     each_reduces = (settings.accumulate or by_column) == "sharded"
     before_update = resident(settings.num_micro if each_reduces else 1)
     engine.hold(before_update)
-    parts: list[list[Action]] = []
     num_taken = min(settings.num_micro, 3)
-    for micro in range(num_taken):
-        parts.append(engine.micro_batch(sync=each_reduces or micro == num_taken - 1))
+    parts = [engine.micro_batch(sync=each_reduces or micro == num_taken - 1) for micro in range(num_taken)]
     update = engine.update(optimizer)
     start = {**before_update, "grads": 0, "optimizer": 0}
     return Step(

@@ -187,7 +187,7 @@ def trace_model(
         precision: the dtype policy.
         device_type: as `trace_language_model`.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+    with FakeTensorMode(allow_non_fake_inputs=True):
         fake, chosen = _fake(model, units, precision)
         root, specs = partition(fake, chosen)
         log = _Log([root, *specs])
