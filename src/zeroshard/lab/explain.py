@@ -26,7 +26,7 @@ LEGEND = (
 
 
 def explain(planner: Planner, row: Row) -> str:
-    """The last micro-batch of ``row`` and its update, in order; runs of blocks that do the same are told once."""
+    """The last micro-batch of ``row`` and its update, in order; units in the middle are left out."""
     timing = simulate(row.step, planner.device, planner.cluster, with_spans=True)
     lines = [
         f"One step of {describe(row, planner.cluster.world_size)}: {seconds(timing.step_s)}, of it "
@@ -69,10 +69,26 @@ def _sequence(step: Step, spans: list[TimedSpan]) -> list[str]:
         where = f"{message.buffer}/{message.phase}" if not action.control else "control"
         rows.append((span.start_s, where, message.op, size(message.num_bytes), took, f"{what}: {formula}"))
     rows.sort(key=lambda each: each[0])
+    alike = _alike(step)
+    shown: list[tuple[float, str, str, str, str, str]] = []
+    for row in rows:
+        unit = row[1].split("/")[0].rpartition(" ")[2]
+        if unit not in alike:
+            shown.append(row)
+        elif shown[-1][1] != "...":
+            shown.append((row[0], "...", f"{len(alike)} more units alike", "", "", ""))
+    rows = shown
     lines = [
         f"{seconds(start - first):>9}  {a:<28} {b:<15} {c:>10} {d:>8}  {e}".rstrip() for start, a, b, c, d, e in rows
     ]
     return [f"{'at':>9}  {'unit':<28} {'what':<15} {'bytes':>10} {'takes':>8}", *lines]
+
+
+def _alike(step: Step) -> set[str]:
+    """Units in the middle, which do what their neighbours do."""
+    order = list(dict.fromkeys(a.unit for a in step.last if isinstance(a, Compute) and a.phase == "forward"))
+    units = [unit for unit in order if unit != "root"]
+    return set(units[2:-2]) if len(units) > 6 else set()
 
 
 def _sources(step: Step) -> list[str]:

@@ -44,7 +44,7 @@ def largest_micro_batch(planner: Planner, stage: int) -> Answer:
 
 
 def largest_model(planner: Planner, stage: int, micro_batch: int) -> Answer:
-    """The largest model of the workload's shape that fits: its width and depth grow together, as n_layer = n_embd / 128.
+    """The largest model of the workload's kind that fits: width and depth grow together, with n_layer = n_embd / 128.
 
     Raises:
         UserError: the model is not one of ours.

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from zeroshard.errors import UserError
@@ -535,7 +534,7 @@ def nearest_change(
 def fewest_gpus(
     planner: Planner, stages: Sequence[int | ShardingStrategy], micro_batch: int, most: int = 2**17
 ) -> int | None:
-    """The smallest world in which some of ``stages`` fits, in full nodes beyond the first; None: none up to ``most``."""
+    """The smallest world in which some of ``stages`` fits, in full nodes beyond the first; None: ``most`` is too few."""
     per_node = planner.cluster.ranks_per_node
 
     def fits(world_size: int) -> bool:

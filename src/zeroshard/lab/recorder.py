@@ -1,4 +1,5 @@
-"""Every allocation that operations make, and every end of one, in order: on fake tensors to predict, on real to measure.
+"""Every allocation that operations make, and every end of one, in order: on fake tensors to predict, on real to
+measure.
 
 A storage begins with the first operation that returns a tensor on it, and ends when its last reference goes. What an
 operation takes and gives back within itself is not seen. A storage that is resized in place by hand (the engine's full
