@@ -93,9 +93,10 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
     Memory and messages are predicted for that device; a time is only measured, since the plan's is of another one.
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    here = Device("this machine", 2**62, dict.fromkeys(("float32", "bfloat16", "float16"), 1e12), 1e11, "a stand-in",
-                  device_type=device.type)  # fmt: skip
-    local = planner_for(**{**arguments(config), "gpu": Calibration(here), "within_node": config.network})
+    rates = dict.fromkeys(("float32", "bfloat16", "float16"), 1e12)
+    here = Device("this machine", 2**62, rates, 1e11, "a stand-in", device_type=device.type)
+    given: dict[str, Any] = {**arguments(config), "gpu": Calibration(here), "within_node": config.network}
+    local = planner_for(**given)
     shard_size = None if row.shard_size == planner.cluster.world_size else row.shard_size
     again = local.row(row.stage if row.stage is not None else 3, row.micro_batch, shard_size)
     workload = local.workload

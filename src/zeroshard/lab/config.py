@@ -56,7 +56,7 @@ class PlanConfig(BaseModel):
     kernels: Literal["auto", "reference", "triton", "liger"] = Field("auto", description="Who computes norms and loss.")
     headroom: float = Field(0.05, ge=0, lt=1, description="Share of memory that must stay free.")
 
-    json: bool = Field(False, description="Print JSON.")
+    json: bool = Field(False, description="Print JSON.")  # ty: ignore[incompatible-attribute-override]
     explain: bool = Field(False, description="Print the step of one stage, action by action.")
     dry_run: bool = Field(False, description="Run that rank's step here, and print prediction beside measurement.")
     ask: Question = Field("none", description="Answer this question instead of printing the table.")

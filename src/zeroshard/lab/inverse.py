@@ -58,7 +58,7 @@ def largest_model(planner: Planner, stage: int, micro_batch: int) -> Answer:
         sizes: dict[str, object] = {"n_layer": layers, "n_head": heads, "n_embd": heads * head}
         if hasattr(config, "n_kv_head"):
             sizes |= {"n_kv_head": heads, "ffn_hidden": 0}
-        return planner.on(workload=planner.workload.changed(**sizes))
+        return planner.on(workload=planner.workload.changed(sizes))
 
     found = _most(lambda layers: scaled(layers).row(stage, micro_batch).fits, 512)
     where = f"stage {stage} on {planner.cluster.world_size:,} x {planner.device.name}, micro-batch {micro_batch}"

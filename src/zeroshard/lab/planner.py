@@ -514,7 +514,7 @@ def nearest_change(
     if hasattr(planner.workload.model, "config"):
         how = getattr(planner.workload.model.config, "activation_checkpointing", "full")
         if how != "full":
-            recomputing = planner.on(workload=planner.workload.changed(activation_checkpointing="full"))
+            recomputing = planner.on(workload=planner.workload.changed({"activation_checkpointing": "full"}))
             if _fits(recomputing, stage, smallest):
                 return f"{start}; activation checkpointing (full) with micro-batch {smallest} would fit."
             planner = recomputing
@@ -534,7 +534,7 @@ def nearest_change(
 def fewest_gpus(
     planner: Planner, stages: Sequence[int | ShardingStrategy], micro_batch: int, most: int = 2**17
 ) -> int | None:
-    """The smallest world in which some of ``stages`` fits, in full nodes beyond the first; None: ``most`` is too few."""
+    """The smallest world where some of ``stages`` fits, in full nodes beyond the first; None: none up to ``most``."""
     per_node = planner.cluster.ranks_per_node
 
     def fits(world_size: int) -> bool:

@@ -421,7 +421,8 @@ class _Engine:
         self.peak = Moment(dict(self._bytes), "")
         self._actions: list[Action] = []
         self._number = 0
-        self._place, self._phase = "root", "forward"
+        self._place = "root"
+        self._phase: Phase = "forward"
         by_name: dict[str, list[_Double]] = {"root": []}
         for buffer in buffers:
             by_name.setdefault(buffer.unit, []).append(_Double(buffer, self))

@@ -163,7 +163,8 @@ def tokens_and_targets(seq_len: int) -> Inputs:
     """The arguments of a language model."""
 
     def make(micro_batch: int) -> tuple[Tensor, Tensor]:
-        return tuple(torch.zeros(micro_batch, seq_len, dtype=torch.int64) for _ in range(2))  # ty: ignore[invalid-return-type]
+        tokens, targets = (torch.zeros(micro_batch, seq_len, dtype=torch.int64) for _ in range(2))
+        return tokens, targets
 
     return make
 
