@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeroshard.comm.base import (
         Allocator,
+        Buffered,
         Communicator,
         Done,
         Groups,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         ReduceOp,
         Splittable,
         Work,
+        buffer_bytes,
         empty_for,
         split,
     )
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Allocator": "base",
+    "Buffered": "base",
     "Communicator": "base",
     "Done": "base",
     "Groups": "base",
@@ -41,6 +44,7 @@ _HOME = {
     "ReduceOp": "base",
     "Splittable": "base",
     "Work": "base",
+    "buffer_bytes": "base",
     "empty_for": "base",
     "split": "base",
     "Exposed": "exposed",
@@ -67,6 +71,7 @@ _HOME = {
 __all__ = [
     "CONTROL",
     "Allocator",
+    "Buffered",
     "CommRecord",
     "Communicator",
     "Done",
@@ -86,6 +91,7 @@ __all__ = [
     "TorchTransport",
     "Transport",
     "Work",
+    "buffer_bytes",
     "by_kind",
     "current_scope",
     "empty_for",

@@ -108,6 +108,25 @@ def empty_for(comm: Communicator, numel: int, dtype: torch.dtype, device: torch.
 
 
 @runtime_checkable
+class Buffered(Protocol):
+    """A communicator that holds memory of its own, beside the tensors that it is given."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of it on this rank now, its parts' among them."""
+        ...
+
+
+def buffer_bytes(comm: object) -> int:
+    """Memory that ``comm``, or the communicator in it, holds for itself on this rank; 0 where none says so."""
+    while comm is not None:
+        if isinstance(comm, Buffered):
+            return comm.buffer_bytes
+        comm = getattr(comm, "inner", None)
+    return 0
+
+
+@runtime_checkable
 class Splittable(Protocol):
     """A communicator some of whose ranks can talk among themselves."""
 
