@@ -14,7 +14,7 @@ and that `tests/comm/test_contract.py` checks:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 import torch
@@ -36,11 +36,24 @@ class Work(Protocol):
         ...
 
 
+@runtime_checkable
+class Tells(Protocol):
+    """A `Work` that tells when its operation has ended, without anybody waiting for it."""
+
+    def tell(self, ended: Callable[[], None]) -> None:
+        """Call ``ended`` once the operation has ended, at once where it has; on any thread, and briefly."""
+        ...
+
+
 class Done:
     """The handle of an operation that had finished when it was returned."""
 
     def wait(self) -> None:
         """Return at once."""
+
+    def tell(self, ended: Callable[[], None]) -> None:
+        """Call ``ended`` at once."""
+        ended()
 
 
 DONE = Done()
