@@ -155,7 +155,7 @@ def _train(config: TrainConfig, argv: Sequence[str]) -> int:
         from zeroshard.train.loop import run_training
 
         try:
-            return run_training(config, _choose_stage if config.strategy == "auto" else None)
+            return run_training(config, _choose_stage if config.strategy == "auto" else None, _predict)
         except PeerError as error:
             lost_first = str(error).startswith("rank 0")
             _say(f"rank {world.rank if world else 0}: {error}; start again with --resume auto", all_ranks=lost_first)
@@ -166,6 +166,12 @@ def _choose_stage(*facts: Any) -> tuple[int, str]:
     from zeroshard.lab.fit import fitting_stage
 
     return fitting_stage(*facts)
+
+
+def _predict(job: Any) -> Any:
+    from zeroshard.lab.contract import predict
+
+    return predict(job)
 
 
 def _prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
