@@ -82,7 +82,11 @@ def test_categories_come_in_their_order():
 
 
 def test_what_nobody_claims_is_what_the_allocator_has_beyond_the_categories():
-    stats = {"requested_bytes.all.current": 1000, "allocated_bytes.all.current": 1536, "reserved_bytes.all.current": 4096}
+    stats = {
+        "requested_bytes.all.current": 1000,
+        "allocated_bytes.all.current": 1536,
+        "reserved_bytes.all.current": 4096,
+    }
     found = reconciled({"params": 600, "grads": 300}, stats)
     assert (found.unclaimed, found.rounding, found.cached) == (100, 536, 2560)
 

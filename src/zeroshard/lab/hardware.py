@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,10 @@ class Link:
         source: the data sheet, or how it was measured.
         call_s: that a collective takes, however little it sends.
         share: of ``bytes_per_s``, what collectives reach; 1.0 where they were measured.
+        num_ranks: among how many ranks ``collectives`` were measured.
+        collectives: by operation, the seconds that one takes with no bytes, and those of a byte of the whole buffer.
+        hides: of the communication that computation runs beside, the share that it really hides: where the same cores
+            do both, not all.
     """
 
     name: str
@@ -62,6 +66,9 @@ class Link:
     source: str
     call_s: float = CALL_S
     share: float = BANDWIDTH_SHARE
+    num_ranks: int = 0
+    collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    hides: float = 1.0
 
 
 def _link(name: str, gb_per_s: float, step_s: float, source: str) -> Link:

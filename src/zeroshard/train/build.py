@@ -369,7 +369,9 @@ def _named_units(strategy: Strategy) -> list[tuple[str, nn.Module]]:
     """What a trace names: our engine's units, elsewhere the model's blocks."""
     if isinstance(strategy, ZeroStrategy):
         return [(unit.name, unit.module) for unit in strategy.zero.units]
-    return [(name, module) for name, module in strategy.model.named_modules() if re.fullmatch(r"(.*\.)?blocks\.\d+", name)]
+    return [
+        (name, module) for name, module in strategy.model.named_modules() if re.fullmatch(r"(.*\.)?blocks\.\d+", name)
+    ]
 
 
 def _contract(

@@ -125,7 +125,9 @@ class OptimConfig(_Config):
 class ProfileConfig(_Config):
     """What a run measures of itself, beyond each step's record."""
 
-    trace_steps: int = Field(0, ge=0, description="Steps to trace, into OUT/trace/trace.json, from the third on; 0: none.")
+    trace_steps: int = Field(
+        0, ge=0, description="Steps to trace, into OUT/trace/trace.json, from the third on; 0: none."
+    )
     memory: bool = Field(
         False, description="Find the peak of memory by category, from every operation of the second step."
     )

@@ -49,9 +49,7 @@ class _Health:
     stop: ExitStatus
 
 
-def run_training(
-    config: TrainConfig, choose_stage: ChooseStage | None = None, predict: Predict | None = None
-) -> int:
+def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None, predict: Predict | None = None) -> int:
     """Build the run that ``config`` describes, train, clean up; returns the exit status. One call per rank.
 
     Args:
@@ -63,7 +61,11 @@ def run_training(
         UserError: something in the configuration cannot be had; on every rank.
         KeyboardInterrupt: passed on, with the log intact.
     """
-    with built(config, choose_stage, predict) as run, stop_signals_noted() as stop_wanted, _watched(run, config) as watchdog:
+    with (
+        built(config, choose_stage, predict) as run,
+        stop_signals_noted() as stop_wanted,
+        _watched(run, config) as watchdog,
+    ):
         try:
             return int(train(run, stop_wanted, watchdog.alive))
         except OSError as error:

@@ -171,4 +171,3 @@ class Measures:
             self._comm.drain()  # no step's
             self._comm.exposed.take()
         return clock_offsets(rounds)
-
