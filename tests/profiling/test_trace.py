@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import time
 
@@ -47,7 +48,7 @@ def test_spans_have_the_units_names_in_the_order_of_execution(tmp_path, kind):
         *(f"forward blocks.{i}" for i in range(3)),
         *(f"backward blocks.{i}" for i in (2, 1, 0)),
     ]
-    for one, next_ in zip(spans, spans[1:], strict=False):
+    for one, next_ in itertools.pairwise(spans):
         assert one["ts"] + one["dur"] <= next_["ts"] + 1
 
 

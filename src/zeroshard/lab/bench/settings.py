@@ -38,8 +38,8 @@ class StepBench(_Bench):
     """Time of one training step: stages beside DDP and a plain loop."""
 
     nproc: int = Field(2, ge=1, description="Ranks, as processes of this machine.")
-    shapes: tuple[Literal["wide", "deep", "tiny"], ...] = Field(
-        ("wide",), min_length=1, description="Models: 29.5 M parameters and few tokens, 12.3 M and more, 0.12 M."
+    shapes: tuple[Literal["wide", "deep", "small", "tiny"], ...] = Field(
+        ("wide",), min_length=1, description="Models: 29.5 M parameters and few tokens, 12.3 M and more, 2.0 M, 0.12 M."
     )
     contestants: tuple[str, ...] = Field(
         (), description="plain, ddp, zeroN, zeroN@COMM; others are held against the first. None: ddp and all stages."

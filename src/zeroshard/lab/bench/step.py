@@ -43,6 +43,7 @@ class Shape:
 SHAPES = {
     "wide": Shape(512, 8, 8, 8192, 128, 1),  # 29.5 M parameters, few tokens: heavy in communication
     "deep": Shape(384, 6, 6, 4096, 128, 4),  # 12.3 M parameters, more tokens: heavy in computation
+    "small": Shape(192, 4, 4, 1024, 128, 4),  # 2.0 M parameters
     "tiny": Shape(64, 2, 2, 256, 64, 1),  # 0.12 M parameters: pure overhead
 }
 Times = tuple[float, float]  # seconds of wall and of CPU time
