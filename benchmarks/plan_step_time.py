@@ -34,14 +34,15 @@ TOLERANCE = 0.15
 NAMES = [f"zero{stage}" for stage in STAGES]
 
 
-def measure(worlds: list[int], shapes: list[str], rounds: int, steps: int, comm: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"comm": comm, "calibrations": {}, "steps": []}
+def measure(found: dict[str, Any], worlds: list[int], shapes: list[str], rounds: int, steps: int, path: Path | None) -> None:
+    """Adds calibrations and steps to ``found``, which is written whenever there is more in it."""
+    comm = found["comm"]
     for world in worlds:
         report, calibration = device.run(world, [comm], rounds, "cpu", 1)
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "device.json")
-            write_calibration(path, calibration)
-            found["calibrations"][str(world)] = {"file": json.loads(path.read_text()), "rows": report.rows}
+            file = Path(folder, "device.json")
+            write_calibration(file, calibration)
+            found["calibrations"][str(world)] = {"file": json.loads(file.read_text()), "rows": report.rows}
         for name in shapes:
             args = (step.SHAPES[name], NAMES, rounds, steps, comm)
             seen = on_ranks(step.measure, world, *args)
@@ -49,7 +50,8 @@ def measure(worlds: list[int], shapes: list[str], rounds: int, steps: int, comm:
                 stage = int(row["name"][-1])
                 found["steps"].append({"world": world, "shape": name, "stage": stage, "wall_s": row["wall_s"]})
             print(f"measured {name} on {world} ranks", flush=True)
-    return found
+            if path is not None:
+                path.write_text(json.dumps(found, indent=1))
 
 
 def predict(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -126,10 +128,8 @@ def main() -> int:
         found = json.loads(args.again.read_text())
     else:
         shapes = {name: asdict(step.SHAPES[name]) for name in args.shapes}
-        found = {"environment": environment(), "shapes": shapes}
-        found |= measure(args.worlds, args.shapes, args.rounds, args.steps, args.comm)
-        if args.json:
-            args.json.write_text(json.dumps(found, indent=1))
+        found = {"environment": environment(), "shapes": shapes, "comm": args.comm, "calibrations": {}, "steps": []}
+        measure(found, args.worlds, args.shapes, args.rounds, args.steps, args.json)
     return 0 if args.only_measure or show(predict(found)) else 3
 
 

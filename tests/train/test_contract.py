@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zeroshard.comm import CONTROL, CommRecord, LocalCommunicator, run_threads
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.errors import ExitStatus
 from zeroshard.lab.contract import predict
 from zeroshard.train.build import build_run
 from zeroshard.train.contract import Contract, Planned, Sent, memory_difference, message_difference
@@ -122,6 +122,7 @@ def test_a_run_keeps_its_plan(tiny_config, strategy, changes):
         assert contract.num_checked == 4  # of 6: not the first, and not the one after the evaluation
     summary = json.loads((Path(config.out) / "summary.json").read_text())["plan"]
     assert summary["num_broken"] == 0
+    assert summary["peak_bytes"]["predicted"] > sum(p["predicted"] for p in summary["memory_bytes"].values())
     assert all(pair["ratio"] in (1.0, None) for pair in summary["memory_bytes"].values())
     assert summary["step_s"]["measured"] > 0
 
@@ -151,11 +152,11 @@ def test_elsewhere_it_is_only_reported(tiny_config):
     config = tiny_config()
     status, contract = _trained(LocalCommunicator(), config, lambda job: PLANNED)
     assert status == ExitStatus.OK
-    assert contract.num_broken == contract.num_checked == 3
+    assert contract.num_broken == contract.num_checked == 4  # not the first, and not the one after the evaluation
     assert json.loads((Path(config.out) / "summary.json").read_text())["plan"]["difference"].startswith("step 2: ")
 
 
 def test_a_strategy_without_a_plan_cannot_be_held_to_it(tiny_config):
-    with pytest.raises(UserError, match=r"plan.enforce: ddp has no plan"):
+    with pytest.raises(ValueError, match=r"plan.enforce: ddp has no plan"):
         tiny_config(strategy="ddp", plan={"enforce": True})
     assert _trained(LocalCommunicator(), tiny_config(strategy="ddp"))[1] is None

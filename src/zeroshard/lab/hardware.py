@@ -171,11 +171,17 @@ def read_calibration(path: str | Path, field: str = "gpu") -> Calibration:
         raise UserError(field, f"{path} is not a {FORMAT!r} file", todo)
     try:
         device = Device(**content["device"])
-        link = None if content["link"] is None else Link(**content["link"])
-    except (KeyError, TypeError) as error:
+        link = None if content["link"] is None else _read_link(content["link"])
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(field, f"{path} is damaged ({error})", todo) from None
     facts = [device.memory_bytes, device.bytes_per_s, *device.matmul_flops_per_s.values()]
     facts += [] if link is None else [link.bytes_per_s]
     if not device.matmul_flops_per_s or not all(isinstance(fact, int | float) and fact > 0 for fact in facts):
         raise UserError(field, f"{path} has a rate or size that is not a positive number", todo)
     return Calibration(replace(device, matmul_flops_per_s=dict(device.matmul_flops_per_s)), link)
+
+
+def _read_link(content: Mapping[str, Any]) -> Link:
+    """JSON knows no tuples."""
+    pairs = {op: (float(constant), float(rate)) for op, (constant, rate) in content.get("collectives", {}).items()}
+    return Link(**{**content, "collectives": pairs})

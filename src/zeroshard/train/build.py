@@ -164,7 +164,8 @@ def _build_in(
     observed.drain()
 
     measures = Measures(config.profile, strategy, observed, _named_units(strategy), folder, device)
-    contract = _contract(config, train_tokens.vocab_size, observed, device, grad_accum_steps, predict)
+    saves = isinstance(strategy.optimizer, FusedAdamW)
+    contract = _contract(config, train_tokens.vocab_size, observed, device, grad_accum_steps, predict, saves)
     ranks = {"rank": comm.rank, "world_size": comm.world_size}
     shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
     accumulation = {"grad_accum_steps": grad_accum_steps, "seed": config.seed}
@@ -381,6 +382,7 @@ def _contract(
     device: torch.device,
     grad_accum_steps: int,
     predict: Predict | None,
+    saves_passes: bool,
 ) -> Contract | None:
     if predict is None or config.strategy not in PLANNED:
         return None
@@ -397,7 +399,7 @@ def _contract(
         uniform_order=comm.uniform_order,
         device_type=device.type,
         keeps_ema=config.ema_decay > 0,
-        fused=config.fused,
+        saves_passes=saves_passes,
         calibration=config.plan.device,
     )
     return Contract(predict(job), config.plan.enforce)

@@ -39,8 +39,7 @@ class Job:
         uniform_order: of the communicator.
         device_type: ``"cpu"`` or ``"cuda"``.
         keeps_ema: whether there is a moving average of the weights.
-        clips: whether gradients are clipped.
-        fused: whether the optimizer updates in one kernel.
+        saves_passes: whether the optimizer writes 16-bit weights beside their masters (`FusedAdamW`).
         calibration: path of a file of `zeroshard bench device`; empty: the device is known by name, or not at all.
     """
 
@@ -56,8 +55,7 @@ class Job:
     uniform_order: bool
     device_type: str
     keeps_ema: bool = False
-    clips: bool = True
-    fused: bool = True
+    saves_passes: bool = False
     calibration: str = ""
 
 
