@@ -355,7 +355,10 @@ def test_a_dry_run_stands_beside_its_prediction(capsys):
     [
         (["--gpu", "h100-80bg"], "gpu: 'h100-80bg' is not a known device; did you mean h100-80gb?"),
         (["--gpus", "0"], "gpus: 0 is below 1; give 1 or more"),
-        (["--network", "400"], "network: '400' is not a bandwidth; write a number and a unit, as 400Gbit/s or 1.25GB/s"),
+        (
+            ["--network", "400"],
+            "network: '400' is not a bandwidth; write a number and a unit, as 400Gbit/s or 1.25GB/s",
+        ),
         (["--model", "gpt2-demo", "--model.n-head", "3"], "model.n_head: 3 does not divide n_embd 128;"),
         (["--model", "resnet"], "model: there is no preset 'resnet';"),
         (["--ask", "crossover"], "ask: crossover needs two stages"),

@@ -29,7 +29,9 @@ def _step_s(stage, link, device=DEVICE, **kwargs):
     return predicted_step(_model(), STAGES[stage], 2, 1, 8, Calibration(device, link), **kwargs).step_s
 
 
-@pytest.mark.parametrize(("op", "stage", "count"), [("all_reduce", 0, 4), ("all_gather", 1, 4), ("reduce_scatter", 1, 4)])
+@pytest.mark.parametrize(
+    ("op", "stage", "count"), [("all_reduce", 0, 4), ("all_gather", 1, 4), ("reduce_scatter", 1, 4)]
+)
 def test_collectives_take_what_they_were_measured_to_take(op, stage, count):
     free = dict.fromkeys(OPS, (0.0, 0.0))
     without = _step_s(stage, replace(LINK, collectives=free))

@@ -120,6 +120,10 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
     lines: dict[str, tuple[int, int]] = {"peak": (again.step.peak.total, measured.peak_bytes)}
     for name in ("params", "master", "grads", "optimizer"):
         lines[name] = (again.step.before_update[name], measured.before_update[name])
+    for name, num_bytes in measured.peak_by_category.items():
+        ours = again.step.peak.by_category.get(name, 0)
+        if ours or num_bytes:
+            lines[f"peak: {name}"] = (ours, num_bytes)
     predicted = again.step.messages()
     lines["messages"] = (len(predicted), len(measured.messages))
     lines["message bytes"] = (
@@ -148,11 +152,11 @@ def _require_memory(device: torch.device, num_bytes: int) -> None:
 
 def _comparison_text(compared: dict[str, Any]) -> str:
     lines = [f"{compared['row']}, one rank on {compared['device']}, no peers", ""]
-    lines.append(f"{'':<14} {'predicted':>12} {'measured':>12} {'ratio':>8}")
+    lines.append(f"{'':<20} {'predicted':>12} {'measured':>12} {'ratio':>8}")
     for name, each in compared["compared"].items():
         shown = [str(each[k]) if name == "messages" else size(each[k]) for k in ("predicted", "measured")]
         ratio = "" if each["ratio"] is None else f"{each['ratio']:.4f}"
-        lines.append(f"{name:<14} {shown[0]:>12} {shown[1]:>12} {ratio:>8}")
+        lines.append(f"{name:<20} {shown[0]:>12} {shown[1]:>12} {ratio:>8}")
     lines += ["", f"A step takes {seconds(compared['step_s'])} here, with nothing sent."]
     return "\n".join(lines)
 

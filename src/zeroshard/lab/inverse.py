@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from zeroshard.errors import UserError
-from zeroshard.lab.hardware import Link
 from zeroshard.lab.planner import Planner, Row, describe, fewest_gpus
 from zeroshard.lab.workload import Workload
 from zeroshard.models import LanguageModel
@@ -160,10 +159,10 @@ def _border(below: Callable[[float], bool]) -> float | None:
 
 
 def _on_network(planner: Planner, bytes_per_s: float) -> Planner:
-    link: Link = replace(planner.cluster.between, name="asked", bytes_per_s=bytes_per_s)
     if planner.cluster.world_size <= planner.cluster.ranks_per_node:
-        return planner.on(within=link)
-    return planner.on(between=link)
+        within = planner.cluster.within  # what was measured of whole collectives is of the link as it is
+        return planner.on(within=replace(within, name="asked", bytes_per_s=bytes_per_s, collectives={}))
+    return planner.on(between=replace(planner.cluster.between, name="asked", bytes_per_s=bytes_per_s))
 
 
 def _require_network(planner: Planner) -> None:

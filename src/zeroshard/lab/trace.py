@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zeroshard.kernels.launch import traced
 from zeroshard.kernels.linear_cross_entropy import VOCAB_MULTIPLE
-from zeroshard.lab.recorder import AllocationRecorder
+from zeroshard.lab.recorder import StorageEvents
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.presets import nearest_preset
 from zeroshard.zero import MixedPrecision
@@ -195,7 +195,7 @@ def trace_model(
         given = inputs(micro_batch)
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             given = tree_map(lambda x: _cast(x, precision.param_dtype), given)
-        recorder = AllocationRecorder(log.heard, log.ran)
+        recorder = StorageEvents(log.heard, log.ran)
         arguments = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         recorder.ignore([*fake.parameters(), *fake.buffers(), *arguments])
         with _kernels_of(device_type, log), recorder:
