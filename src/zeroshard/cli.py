@@ -24,6 +24,7 @@ from pydantic import BaseModel
 import zeroshard
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import flags_of, read_flags, take_option
+from zeroshard.lab.config import PlanConfig
 from zeroshard.train.config import (
     SHORTHANDS,
     ExportConfig,
@@ -161,7 +162,7 @@ def _train(config: TrainConfig, argv: Sequence[str]) -> int:
         from zeroshard.train.loop import run_training
 
         try:
-            return run_training(config, _choose_stage if config.strategy == "auto" else None)
+            return run_training(config, _choose_stage if config.strategy == "auto" else None, _predict)
         except PeerError as error:
             lost_first = str(error).startswith("rank 0")
             _say(f"rank {world.rank if world else 0}: {error}; start again with --resume auto", all_ranks=lost_first)
@@ -172,6 +173,12 @@ def _choose_stage(*facts: Any) -> tuple[int, str]:
     from zeroshard.lab.fit import fitting_stage
 
     return fitting_stage(*facts)
+
+
+def _predict(job: Any) -> Any:
+    from zeroshard.lab.contract import predict
+
+    return predict(job)
 
 
 def _prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
@@ -211,6 +218,12 @@ def _written(out: str, write: Callable[[], int]) -> int:
         return ExitStatus.STORAGE
 
 
+def _plan(config: PlanConfig, argv: Sequence[str]) -> int:
+    from zeroshard.lab.command import run_plan
+
+    return run_plan(config)
+
+
 def _checkpoint(config: None, words: Sequence[str]) -> int:
     from zeroshard.train.checkpoints import run_checkpoint
 
@@ -221,6 +234,31 @@ def _checkpoint(config: None, words: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitStatus.OK
     return status
+
+
+def _bench(config: None, words: Sequence[str]) -> int:
+    from zeroshard.comm import launch
+
+    launch.prepare_torch()
+    from zeroshard.lab.bench.settings import BENCHES
+
+    kind = words[0] if words else "--help"
+    if kind in ("--help", "-h"):
+        lines = [f"  {name:<12}{(bench.__doc__ or '').splitlines()[0]}" for name, bench in BENCHES.items()]
+        print(
+            "\n".join(["usage: zeroshard bench WHAT [FLAGS]", "", *lines, "", "`zeroshard bench WHAT --help`: flags."])
+        )
+        return ExitStatus.OK
+    if kind not in BENCHES:
+        raise UserError(kind, "there is no such bench", nearest(kind, BENCHES, f"choose one of {', '.join(BENCHES)}"))
+    settings = BENCHES[kind]
+    if "--help" in words or "-h" in words:
+        _help(f"bench {kind}", Verb((settings.__doc__ or "").splitlines()[0], _bench, settings), {})
+        return ExitStatus.OK
+    chosen = validate(settings, read_flags(words[1:], flags_of(settings, {})))
+    from zeroshard.lab.bench.command import run_bench
+
+    return run_bench(chosen)
 
 
 def _doctor(config: None, words: Sequence[str]) -> int:
@@ -238,11 +276,21 @@ VERBS: dict[str, Verb] = {
     "generate": Verb("Write text with the model of a run.", _generate, GenerateConfig, ("run",)),
     "export": Verb("Write a model for Hugging Face's transformers.", _export, ExportConfig, ("source", "out")),
     "import": Verb("Make a run of a Hugging Face GPT-2 or LLaMA.", _import, ImportConfig, ("source", "out")),
+    "plan": Verb(
+        "Say before a run what fits, how fast it will be and what to choose; status 3 if nothing fits.",
+        _plan,
+        PlanConfig,
+    ),
     "checkpoint": Verb(
         "ls: the checkpoints of a run. show: what one holds. verify: whether every byte is what was written; status 3 "
         "if not. diff: what differs between two; status 3 if anything does.",
         _checkpoint,
         usage="ls RUN | show PATH | verify PATH | diff PATH PATH",
+    ),
+    "bench": Verb(
+        "Measure on this machine: memory, step, collectives, device, kernels; a table, a JSON file, a figure.",
+        _bench,
+        usage="memory | step | collectives | device | kernels [FLAGS]",
     ),
     "doctor": Verb(
         "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "
