@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from zeroshard.comm.ring import RingCommunicator
     from zeroshard.comm.shm import SharedMemoryCommunicator, ranks_share_host
     from zeroshard.comm.threads import ThreadCommunicator, run_threads
+    from zeroshard.comm.throttle import Link, ThrottledCommunicator
     from zeroshard.comm.torch_dist import TorchCommunicator
 
 _HOME = {
@@ -61,6 +62,8 @@ _HOME = {
     "ranks_share_host": "shm",
     "ThreadCommunicator": "threads",
     "run_threads": "threads",
+    "Link": "throttle",
+    "ThrottledCommunicator": "throttle",
     "TorchCommunicator": "torch_dist",
 }
 
@@ -72,6 +75,7 @@ __all__ = [
     "Done",
     "Exposed",
     "Groups",
+    "Link",
     "LocalCommunicator",
     "NullCommunicator",
     "ObservedCommunicator",
@@ -82,6 +86,7 @@ __all__ = [
     "Splittable",
     "ThreadCommunicator",
     "ThreadTransport",
+    "ThrottledCommunicator",
     "TorchCommunicator",
     "TorchTransport",
     "Transport",
