@@ -1,7 +1,7 @@
 import pytest
 
 from zeroshard.errors import UserError
-from zeroshard.train.sizes import parse_size
+from zeroshard.train.sizes import parse_bandwidth, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,30 @@ def test_a_size_is_a_number_and_its_unit(text, num_bytes):
 def test_anything_else_is_refused_by_field(text):
     with pytest.raises(UserError, match=r"^max_shard_size: "):
         parse_size("max_shard_size", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [("400Gbit/s", 50e9), ("1.25GB/s", 1.25e9), ("10 Mbit/s", 1.25e6), ("8bit/s", 1.0), ("1GiB/s", 2.0**30)],
+)
+def test_a_bandwidth_is_bits_or_bytes_a_second(text, bytes_per_s):
+    assert parse_bandwidth("network", text) == bytes_per_s
+
+
+@pytest.mark.parametrize(
+    "text", ["400", "400Gb/s", "400Gbit", "400gbit/s", "5GB", "-1GB/s", "0GB/s", "fast", "1Gibit/s"]
+)
+def test_a_bandwidth_without_a_clear_unit_is_refused(text):
+    with pytest.raises(UserError, match=r"^network: "):
+        parse_bandwidth("network", text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("5us", 5e-6), ("1.5 ms", 1.5e-3), ("0ns", 0.0), ("2s", 2.0)])
+def test_a_duration_is_a_number_and_its_unit(text, seconds):
+    assert parse_duration("latency", text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["5", "5min", "us", "-5us", "5us/s"])
+def test_a_duration_without_a_unit_is_refused(text):
+    with pytest.raises(UserError, match=r"^latency: "):
+        parse_duration("latency", text)

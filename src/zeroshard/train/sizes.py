@@ -1,4 +1,8 @@
-"""Sizes as people write them: a number and its unit. A bare number is refused, since nobody can tell what it means."""
+"""Quantities as people write them: a number and its unit. A bare number is refused: nobody can tell what it means.
+
+``5GB`` is 10^9 bytes each and ``5GiB`` 2^30; a bandwidth is bits (``400Gbit/s``) or bytes (``1.25GB/s``) a second, and
+``Gb/s`` is refused, because half the world reads it as the other half's; a duration is ``5us``.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,16 @@ import re
 
 from zeroshard.errors import UserError
 
-_UNITS = {
+_SIZES = {
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
 }
+_BANDWIDTHS = {
+    **{f"{unit}/s": float(num_bytes) for unit, num_bytes in _SIZES.items()},
+    **{f"{prefix}bit/s": 1000**power / 8 for power, prefix in enumerate(("", "K", "M", "G", "T"))},
+}
+_DURATIONS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_size(field: str, text: str) -> int:
@@ -19,10 +28,35 @@ def parse_size(field: str, text: str) -> int:
     Raises:
         UserError: no number, no unit, an unknown unit, or less than one byte.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text.strip())
-    if match is None or match[2] not in _UNITS:
-        raise UserError(field, f"{text!r} is not a size", "write a number and a unit, as 5GB or 512MiB")
-    num_bytes = int(float(match[1]) * _UNITS[match[2]])
+    num_bytes = int(_parse(field, text, _SIZES, "a size", "5GB or 512MiB"))
     if num_bytes < 1:
         raise UserError(field, f"{text!r} is less than one byte", "give a larger size")
     return num_bytes
+
+
+def parse_bandwidth(field: str, text: str) -> float:
+    """Bytes a second in ``text``, such as ``400Gbit/s`` (50e9) or ``1.25GB/s``.
+
+    Raises:
+        UserError: no number, no unit, an unknown unit, or nothing a second.
+    """
+    found = _parse(field, text, _BANDWIDTHS, "a bandwidth", "400Gbit/s or 1.25GB/s")
+    if found <= 0:
+        raise UserError(field, f"{text!r} moves nothing", "give a larger bandwidth")
+    return found
+
+
+def parse_duration(field: str, text: str) -> float:
+    """Seconds in ``text``, such as ``5us``.
+
+    Raises:
+        UserError: no number, no unit, or an unknown unit.
+    """
+    return _parse(field, text, _DURATIONS, "a duration", "5us or 0.1ms")
+
+
+def _parse(field: str, text: str, units: dict[str, int] | dict[str, float], what: str, example: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+(?:/s)?)", text.strip())
+    if match is None or match[2] not in units:
+        raise UserError(field, f"{text!r} is not {what}", f"write a number and a unit, as {example}")
+    return float(match[1]) * units[match[2]]

@@ -1,0 +1,145 @@
+"""What devices can do, from their makers' data sheets: the one table that MFU and the planner read.
+
+Rates are dense (NVIDIA prints the Ada, Hopper and Blackwell ones with sparsity: twice these), products of matrices of
+16-bit numbers add up in fp32, and ``float32`` is without TF32, which torch does not use unless asked to.
+
+A data sheet's ``80 GB`` is taken as 10^9 bytes each. Devices report some per cent more, of which the CUDA context and
+the allocator's fragments take about as much.
+
+Nobody computes at the peak. ``matmul_share`` is what large products of matrices reach: Bekman, "Machine Learning
+Engineering", table of maximum achievable matmul FLOPS, bf16, where a row has a share of its own, else a round figure
+of ours. ``memory_share`` is what a copy reaches of the memory's rate, and ``kernel_s`` what a small kernel takes: both
+round figures for all GPUs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+TERA, GIGA = 10**12, 10**9
+MATMUL_SHARE = 0.75  # of a device that nobody measured for us
+MEMORY_SHARE = 0.9
+KERNEL_S = 4e-6  # from the start of one small kernel to the start of the next
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, as it is sold or as it was measured.
+
+    Attributes:
+        name: as `zeroshard plan --gpu` takes it.
+        memory_bytes: what a rank may use.
+        matmul_flops_per_s: FLOP/s of products of matrices by dtype (``float32``, ``bfloat16``, ``float16``); a dtype
+            that is not there is not served.
+        bytes_per_s: of its memory, reads and writes together.
+        source: the data sheet, or how it was measured.
+        matmul_share: of those FLOP/s, what large products reach; 1.0 where they were measured.
+        memory_share: of ``bytes_per_s``, likewise.
+        kernel_s: the least time that an operation takes, however little it does.
+        link: name of the links between the devices of a node, in `zeroshard.lab.hardware.LINKS`; empty: unknown.
+        driver_name: words that the name has which a driver reports; empty: none is known.
+    """
+
+    name: str
+    memory_bytes: int
+    matmul_flops_per_s: Mapping[str, float]
+    bytes_per_s: float
+    source: str
+    matmul_share: float = 1.0
+    memory_share: float = 1.0
+    kernel_s: float = 0.0
+    link: str = ""
+    driver_name: str = ""
+
+
+def _sold(
+    name: str,
+    memory_gb: float,
+    tflops: tuple[float, float, float],
+    gb_per_s: float,
+    link: str,
+    source: str,
+    driver_name: str = "",
+    share: float = MATMUL_SHARE,
+) -> Device:
+    """``tflops``: float32, bfloat16, float16; 0: not served."""
+    rates = zip(("float32", "bfloat16", "float16"), tflops, strict=True)
+    return Device(
+        name,
+        round(memory_gb * GIGA),
+        {dtype: rate * TERA for dtype, rate in rates if rate},
+        gb_per_s * GIGA,
+        source,
+        share,
+        MEMORY_SHARE,
+        KERNEL_S,
+        link,
+        driver_name,
+    )
+
+
+# A device is found by the name that its driver reports where each word of `driver_name` is a word of it; the first row
+# that fits wins, so narrower rows stand first.
+_TABLE = (
+    _sold("b200-180gb", 180, (75, 2250, 2250), 8000, "nvlink5", "NVIDIA HGX and DGX B200 data sheets", "B200"),
+    _sold("h200-nvl-141gb", 141, (60, 835.5, 835.5), 4800, "nvlink4", "NVIDIA H200 data sheet, NVL", "H200 NVL", 0.8),
+    _sold("h200-141gb", 141, (67, 989.5, 989.5), 4800, "nvlink4", "NVIDIA H200 data sheet, SXM", "H200", 0.8),
+    _sold(
+        "h100-nvl-94gb", 94, (60, 835.5, 835.5), 3900, "nvlink4-pcie", "NVIDIA H100 data sheet, NVL", "H100 NVL", 0.8
+    ),
+    _sold(
+        "h100-pcie-80gb",
+        80,
+        (51, 756.5, 756.5),
+        2000,
+        "pcie5",
+        "NVIDIA H100 data sheet, first edition, PCIe",
+        "H100 PCIe",
+        0.8,
+    ),
+    # SXM boards call themselves "H100 80GB HBM3"
+    _sold("h100-80gb", 80, (67, 989.5, 989.5), 3350, "nvlink4", "NVIDIA H100 data sheet, SXM", "H100 HBM3", 0.803),
+    _sold("a100-80gb", 80, (19.5, 312, 312), 2039, "nvlink3", "NVIDIA A100 data sheet, SXM", "A100 SXM4 80GB", 0.869),
+    _sold("a100-40gb", 40, (19.5, 312, 312), 1555, "nvlink3", "NVIDIA A100 data sheet, SXM", "A100 SXM4 40GB", 0.869),
+    _sold("a100-pcie-80gb", 80, (19.5, 312, 312), 1935, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100 80GB", 0.811),
+    _sold("a100-pcie-40gb", 40, (19.5, 312, 312), 1555, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100", 0.811),
+    _sold("l40s-48gb", 48, (91.6, 362.05, 362.05), 864, "pcie4", "NVIDIA L40S data sheet", "L40S"),
+    _sold("l4-24gb", 24, (30.3, 121, 121), 300, "pcie4-x8", "NVIDIA L4 data sheet", "L4"),
+    _sold("a10-24gb", 24, (31.2, 125, 125), 600, "pcie4", "NVIDIA A10 data sheet", "A10"),
+    _sold(
+        "rtx-4090-24gb",
+        24,
+        (82.6, 165.2, 165.2),
+        1008,
+        "pcie4",
+        "NVIDIA Ada GPU architecture white paper, appendix A",
+        "RTX 4090",
+    ),
+    _sold("rtx-3090-24gb", 24, (35.6, 71, 71), 936, "pcie4", "NVIDIA Ampere GA102 white paper, appendix A", "RTX 3090"),
+    _sold("v100-32gb", 32, (15.7, 0, 125), 900, "nvlink2", "NVIDIA V100 data sheet, SXM2", "V100 SXM2 32GB"),
+    _sold("v100-16gb", 16, (15.7, 0, 125), 900, "nvlink2", "NVIDIA V100 data sheet, SXM2", "V100 SXM2 16GB"),
+    _sold("t4-16gb", 16, (8.1, 0, 65), 320, "pcie3", "NVIDIA T4 data sheet", "T4"),
+    _sold(
+        "mi325x-256gb", 256, (163.4, 1307.4, 1307.4), 6000, "xgmi3", "AMD Instinct MI325X data sheet", "MI325X", 0.604
+    ),
+    _sold(
+        "mi300x-192gb", 192, (163.4, 1307.4, 1307.4), 5300, "xgmi3", "AMD Instinct MI300X data sheet", "MI300X", 0.514
+    ),
+    # one of the two dies of a module, which is what torch calls a device
+    _sold("mi250x-64gb", 64, (23.95, 191.5, 191.5), 1638, "xgmi2", "AMD Instinct MI250X data sheet", "MI250X", 0.767),
+)
+DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
+
+_OTHER_DEVICES = {"MIG", "Laptop", "D"}  # a slice of a device, or a smaller one under nearly the same name
+
+
+def device_by_driver_name(reported: str) -> Device | None:
+    """The device that a driver calls ``reported``, under that name; None where it is not in the table."""
+    words = set(re.split(r"[^A-Za-z0-9]+", reported))
+    if words & _OTHER_DEVICES:
+        return None
+    found = (device for device in _TABLE if device.driver_name and words.issuperset(device.driver_name.split()))
+    device = next(found, None)
+    return None if device is None else replace(device, name=reported)
