@@ -72,7 +72,7 @@ class Link:
 
 
 def bytes_per_link(op: str, num_bytes: int, world_size: int) -> float:
-    """Bytes in one direction of each link of a ring of ``world_size``, for ``op`` on a whole tensor of ``num_bytes``."""
+    """Bytes in one direction of each link of a ring, for ``op`` on a whole tensor of ``num_bytes``."""
     once = num_bytes * (world_size - 1) / world_size
     return {"reduce_scatter": once, "all_gather": once, "all_reduce": 2 * once, "broadcast": num_bytes}.get(op, 0)
 
