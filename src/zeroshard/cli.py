@@ -13,10 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import BaseModel
 
@@ -34,6 +34,9 @@ from zeroshard.train.config import (
     read_toml,
 )
 from zeroshard.train.validate import nearest, validate
+
+if TYPE_CHECKING:
+    from zeroshard.comm.launch import Nodes
 
 NUM_STAGES = 4
 
@@ -140,7 +143,8 @@ def _train(config: TrainConfig, argv: Sequence[str]) -> int:
     world = launch.world_from_env()
     if world is None and config.nproc > 1:
         max_moves = NUM_STAGES - 1 if config.strategy == "auto" else 0
-        ending = launch.launch_workers(argv, config.nproc, config.port, config.max_restarts, max_moves)
+        with _nodes(config) as nodes:
+            ending = launch.launch_workers(argv, config.nproc, config.port, config.max_restarts, max_moves, nodes)
         if ending.line:
             _say(ending.line)
         return ending.status
@@ -160,6 +164,23 @@ def _train(config: TrainConfig, argv: Sequence[str]) -> int:
             lost_first = str(error).startswith("rank 0")
             _say(f"rank {world.rank if world else 0}: {error}; start again with --resume auto", all_ranks=lost_first)
             return ExitStatus.PEER_LOST
+
+
+def _nodes(config: TrainConfig) -> AbstractContextManager[Nodes | None]:
+    """Where the ranks of a run live: in namespaces, if its links are to be slow so."""
+    if config.link.mode != "netns":
+        return nullcontext()
+    from zeroshard.lab.network import nodes
+    from zeroshard.train.sizes import parse_bandwidth, parse_duration, parse_size
+
+    link = config.link
+    return nodes(
+        config.nproc // link.node_size,
+        link.node_size,
+        parse_bandwidth("link.bandwidth", link.bandwidth),
+        parse_duration("link.latency", link.latency or "0s"),
+        parse_size("link.burst", link.burst) if link.burst else 0,
+    )
 
 
 def _choose_stage(*facts: Any) -> tuple[int, str]:
@@ -217,6 +238,12 @@ def _checkpoint(config: None, words: Sequence[str]) -> int:
     return status
 
 
+def _lab(config: None, words: Sequence[str]) -> int:
+    from zeroshard.lab.commands import run_lab
+
+    return run_lab(words)
+
+
 def _doctor(config: None, words: Sequence[str]) -> int:
     from zeroshard import doctor
 
@@ -237,6 +264,13 @@ VERBS: dict[str, Verb] = {
         "if not. diff: what differs between two; status 3 if anything does.",
         _checkpoint,
         usage="ls RUN | show PATH | verify PATH | diff PATH PATH",
+    ),
+    "lab": Verb(
+        "clean: remove networks whose runs have died. tc: slow what leaves a network interface, say how slow it is, "
+        "let it go; --yes even where your own session may pass through it.",
+        _lab,
+        usage="clean | tc apply DEV --bandwidth RATE [--latency TIME] [--burst SIZE] [--yes] | tc status DEV "
+        "| tc delete DEV [--yes]",
     ),
     "doctor": Verb(
         "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "

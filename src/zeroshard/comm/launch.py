@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
@@ -42,6 +42,7 @@ COLLECTIVE_TIMEOUT_S = 600.0
 _LOOPBACK = "127.0.0.1"
 _saves_first = threading.Event()
 _LAUNCHER = "ZEROSHARD_LAUNCHER_PID"  # set for the workers of `launch_workers`
+_NODES = "ZEROSHARD_NODES"  # theirs too, where they are put in network namespaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,23 @@ class Ending:
 
     status: int
     line: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Network namespaces of this machine that stand for nodes.
+
+    Attributes:
+        names: of the namespaces, by node, as ``ip netns`` lists them.
+        interface: what each of them has, and its ranks talk through.
+        address: at which this process is reached from all of them.
+        node_size: neighbouring ranks in each.
+    """
+
+    names: tuple[str, ...]
+    interface: str
+    address: str
+    node_size: int
 
 
 def world_from_env(env: Mapping[str, str] | None = None) -> World | None:
@@ -146,6 +164,38 @@ def init_process_group(
     return store
 
 
+def enter_node(local_rank: int) -> None:
+    """Bring this process into its node's network namespace, for good; call it before anything is connected.
+
+    Threads that are there already stay outside.
+
+    Raises:
+        UserError: no launcher of ours has made namespaces.
+    """
+    if _NODES not in os.environ:
+        what = "netns is set up by the launcher, and another one has started this rank"
+        raise UserError("link.mode", what, "start the ranks with --nproc")
+    nodes = Nodes(**json.loads(os.environ[_NODES]))
+    clone_newnet = 0x40000000
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
+    with open(f"/run/netns/{nodes.names[local_rank // nodes.node_size]}", "rb") as namespace:
+        if libc.setns(namespace.fileno(), clone_newnet):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace.name}")
+    use_interface(nodes.interface)
+
+
+def use_interface(name: str) -> None:
+    """Have gloo talk through a network interface of this host.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    known = [interface for _, interface in socket.if_nameindex()]
+    if name not in known:
+        raise UserError("link.device", f"there is no interface {name!r}", f"choose one of {', '.join(known)}")
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
 def num_restarts() -> int:
     """How often an elastic agent has started this world anew; 0 without one."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -165,7 +215,14 @@ def shutdown() -> None:
     gc.collect()
 
 
-def launch_workers(argv: Sequence[str], nproc: int, port: int = 0, max_restarts: int = 0, max_moves: int = 0) -> Ending:
+def launch_workers(
+    argv: Sequence[str],
+    nproc: int,
+    port: int = 0,
+    max_restarts: int = 0,
+    max_moves: int = 0,
+    nodes: Nodes | None = None,
+) -> Ending:
     """Run ``python -m zeroshard ARGV`` as `nproc` ranks on this machine and wait for them all.
 
     A signal to this process ends them. Call it from the main thread.
@@ -176,11 +233,15 @@ def launch_workers(argv: Sequence[str], nproc: int, port: int = 0, max_restarts:
         port: where they meet on the loopback interface; 0: any free one.
         max_restarts: how often they are started again after one was lost; see `zeroshard.comm.elastic`.
         max_moves: how often beside that, after one has ended as `ExitStatus.MOVED_UP`.
+        nodes: where the ranks enter by `enter_node`; None: they stay here.
 
     Raises:
         UserError: the port is in use.
     """
-    require_free_port(port)
+    address = nodes.address if nodes else _LOOPBACK
+    require_free_port(port, address)
+    if nodes is not None:
+        os.environ[_NODES] = json.dumps(asdict(nodes))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     if max_restarts or max_moves:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # [Note: A store of the ranks' own] in `elastic`
@@ -194,7 +255,7 @@ def launch_workers(argv: Sequence[str], nproc: int, port: int = 0, max_restarts:
     return run_elastic(
         (sys.executable, "-m", "zeroshard", *argv),
         nproc,
-        _LOOPBACK,
+        address,
         port,
         max_restarts=max_restarts,
         max_moves=max_moves,
@@ -221,12 +282,12 @@ def num_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def require_free_port(port: int) -> None:
-    """Raise UserError if something listens on `port` of the loopback interface; 0 is always free."""
+def require_free_port(port: int, address: str = _LOOPBACK) -> None:
+    """Raise UserError if something listens on `port` of `address`; 0 is always free."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one just closed is free
         try:
-            probe.bind((_LOOPBACK, port))
+            probe.bind((address, port))
         except OSError as error:
             raise UserError(
                 "port", f"{port} cannot be used ({error.strerror})", "choose another, or 0 for any free one"

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from zeroshard.train.auto import ChooseStage, lowest_stage
 from zeroshard.train.compiled import compile_blocks
 from zeroshard.train.config import DataConfig, ModelConfig, TrainConfig, dump_toml
 from zeroshard.train.guard import StepGuard
+from zeroshard.train.links import Links
 from zeroshard.train.lock import RunLock
 from zeroshard.train.ranks import join
 from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
@@ -59,8 +61,9 @@ def built(config: TrainConfig, choose_stage: ChooseStage | None = None) -> Gener
     check_model(config)
     describe(device, config.kernels)  # refuses what cannot be had
     with ExitStack() as stack:
-        comm = join(world, config.comm, config.strategy, device, stack, start_facts(config.model_dump()))
-        run = build_run(config, comm, device, choose_stage)
+        links = Links.of(config.link)
+        joined = join(world, config.comm, config.strategy, device, stack, start_facts(config.model_dump()), links)
+        run = replace(build_run(config, joined.comm, device, choose_stage), link=joined.link)
         stack.callback(run.close)
         yield run
 

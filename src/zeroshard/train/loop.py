@@ -133,6 +133,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Call
         "num_skipped": run.guard.num_skipped,
         "last_checkpoint_step": saving.saved_at,
         "wall_s": perf_counter() - started,
+        **({"link": run.link} if run.link else {}),
     }
     _tell(run, lambda observer: observer.on_end(summary))
     return status
@@ -255,6 +256,7 @@ def _start_info(run: Run) -> dict[str, Any]:
         "num_params": sum(param.numel() for param in run.strategy.model.parameters()),
         "torch": torch.__version__,
         "kernels": dict(run.kernels),
+        "link": dict(run.link),
     }
 
 
