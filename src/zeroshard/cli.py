@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 import zeroshard
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.flags import flags_of, read_flags, take_option
+from zeroshard.flags import Flag, flags_of, read_flags, take_option
 from zeroshard.train.config import (
     SHORTHANDS,
     ExportConfig,
@@ -239,9 +239,10 @@ def _checkpoint(config: None, words: Sequence[str]) -> int:
 
 
 def _lab(config: None, words: Sequence[str]) -> int:
-    from zeroshard.lab.commands import run_lab
+    from zeroshard.lab.commands import OPTIONS, WORDS, run_lab
 
-    return run_lab(words)
+    flags = {"--yes": Flag(("yes",), "switch"), **{f"--{name}": Flag((name,), "one") for name in OPTIONS}}
+    return run_lab(read_flags(words, flags, WORDS))
 
 
 def _doctor(config: None, words: Sequence[str]) -> int:

@@ -1,53 +1,61 @@
-"""What ``zeroshard lab`` does: clean up after networks, shape interfaces, probe links."""
+"""What ``zeroshard lab`` does: clean up after networks, shape interfaces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.flags import Flag, read_flags
 from zeroshard.lab import network
 from zeroshard.train.sizes import parse_bandwidth, parse_duration, parse_size
 from zeroshard.train.validate import nearest
 
-USAGE = "clean | tc apply DEV --bandwidth RATE [--latency TIME] [--burst SIZE] [--yes] | tc status DEV | tc delete DEV"
+WORDS = ("command", "action", "device")  # in this order
+OPTIONS = ("bandwidth", "latency", "burst")  # with a value; and the switch ``yes``
+USAGE = (
+    "clean | tc apply DEV --bandwidth RATE [--latency TIME] [--burst SIZE] [--yes] | tc status DEV "
+    "| tc delete DEV [--yes]"
+)
 
 
-def run_lab(words: Sequence[str]) -> int:
-    """Do what ``zeroshard lab WORDS`` asks for, and return the exit status.
+def run_lab(given: Mapping[str, str]) -> int:
+    """Do what the words of ``zeroshard lab`` ask for, and return the exit status.
+
+    Args:
+        given: `WORDS` and `OPTIONS` by name, those that were given.
 
     Raises:
         UserError: words that mean nothing, or something that cannot be done here.
     """
-    commands: dict[str, Callable[[Sequence[str]], None]] = {"clean": _clean, "tc": _tc}
-    word = words[0] if words else ""
-    if word not in commands:
-        raise UserError("lab", f"{word!r} is not one of its commands", nearest(word, commands, f"use {USAGE}"))
-    commands[word](words[1:])
+    command = given.get("command", "")
+    if command == "clean":
+        _refuse_others(given, ("command",))
+        _clean()
+        return ExitStatus.OK
+    if command != "tc":
+        raise UserError("lab", f"{command!r} is not one of its commands", nearest(command, ("clean", "tc"), USAGE))
+    action = given.get("action", "")
+    if action not in _ACTIONS:
+        raise UserError("lab tc", f"{action!r} is not one of its actions", nearest(action, _ACTIONS, USAGE))
+    takes, act = _ACTIONS[action]
+    if "device" not in given:
+        raise UserError("device", "is missing", f"write zeroshard lab tc {action} DEV")
+    _refuse_others(given, (*WORDS, *takes))
+    act(given)
     return ExitStatus.OK
 
 
-def _clean(words: Sequence[str]) -> None:
-    read_flags(words, {})
+def _refuse_others(given: Mapping[str, str], known: tuple[str, ...]) -> None:
+    other = next((name for name in given if name not in known), None)
+    if other is not None:
+        raise UserError(other, "means nothing here", f"leave it out: {USAGE}")
+
+
+def _clean() -> None:
     removed = network.clean()
     print(f"removed {', '.join(removed)}" if removed else "nothing was left behind")
 
 
-def _tc(words: Sequence[str]) -> None:
-    actions = {"apply": _apply, "status": _status, "delete": _delete}
-    action = words[0] if words else ""
-    if action not in actions:
-        raise UserError("lab tc", f"{action!r} is not one of its actions", nearest(action, actions, f"use {USAGE}"))
-    flags = {"--yes": Flag(("yes",), "switch")}
-    if action == "apply":
-        flags |= {f"--{name}": Flag((name,), "one") for name in ("bandwidth", "latency", "burst")}
-    given = read_flags(words[1:], flags if action != "status" else {}, ("device",))
-    if "device" not in given:
-        raise UserError("device", "is missing", f"write zeroshard lab tc {action} DEV")
-    actions[action](given)
-
-
-def _apply(given: dict[str, str]) -> None:
+def _apply(given: Mapping[str, str]) -> None:
     if "bandwidth" not in given:
         raise UserError("bandwidth", "is missing", "add --bandwidth 1Gbit/s")
     network.apply(
@@ -60,7 +68,7 @@ def _apply(given: dict[str, str]) -> None:
     _status(given)
 
 
-def _status(given: dict[str, str]) -> None:
+def _status(given: Mapping[str, str]) -> None:
     found = network.status(given["device"])
     if not found:
         print(f"{given['device']}: not shaped by us")
@@ -72,6 +80,13 @@ def _status(given: dict[str, str]) -> None:
     )
 
 
-def _delete(given: dict[str, str]) -> None:
+def _delete(given: Mapping[str, str]) -> None:
     removed = network.delete(given["device"], yes=bool(given.get("yes")))
     print(f"{given['device']}: {'as it was' if removed else 'was not shaped by us'}")
+
+
+_ACTIONS: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, str]], None]]] = {
+    "apply": ((*OPTIONS, "yes"), _apply),
+    "status": ((), _status),
+    "delete": (("yes",), _delete),
+}

@@ -109,7 +109,8 @@ def clean() -> list[str]:
     """
     require_root("lab clean", "it removes network namespaces")
     found = []
-    for number in sorted({_number_of(name) for name in _leftovers()} - {None}):
+    numbers = (_number_of(name) for name in _leftovers())
+    for number in sorted({number for number in numbers if number is not None}):
         lock = _lock(number)
         if lock is not None:
             found += _remove(number)
