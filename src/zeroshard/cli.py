@@ -142,6 +142,7 @@ def _train(config: TrainConfig, argv: Sequence[str]) -> int:
     launch.prepare_torch()
     world = launch.world_from_env()
     if world is None and config.nproc > 1:
+        launch.end_with_starter()
         max_moves = NUM_STAGES - 1 if config.strategy == "auto" else 0
         with _nodes(config) as nodes:
             ending = launch.launch_workers(argv, config.nproc, config.port, config.max_restarts, max_moves, nodes)

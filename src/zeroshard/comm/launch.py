@@ -21,6 +21,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -28,7 +29,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 
 from zeroshard.errors import ExitStatus, UserError
 
@@ -264,6 +265,25 @@ def launch_workers(
     )
 
 
+def start_child(words: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start ``zeroshard WORDS``, or another program that calls `end_with_starter`, so that it does not outlive us.
+
+    Call it from the main thread, whose end the kernel waits for.
+    """
+    env = {**os.environ, _LAUNCHER: str(os.getpid())}
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env)
+
+
+def end_with_starter() -> None:
+    """In a process that `start_child` or `launch_workers` has started: die with who did, by the kernel's hand."""
+    starter = os.environ.get(_LAUNCHER)
+    if starter and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != int(starter):  # it died before the line above
+            os._exit(ExitStatus.PEER_LOST)
+
+
 def prepare_torch() -> None:
     """Have torch keep large CPU tensors in huge pages and its log to errors, here and in processes started from here.
 
@@ -297,12 +317,7 @@ def require_free_port(port: int, address: str = _LOOPBACK) -> None:
 @contextmanager
 def ended_with_launcher() -> Generator[None]:
     """Inside, this rank dies with its launcher, and soon after Ctrl-C: [Note: nothing is left behind]."""
-    launcher = os.environ.get(_LAUNCHER)
-    if launcher and sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != int(launcher):  # it died before the line above
-            os._exit(ExitStatus.PEER_LOST)
+    end_with_starter()
     if threading.current_thread() is not threading.main_thread():  # only there can a signal be waited for
         yield
         return
