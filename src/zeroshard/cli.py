@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -114,7 +114,7 @@ def _dispatch(argv: list[str]) -> int:
         raise UserError(word, "there is no such command", nearest(word, VERBS, f"choose one of {choices}"))
     words = argv[1:]
     if verb.config is None:
-        if words and words[0] in ("--help", "-h"):
+        if words and words[0] in ("--help", "-h") and verb.usage:
             print(f"usage: zeroshard {word} {verb.usage}".rstrip() + f"\n\n{verb.summary}")
             return ExitStatus.OK
         return verb.run(None, words)
@@ -239,6 +239,39 @@ def _checkpoint(config: None, words: Sequence[str]) -> int:
     return status
 
 
+def _sweep(config: None, words: Sequence[str]) -> int:
+    """``base`` and ``axes`` have the flags of a training run: ``--base.max-steps 30 --axes.strategy zero0 zero3``."""
+    from zeroshard.lab.cases import SweepConfig
+    from zeroshard.lab.sweep import run_sweep
+
+    path, words = take_option(words, "--config")
+    raw = read_toml(path) if path else {}
+    flags = {name: flag for name, flag in flags_of(SweepConfig, {}).items() if name not in ("--base", "--axes")}
+    if "--help" in words or "-h" in words:
+        print(_sweep_help(SweepConfig))
+        return ExitStatus.OK
+    for name, flag in flags_of(TrainConfig, SHORTHANDS).items():
+        flags[f"--base.{name[2:]}"] = replace(flag, path=("base", *flag.path))
+        if flag.says:
+            flags[f"--axes.{name[2:]}"] = Flag(("axes", ".".join(flag.path)), "many")
+    return run_sweep(validate(SweepConfig, merge(raw, read_flags(words, flags))))
+
+
+def _sweep_help(kind: type[BaseModel]) -> str:
+    lines = [
+        "usage: zeroshard sweep [--config FILE.toml] [FLAGS]",
+        "",
+        f"{VERBS['sweep'].summary} Started again, it goes on where it stopped.",
+        "",
+        "  --base.SETTING VALUE         of every run; any flag of `zeroshard train`: --base.max-steps 30",
+        "  --axes.SETTING VALUE ...     tried one after another: --axes.strategy zero0 zero3",
+    ]
+    for name, field in kind.model_fields.items():
+        if name not in ("base", "axes"):
+            lines.append(f"  --{name.replace('_', '-'):<27}{field.description} (default: {field.default or 'none'})")
+    return "\n".join(lines)
+
+
 def _lab(config: None, words: Sequence[str]) -> int:
     from zeroshard.lab.commands import OPTIONS, WORDS, run_lab
 
@@ -266,6 +299,10 @@ VERBS: dict[str, Verb] = {
         "if not. diff: what differs between two; status 3 if anything does.",
         _checkpoint,
         usage="ls RUN | show PATH | verify PATH | diff PATH PATH",
+    ),
+    "sweep": Verb(
+        "Train once for each combination of settings, and compare.",
+        _sweep,
     ),
     "lab": Verb(
         "clean: remove networks whose runs have died. tc: slow what leaves a network interface, say how slow it is, "
