@@ -154,7 +154,13 @@ def test_what_cannot_be_made_leaves_nothing(as_before):
         pass
 
 
-OWNER = "import time\nfrom zeroshard.lab import network\nwith network.nodes(2, 1, 1e6) as n: print(n, flush=True); time.sleep(60)"
+OWNER = """
+import time
+from zeroshard.lab import network
+with network.nodes(2, 1, 1e6) as nodes:
+    print(nodes, flush=True)
+    time.sleep(60)
+"""
 
 
 @needs_root
@@ -214,11 +220,8 @@ def test_an_interface_is_shaped_said_and_let_go(as_before, capsys):
         assert main(["lab", "tc", "delete", "zstest0"]) == 0
         assert subprocess.run(["tc", "qdisc", "show"], capture_output=True, check=True).stdout == before
         assert network.status("zstest0") == {}
-        subprocess.run(
-            ["tc", "qdisc", "add", "dev", "zstest0", "root", "handle", "9:", "tbf", "rate", "1mbit"]
-            + ["burst", "64kb", "latency", "20ms"],
-            check=True,
-        )
+        foreign = "tc qdisc add dev zstest0 root handle 9: tbf rate 1mbit burst 64kb latency 20ms"
+        subprocess.run(foreign.split(), check=True)
         with pytest.raises(UserError, match="device: zstest0 is shaped already, by tbf 9:, and not by us"):
             network.apply("zstest0", 1e6)
     finally:
