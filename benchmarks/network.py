@@ -79,11 +79,9 @@ def links(folder: Path) -> list[dict[str, object]]:
                     "why_not_comparable": link.why_not_comparable,
                 }
             )
-            print(
-                f"{num_nodes} nodes  asked {bandwidth:>9}  iperf3 {rows[-1]['iperf3']:6.1%}  probe {rows[-1]['probe']:6.1%}  "
-                f"latency {rows[-1]['latency_us']:5.0f} us  {link.why_not_comparable}",
-                flush=True,
-            )
+            rates = f"iperf3 {rows[-1]['iperf3']:6.1%}  probe {rows[-1]['probe']:6.1%}"
+            latency = f"latency {rows[-1]['latency_us']:5.0f} us"
+            print(f"{num_nodes} nodes  asked {bandwidth:>9}  {rates}  {latency}  {link.why_not_comparable}", flush=True)
     return rows
 
 

@@ -1,13 +1,25 @@
+from pathlib import Path
+
 import pytest
 
 from zeroshard.errors import UserError
 from zeroshard.lab.cases import SweepConfig, case_name, cases_of, in_words, make_case
-from zeroshard.train.config import TrainConfig
+from zeroshard.train.config import TrainConfig, read_toml
 from zeroshard.train.validate import validate
 
 
 def sweep(**kwargs):
     return validate(SweepConfig, kwargs)
+
+
+SWEEPS = sorted((Path(__file__).parents[2] / "configs" / "sweeps").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_each_sweep_of_the_repository_can_run(path):
+    config = validate(SweepConfig, read_toml(path))
+    assert config.out == f"sweeps/{path.stem}"
+    assert [case.refusal for case in cases_of(config) if case.refusal] == []
 
 
 def test_cases_are_all_combinations_the_last_axis_fastest():
