@@ -23,6 +23,7 @@ from pydantic import BaseModel
 import zeroshard
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import Flag, flags_of, read_flags, take_option
+from zeroshard.lab.config import PlanConfig
 from zeroshard.train.config import (
     SHORTHANDS,
     ExportConfig,
@@ -227,6 +228,12 @@ def _written(out: str, write: Callable[[], int]) -> int:
         return ExitStatus.STORAGE
 
 
+def _plan(config: PlanConfig, argv: Sequence[str]) -> int:
+    from zeroshard.lab.command import run_plan
+
+    return run_plan(config)
+
+
 def _checkpoint(config: None, words: Sequence[str]) -> int:
     from zeroshard.train.checkpoints import run_checkpoint
 
@@ -244,6 +251,11 @@ def _sweep(config: None, words: Sequence[str]) -> int:
     from zeroshard.lab.cases import SweepConfig
     from zeroshard.lab.sweep import run_sweep
 
+    def predicted(*asked: Any) -> int:
+        from zeroshard.lab.fill import largest_micro_batch  # with torch, which no other sweep needs
+
+        return largest_micro_batch(*asked)
+
     path, words = take_option(words, "--config")
     raw = read_toml(path) if path else {}
     flags = {name: flag for name, flag in flags_of(SweepConfig, {}).items() if name not in ("--base", "--axes")}
@@ -254,7 +266,7 @@ def _sweep(config: None, words: Sequence[str]) -> int:
         flags[f"--base.{name[2:]}"] = replace(flag, path=("base", *flag.path))
         if flag.says:
             flags[f"--axes.{name[2:]}"] = Flag(("axes", ".".join(flag.path)), "many")
-    return run_sweep(validate(SweepConfig, merge(raw, read_flags(words, flags))))
+    return run_sweep(validate(SweepConfig, merge(raw, read_flags(words, flags))), largest_micro_batch=predicted)
 
 
 def _sweep_help(kind: type[BaseModel]) -> str:
@@ -294,6 +306,11 @@ VERBS: dict[str, Verb] = {
     "generate": Verb("Write text with the model of a run.", _generate, GenerateConfig, ("run",)),
     "export": Verb("Write a model for Hugging Face's transformers.", _export, ExportConfig, ("source", "out")),
     "import": Verb("Make a run of a Hugging Face GPT-2 or LLaMA.", _import, ImportConfig, ("source", "out")),
+    "plan": Verb(
+        "Say before a run what fits, how fast it will be and what to choose; status 3 if nothing fits.",
+        _plan,
+        PlanConfig,
+    ),
     "checkpoint": Verb(
         "ls: the checkpoints of a run. show: what one holds. verify: whether every byte is what was written; status 3 "
         "if not. diff: what differs between two; status 3 if anything does.",

@@ -20,7 +20,7 @@ from typing import Literal, get_args
 import torch
 
 from zeroshard.errors import UserError
-from zeroshard.kernels.launch import HAS_TRITON, INTERPRETED
+from zeroshard.kernels.launch import HAS_TRITON, INTERPRETED, is_traced
 
 Backend = Literal["reference", "triton", "liger"]
 Choice = Literal["auto", "reference", "triton", "liger"]
@@ -79,6 +79,8 @@ def choose(operation: str, device: torch.device, kernels: Choice | None = None) 
     choice = _choice.get() if kernels is None else kernels
     if choice == "reference":
         return "reference"
+    if is_traced():
+        return "triton"
     if choice == "auto":
         if HAS_TRITON and device.type == "cuda":
             return "triton"

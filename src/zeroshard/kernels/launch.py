@@ -17,7 +17,9 @@ or interpreted, so ``TRITON_INTERPRET=1`` must be set before this package is imp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -40,6 +42,26 @@ INTERPRETED = HAS_TRITON and bool(triton.knobs.runtime.interpret)
 INTERPRETED_PROGRAMS = 3  # where "multiprocessors" are a loop in Python: enough for every path of a persistent kernel
 
 Launcher = Callable[..., None]
+Traced = Callable[[str, tuple[Any, ...]], None]
+_traced: ContextVar[Traced | None] = ContextVar("traced", default=None)
+
+
+@contextmanager
+def traced(instead: Traced) -> Generator[None]:
+    """Calls in this block, on this thread, do on tensors without values what they would do on a GPU that has Triton.
+
+    They allocate what they would; ``instead`` of a launch is called with the launcher's name and its arguments.
+    """
+    token = _traced.set(instead)
+    try:
+        yield
+    finally:
+        _traced.reset(token)
+
+
+def is_traced() -> bool:
+    """Whether this is inside `traced`."""
+    return _traced.get() is not None
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -61,7 +83,10 @@ def opaque(name: str, *writes: str) -> Callable[[Launcher], Launcher]:
 
         @wraps(launcher)
         def call(*args: Any) -> None:
-            if torch.compiler.is_compiling():
+            instead = _traced.get()
+            if instead is not None:
+                instead(name, args)
+            elif torch.compiler.is_compiling():
                 operator(*args)
             else:
                 launcher(*args)

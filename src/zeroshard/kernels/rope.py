@@ -135,7 +135,7 @@ class _Rope(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        inplace = ctx.inplace and not any(_overlaps(x) for x in (dq, dk)) and dq.data_ptr() != dk.data_ptr()
+        inplace = ctx.inplace and not any(_overlaps(x) for x in (dq, dk)) and not _begin_together(dq, dk)
         dq_out, dk_out = (dq, dk) if inplace else (torch.empty_like(dq), torch.empty_like(dk))
         _rope(dq, dk, dq_out, dk_out, cos, sin, True)
         return dq_out, dk_out, None, None, None
@@ -196,9 +196,14 @@ def rope(
                 raise ValueError(f"{name}: a leaf that requires a gradient cannot be written over; leave inplace out")
             if _overlaps(x):
                 raise ValueError(f"{name}: elements of it share memory (strides {x.stride()}); leave inplace out")
-        if q.data_ptr() == k.data_ptr() and q.numel():
+        if _begin_together(q, k) and q.numel():
             raise ValueError("k: it lies where q does, and would be turned twice; leave inplace out")
     return _Rope.apply(q, k, cos, sin, inplace)
+
+
+def _begin_together(q: Tensor, k: Tensor) -> bool:
+    """Whether they begin at one place of one memory; asked without addresses, which fake tensors have not."""
+    return torch._C._is_alias_of(q, k) and q.storage_offset() == k.storage_offset()
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

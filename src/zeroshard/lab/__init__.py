@@ -1,1 +1,17 @@
-"""The lab: says before a run what each stage holds and sends, from the same table and layout as the engine."""
+"""The lab: says before a run what each stage holds, sends and takes, from the same table and layout as the engine."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeroshard.lab.planner import Plan, plan
+
+__all__ = ["Plan", "plan"]
+
+
+def __getattr__(name: str) -> Any:  # lazily: the command line reads settings of the lab before it needs torch
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("zeroshard.lab.planner"), name)

@@ -136,6 +136,14 @@ def _grad_bytes(
 def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState, device_type: str) -> int:
     """``rank`` None: replicated."""
     layout = buffer.layout
+    if rank is None and layout.longest is None and device_type == "cpu":  # without a loop over the world
+        shard_numel = max(layout.shard_numel, 1)
+        slots = [slot for slot in layout.slots if slot.numel]
+        num_pieces = sum(
+            (slot.offset + slot.numel - 1) // shard_numel - slot.offset // shard_numel + 1 for slot in slots
+        )
+        numel = sum(optimizer.numel((slot.numel,)) for slot in slots)
+        return numel * buffer.dtype.itemsize + num_pieces * optimizer.num_scalars * SCALAR_BYTES
     if rank is None and device_type != "cpu":
         pieces = layout.tensors()
     else:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 TERA, GIGA = 10**12, 10**9
 MATMUL_SHARE = 0.75  # of a device that nobody measured for us
+ATTENTION_SHARE = 0.55  # of that: FlashAttention-2 reaches 35-40% of an H100 and 50-73% of an A100, arXiv:2307.08691
 MEMORY_SHARE = 0.9
 KERNEL_S = 4e-6  # from the start of one small kernel to the start of the next
 
@@ -36,10 +37,12 @@ class Device:
         bytes_per_s: of its memory, reads and writes together.
         source: the data sheet, or how it was measured.
         matmul_share: of those FLOP/s, what large products reach; 1.0 where they were measured.
+        attention_share: likewise, fused attention kernels.
         memory_share: of ``bytes_per_s``, likewise.
         kernel_s: the least time that an operation takes, however little it does.
         link: name of the links between the devices of a node, in `zeroshard.lab.hardware.LINKS`; empty: unknown.
         driver_name: words that the name has which a driver reports; empty: none is known.
+        device_type: torch's word for it, ``"cuda"`` or ``"cpu"``.
     """
 
     name: str
@@ -48,10 +51,12 @@ class Device:
     bytes_per_s: float
     source: str
     matmul_share: float = 1.0
+    attention_share: float = 1.0
     memory_share: float = 1.0
     kernel_s: float = 0.0
     link: str = ""
     driver_name: str = ""
+    device_type: str = "cuda"
 
 
 def _sold(
@@ -73,6 +78,7 @@ def _sold(
         gb_per_s * GIGA,
         source,
         share,
+        ATTENTION_SHARE * share,
         MEMORY_SHARE,
         KERNEL_S,
         link,

@@ -1,0 +1,566 @@
+"""`plan`: will it fit, at which stage, how fast, and what stands in the way.
+
+A row of a plan is one way to run: a stage, a ``shard_size``, a micro-batch. Its memory and messages are those of the
+engine's own schedule over a traced micro-batch (`zeroshard.lab.step`), its time a simulation of the same list
+(`zeroshard.lab.timeline`). Nothing is fitted to measurements but the rates of the device and its links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from zeroshard.errors import UserError
+from zeroshard.kernels import Choice
+from zeroshard.lab.hardware import LINKS, Calibration, Device, Link, find_device, find_link
+from zeroshard.lab.step import Settings, Step, step_of
+from zeroshard.lab.timeline import Cluster, Timing, simulate
+from zeroshard.lab.traffic import Accumulate, bytes_by_op
+from zeroshard.lab.workload import DTYPES, Workload, workload_of
+from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy
+
+GIB = 2**30
+HEADROOM = 0.05  # of a device's memory that stays free: fragments of the allocator, and what nobody foresaw
+# NCCL's own memory for each communicator, outside of torch's allocator: two buffers of NCCL_BUFFSIZE (4 MiB) for each
+# of at most 32 channels (NCCL documentation, environment variables).
+NCCL_BYTES = 2 * 32 * 4 * 2**20
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+AS_FAST = 0.01  # rates that differ by less are called equal
+Binds = Literal["memory", "communication", "matrix products", "memory bandwidth", "kernel launches"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run, and what it comes to.
+
+    Attributes:
+        stage: of `STAGES`; None for a row of the user's own.
+        shard_size: ranks that shard together: the world, or a part of it that is replicated.
+        micro_batch, num_micro: rows of a micro-batch, and how many of these a rank's step has.
+        step: its actions, messages and memory.
+        comm_bytes: memory of the communication library.
+        needed_bytes: at the fullest moment, ``comm_bytes`` with it.
+        headroom_bytes: what the device has beyond that; negative: what it lacks.
+        fits: whether that is enough.
+        timing: of a step.
+        tokens_per_s: over all ranks.
+        mfu: of the device's data-sheet peak for this dtype; None where it is not known.
+        binds: what to change first to be faster, or to fit.
+    """
+
+    stage: int | None
+    shard_size: int
+    micro_batch: int
+    num_micro: int
+    step: Step = field(repr=False)
+    comm_bytes: int
+    needed_bytes: int
+    headroom_bytes: int
+    fits: bool
+    timing: Timing = field(repr=False)
+    tokens_per_s: float
+    mfu: float | None
+    binds: Binds
+
+    @property
+    def messages_bytes(self) -> dict[str, int]:
+        """Bytes of a rank's step by operation."""
+        return bytes_by_op(self.step.messages())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        messages = self.step.messages()
+        return {
+            "stage": self.stage,
+            "shard_size": self.shard_size,
+            "micro_batch": self.micro_batch,
+            "grad_accum_steps": self.num_micro,
+            "fits": self.fits,
+            "needed_bytes": self.needed_bytes,
+            "headroom_bytes": self.headroom_bytes,
+            "peak_bytes": {**self.step.peak.by_category, "comm": self.comm_bytes},
+            "peak_at": self.step.peak.where,
+            "resident_bytes": {
+                "after_initialisation": self.step.start,
+                "before_update": self.step.before_update,
+                "after_update": self.step.after_update,
+            },
+            "messages": {"count": len(messages), "bytes_by_op": bytes_by_op(messages)},
+            "step_s": self.timing.step_s,
+            "compute_s": self.timing.compute_s,
+            "comm_s": self.timing.comm_s,
+            "exposed_s": self.timing.exposed_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "binds": self.binds,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked, every row, and what to do.
+
+    Attributes:
+        workload: what is trained.
+        device, cluster: on what.
+        rows: flat sharding first, stage by stage; then, in a world of several nodes, sharding over fewer ranks.
+        best: the fastest row that fits; None where none does.
+        advice: one sentence: the row to take and why, or the nearest change that would make one fit.
+    """
+
+    workload: Workload = field(repr=False)
+    device: Device
+    cluster: Cluster
+    rows: tuple[Row, ...]
+    best: Row | None
+    advice: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether any row does."""
+        return self.best is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "model": self.workload.name,
+            "num_params": self.workload.num_params,
+            "dtype": self.workload.dtype,
+            "optimizer": self.workload.optimizer,
+            "seq_len": self.workload.seq_len,
+            "gpus": self.cluster.world_size,
+            "gpus_per_node": self.cluster.ranks_per_node,
+            "gpu": {"name": self.device.name, "memory_bytes": self.device.memory_bytes, "source": self.device.source},
+            "within_node": _link_dict(self.cluster.within),
+            "between_nodes": _link_dict(self.cluster.between),
+            "rows": [row.as_dict() for row in self.rows],
+            "best": None if self.best is None else self.rows.index(self.best),
+            "advice": self.advice,
+        }
+
+
+def _link_dict(link: Link) -> dict[str, Any]:
+    return {
+        "name": link.name,
+        "latency_s": link.latency_s,
+        "bytes_per_s": link.bytes_per_s,
+        "share": link.share,
+        "source": link.source,
+    }
+
+
+@dataclass
+class Planner:
+    """What all rows have in common; the inverse questions ask it for rows of their own.
+
+    Attributes:
+        workload: what is trained.
+        device, cluster: on what.
+        global_batch: rows of a step over all ranks; 0: one micro-batch of each.
+        accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
+        headroom: share of memory that stays free.
+    """
+
+    workload: Workload
+    device: Device
+    cluster: Cluster
+    global_batch: int = 0
+    accumulate: Accumulate | None = None
+    prefetch: int = 1
+    reshard_after_forward: bool = True
+    headroom: float = HEADROOM
+
+    def num_micro(self, micro_batch: int) -> int:
+        """Micro-batches of a step; 0 where the global batch is no multiple of what one of them has."""
+        if not self.global_batch:
+            return 1
+        at_once = micro_batch * self.cluster.world_size
+        return self.global_batch // at_once if self.global_batch % at_once == 0 else 0
+
+    def row(self, stage: int | ShardingStrategy, micro_batch: int, shard_size: int | None = None) -> Row:
+        """One way to run; ``shard_size`` None: all ranks."""
+        strategy = stage if isinstance(stage, ShardingStrategy) else STAGES[stage]
+        strategy = replace(
+            strategy, reshard_after_forward=strategy.reshard_after_forward and self.reshard_after_forward
+        )
+        world_size = self.cluster.world_size
+        shards = shard_size or world_size
+        step = self.step(strategy, micro_batch, shards)
+        timing = simulate(step, self.device, self.cluster)
+        num_groups = (shards > 1) + (shards < world_size)
+        comm_bytes = NCCL_BYTES * num_groups if self.device.device_type == "cuda" else 0
+        needed = step.peak.total + comm_bytes
+        left = self.device.memory_bytes - needed
+        fits = left >= self.headroom * self.device.memory_bytes
+        tokens_per_s = step.tokens * world_size / timing.step_s if timing.step_s else 0.0
+        peak = self.device.matmul_flops_per_s.get(self.workload.dtype)
+        mfu = None if not peak else tokens_per_s * self.workload.num_flops_per_token / (world_size * peak)
+        return Row(
+            stage=stage if isinstance(stage, int) else None,
+            shard_size=shards,
+            micro_batch=micro_batch,
+            num_micro=max(self.num_micro(micro_batch), 1),
+            step=step,
+            comm_bytes=comm_bytes,
+            needed_bytes=needed,
+            headroom_bytes=left,
+            fits=fits,
+            timing=timing,
+            tokens_per_s=tokens_per_s,
+            mfu=mfu,
+            binds=_binds(timing, fits=fits),
+        )
+
+    def step(self, strategy: ShardingStrategy, micro_batch: int, num_shards: int) -> Step:
+        """The engine's step."""
+        workload, on_cuda = self.workload, self.device.device_type == "cuda"
+        state, whole_state = workload.states
+        casts = any(workload.precision.compute_dtype(p.dtype) != p.dtype for p in workload.model.parameters())
+        settings = Settings(
+            strategy=strategy,
+            precision=workload.precision,
+            num_micro=max(self.num_micro(micro_batch), 1),
+            accumulate=self.accumulate,
+            prefetch=self.prefetch,
+            num_replicas=self.cluster.world_size // num_shards,
+            uniform_order=not on_cuda,
+            device_type=self.device.device_type,
+            fused_copies=on_cuda and casts and workload.optimizer == "AdamW" and workload.kernels != "reference",
+        )
+        trace = workload.trace(micro_batch, self.device.device_type)
+        return step_of(trace, workload.buffers(num_shards), state, settings, whole_state)
+
+    def on(self, **changes: Any) -> Planner:
+        """The same with other settings of the cluster (``world_size``, ``within``, ``between``) or of its own."""
+        own = {key: changes.pop(key) for key in list(changes) if key in ("workload", "device", "global_batch")}
+        return replace(self, cluster=replace(self.cluster, **changes), **own)
+
+    def smaller_groups(self) -> list[int]:
+        """Shard sizes below the world: a node's ranks, and 4, 16, ... times as many, where they divide it."""
+        found, size = [], self.cluster.ranks_per_node
+        while size < self.cluster.world_size:
+            if self.cluster.world_size % size == 0:
+                found.append(size)
+            size *= 4
+        return found
+
+
+def plan(
+    model: str | nn.Module,
+    *,
+    world_size: int = 1,
+    stage: int | ShardingStrategy | None = None,
+    shard_size: int | None = None,
+    gpu: str | Device | Calibration = "h100-80gb",
+    network: str | Link = "400Gbit/s",
+    within_node: str | Link | None = None,
+    gpus_per_node: int = 8,
+    micro_batch: int | None = None,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+    dtype: str = "bfloat16",
+    reduce_dtype: str | None = None,
+    optimizer: str = "adamw",
+    accumulate: Accumulate | None = None,
+    prefetch: int = 1,
+    reshard_after_forward: bool = True,
+    kernels: Choice = "auto",
+    headroom: float = HEADROOM,
+    units: Iterable[nn.Module] | None = None,
+    inputs: Callable[[int], tuple[Any, ...]] | None = None,
+    overrides: Mapping[str, object] = MappingProxyType({}),
+) -> Plan:
+    """Predict memory, traffic and time of training ``model``, at one stage or at each.
+
+    Args:
+        model: a preset's name, or any module, on any device and best on the meta device: it is not changed.
+        world_size: ranks, one a GPU.
+        stage: 0, 1, 2, 3 or a row of one's own; None: all four.
+        shard_size: ranks that shard together; None: all, and in a world of several nodes also fewer.
+        gpu: a row of `zeroshard.lab.hardware.DEVICES`, a file that `zeroshard bench device` wrote, or a `Device`.
+        network: what each GPU has to other nodes: a bandwidth with its unit, a row of `LINKS`, or a `Link`.
+        within_node: likewise to its neighbours; None: what the GPU is sold with, or what was measured.
+        gpus_per_node: of a full node.
+        micro_batch: rows (sequences) of a rank in one forward; None: powers of two, as many as fit.
+        global_batch: rows of a step over all ranks, by gradient accumulation; None: one micro-batch of each rank.
+        seq_len: tokens of a sequence; None: the longest that the model is made for.
+        dtype: of forward and backward; masters and states keep the model's own.
+        reduce_dtype: of gradients on their way; None: the masters'.
+        optimizer: by name, as torch calls it.
+        accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
+        kernels: as models take it.
+        headroom: share of memory that must stay free for a row to fit.
+        units: as `zeroshard.Zero` takes them; None: the model's blocks.
+        inputs: for a module that is no language model of ours: from rows to the arguments of one micro-batch.
+        overrides: fields of the preset's configuration to change.
+
+    Raises:
+        UserError: a ValueError; what cannot be planned, by its field, in one line.
+    """
+    planner = planner_for(
+        model,
+        world_size=world_size,
+        gpu=gpu,
+        network=network,
+        within_node=within_node,
+        gpus_per_node=gpus_per_node,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        prefetch=prefetch,
+        reshard_after_forward=reshard_after_forward,
+        kernels=kernels,
+        headroom=headroom,
+        units=units,
+        inputs=inputs,
+        overrides=overrides,
+    )
+    stages = tuple(STAGES) if stage is None else (stage,)
+    for each in stages:
+        if not isinstance(each, ShardingStrategy) and (isinstance(each, bool) or each not in STAGES):
+            raise UserError("stage", f"{each!r} is not a ZeRO stage", "choose 0, 1, 2 or 3")
+    if shard_size is not None:
+        if shard_size < 1 or world_size % shard_size:
+            what = f"{shard_size} does not divide a world of {world_size}"
+            raise UserError("shard_size", what, "choose a divisor of it")
+        if stage is None:
+            stages = (1, 2, 3)
+        elif stages == (0,):
+            raise UserError("shard_size", "stage 0 shards nothing", "choose stage 1, 2 or 3, or leave it out")
+    rows = list(_rows(planner, stages, micro_batch, shard_size))
+    best = recommended(rows)
+    advice = _reason(planner, rows, best) if best is not None else nearest_change(planner, stages, micro_batch, rows)
+    return Plan(planner.workload, planner.device, planner.cluster, tuple(rows), best, advice)
+
+
+def planner_for(
+    model: str | nn.Module,
+    *,
+    world_size: int = 1,
+    gpu: str | Device | Calibration = "h100-80gb",
+    network: str | Link = "400Gbit/s",
+    within_node: str | Link | None = None,
+    gpus_per_node: int = 8,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+    dtype: str = "bfloat16",
+    reduce_dtype: str | None = None,
+    optimizer: str = "adamw",
+    accumulate: Accumulate | None = None,
+    prefetch: int = 1,
+    reshard_after_forward: bool = True,
+    kernels: Choice = "auto",
+    headroom: float = HEADROOM,
+    units: Iterable[nn.Module] | None = None,
+    inputs: Callable[[int], tuple[Any, ...]] | None = None,
+    overrides: Mapping[str, object] = MappingProxyType({}),
+) -> Planner:
+    """A `Planner`; arguments and errors are those of `plan`."""
+    for name, value, least in (
+        ("gpus", world_size, 1),
+        ("gpus_per_node", gpus_per_node, 1),
+        ("global_batch", global_batch if global_batch is not None else 1, 1),
+        ("seq_len", seq_len if seq_len is not None else 1, 1),
+        ("prefetch", prefetch, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(name, f"{value!r} is not a whole number of at least {least}", f"give {least} or more")
+    if not 0 <= headroom < 1:
+        raise UserError("headroom", f"{headroom} is no share of the memory", "give a number in [0, 1)")
+    found = gpu if isinstance(gpu, Calibration) else Calibration(gpu) if isinstance(gpu, Device) else find_device(gpu)
+    device = found.device
+    precision = _precision(dtype, reduce_dtype)
+    workload = workload_of(
+        model,
+        seq_len=seq_len,
+        precision=precision,
+        optimizer=optimizer,
+        kernels=kernels,
+        units=units,
+        inputs=inputs,
+        overrides=overrides,
+    )
+    if workload.dtype in DTYPES and workload.dtype not in device.matmul_flops_per_s:
+        served = ", ".join(device.matmul_flops_per_s)
+        raise UserError("dtype", f"a {device.name} does not compute in {workload.dtype}", f"choose {served}")
+    within = find_link(within_node, "within_node") if isinstance(within_node, str) else within_node
+    within = within or found.link or (LINKS[device.link] if device.link else None)
+    between = network if isinstance(network, Link) else find_link(network)
+    if global_batch and global_batch % world_size:
+        what = f"{global_batch} sequences cannot be shared out to {world_size} GPUs"
+        raise UserError("global_batch", what, f"give a multiple of {world_size}")
+    cluster = Cluster(world_size, gpus_per_node, within or between, between)
+    return Planner(workload, device, cluster, global_batch or 0, accumulate, prefetch, reshard_after_forward, headroom)
+
+
+def _precision(dtype: str, reduce_dtype: str | None) -> MixedPrecision:
+    for name, value in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
+        if value is not None and value not in DTYPES:
+            raise UserError(name, f"{value!r} is not a choice", f"choose one of {', '.join(DTYPES)}")
+    return MixedPrecision(
+        param_dtype=None if dtype == "float32" else DTYPES[dtype],
+        reduce_dtype=None if reduce_dtype is None else DTYPES[reduce_dtype],
+    )
+
+
+def _rows(
+    planner: Planner, stages: Sequence[int | ShardingStrategy], micro_batch: int | None, shard_size: int | None
+) -> Iterator[Row]:
+    candidates = micro_batches(planner, micro_batch)
+    largest: dict[int | ShardingStrategy, int] = {}
+    for stage in stages:
+        for candidate in candidates:
+            row = planner.row(stage, candidate, shard_size)
+            yield row
+            if not row.fits:
+                break
+            largest[stage] = candidate
+    if shard_size is not None:
+        return
+    for size in planner.smaller_groups():
+        for stage in stages:
+            if stage != 0:
+                yield planner.row(stage, largest.get(stage, candidates[0]), size)
+
+
+def micro_batches(planner: Planner, given: int | None) -> list[int]:
+    """The micro-batches to look at.
+
+    Raises:
+        UserError: the one given does not divide the rows of a rank.
+    """
+    if given is not None:
+        if given < 1:
+            raise UserError("micro_batch", f"{given} is below 1", "give 1 or more sequences")
+        if not planner.num_micro(given):
+            what = f"{planner.global_batch} is no multiple of {given} (micro_batch) x {planner.cluster.world_size} GPUs"
+            raise UserError("global_batch", what, "change one of the three")
+        return [given]
+    return [size for size in MICRO_BATCHES if planner.num_micro(size)]
+
+
+def recommended(rows: Iterable[Row]) -> Row | None:
+    """The fastest that fits; among those as fast, the one with the most memory left."""
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        return None
+    fastest = max(row.tokens_per_s for row in fitting)
+    return max((r for r in fitting if r.tokens_per_s >= fastest * (1 - AS_FAST)), key=lambda r: r.headroom_bytes)
+
+
+def _binds(timing: Timing, *, fits: bool) -> Binds:
+    if not fits:
+        return "memory"
+    limits: dict[Binds, float] = {
+        "communication": timing.exposed_s,
+        "matrix products": timing.bound_s.get("flops", 0.0),
+        "memory bandwidth": timing.bound_s.get("bytes", 0.0),
+        "kernel launches": timing.bound_s.get("kernels", 0.0),
+    }
+    return max(limits, key=lambda key: limits[key])
+
+
+def describe(row: Row, world_size: int) -> str:
+    """A row in words: ``stage 3 over 8 GPUs, replicated 8 times, micro-batch 4``."""
+    stage = "the given row" if row.stage is None else f"stage {row.stage}"
+    if row.shard_size < world_size:
+        stage += f" over {row.shard_size} GPUs, replicated {world_size // row.shard_size} times"
+    accumulated = f" x {row.num_micro}" if row.num_micro > 1 else ""
+    return f"{stage}, micro-batch {row.micro_batch}{accumulated}"
+
+
+def _reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
+    world_size = planner.cluster.world_size
+    text = f"Take {describe(best, world_size)}: {best.tokens_per_s:,.0f} tokens/s"
+    others = [row for row in rows if row.fits and (row.stage, row.shard_size) != (best.stage, best.shard_size)]
+    rival = max(others, key=lambda row: row.tokens_per_s, default=None)
+    if rival is not None:
+        lead = best.tokens_per_s / rival.tokens_per_s - 1
+        named = describe(rival, world_size)
+        if lead > AS_FAST:
+            text += f", {lead:.0%} more than {named}"
+        else:
+            text += f", as fast as {named} with {(best.headroom_bytes - rival.headroom_bytes) / GIB:.1f} GiB more left"
+    text += f"; {best.headroom_bytes / GIB:.1f} GiB of {planner.device.memory_bytes / GIB:.1f} stay free"
+    fitting = {row.stage for row in rows if row.fits}
+    out = sorted({row.stage for row in rows if row.stage is not None} - fitting)
+    if out:
+        text += f", {'stage' if len(out) == 1 else 'stages'} {_listed(out)} {'does' if len(out) == 1 else 'do'} not fit"
+    return text + f"; {best.binds} bind{'s' if best.binds in ('communication', 'memory bandwidth') else ''}."
+
+
+def nearest_change(
+    planner: Planner, stages: Sequence[int | ShardingStrategy], micro_batch: int | None, rows: Sequence[Row]
+) -> str:
+    """The first of these that makes a row fit, in a sentence: less a micro-batch, recomputation, more GPUs, shorter
+    sequences.
+    """
+    best = min(rows, key=lambda row: row.needed_bytes)
+    gib = f"{best.needed_bytes / GIB:.1f} GiB where {planner.device.memory_bytes / GIB:.1f} are"
+    start = f"Nothing fits: {describe(best, planner.cluster.world_size)} needs {gib}"
+    stage = stages[-1]
+    if micro_batch is not None and micro_batch > 1:
+        smaller = next((m for m in reversed(MICRO_BATCHES) if m < micro_batch and _fits(planner, stage, m)), None)
+        if smaller is not None:
+            return f"{start}; micro-batch {smaller} would fit."
+    smallest = next((m for m in MICRO_BATCHES if planner.num_micro(m)), 1)
+    if hasattr(planner.workload.model, "config"):
+        how = getattr(planner.workload.model.config, "activation_checkpointing", "full")
+        if how != "full":
+            recomputing = planner.on(workload=planner.workload.changed(activation_checkpointing="full"))
+            if _fits(recomputing, stage, smallest):
+                return f"{start}; activation checkpointing (full) with micro-batch {smallest} would fit."
+            planner = recomputing
+            start += " (and with activation checkpointing too)"
+    more = fewest_gpus(planner, stages, smallest)
+    if more is not None:
+        return f"{start}; {more:,} GPUs would fit, at {_stage_name(stage)} with micro-batch {smallest}."
+    length = planner.workload.seq_len // 2
+    while length >= 1 and hasattr(planner.workload.model, "config"):
+        shorter = planner.on(workload=planner.workload.changed(seq_len=length))
+        if _fits(shorter, stage, smallest):
+            return f"{start}; sequences of {length} tokens with micro-batch {smallest} would fit."
+        length //= 2
+    return f"{start}; no single change helps: take a larger GPU or a smaller model."
+
+
+def fewest_gpus(
+    planner: Planner, stages: Sequence[int | ShardingStrategy], micro_batch: int, most: int = 2**17
+) -> int | None:
+    """The smallest world in which some of ``stages`` fits, in full nodes beyond the first; None: none up to ``most``."""
+    per_node = planner.cluster.ranks_per_node
+
+    def fits(world_size: int) -> bool:
+        other = planner.on(world_size=world_size, global_batch=0)
+        return any(_fits(other, stage, micro_batch) for stage in reversed(stages))
+
+    low, high = 0, 1
+    while not fits(high):
+        low, high = high, high * 2
+        if high > most:
+            return None
+    while high - low > 1:  # fits at `high`, not at `low`
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high if high <= per_node else -(-high // per_node) * per_node
+
+
+def _fits(planner: Planner, stage: int | ShardingStrategy, micro_batch: int) -> bool:
+    return planner.num_micro(micro_batch) > 0 and planner.row(stage, micro_batch).fits
+
+
+def _stage_name(stage: int | ShardingStrategy) -> str:
+    return f"stage {stage}" if isinstance(stage, int) else "the given row"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last

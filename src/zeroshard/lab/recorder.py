@@ -1,0 +1,88 @@
+"""Every allocation that operations make, and every end of one, in order: on fake tensors to predict, on real to measure.
+
+A storage begins with the first operation that returns a tensor on it, and ends when its last reference goes. What an
+operation takes and gives back within itself is not seen. A storage that is resized in place by hand (the engine's full
+weights are) must be named by `watch`, and is then looked at whenever an operation has run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Heard = Callable[[int, int], None]  # which storage, and its change in bytes
+Ran = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+class AllocationRecorder(TorchDispatchMode):
+    """Tells of each change of live bytes in this block.
+
+    Args:
+        heard: called with a number for each storage and the bytes by which it grew, or shrank where negative.
+        ran: called after each operation, with the operator, its arguments and its result.
+    """
+
+    def __init__(self, heard: Heard, ran: Ran | None = None) -> None:
+        super().__init__()
+        self._heard, self._ran = heard, ran
+        self._numbers: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._next = 0
+        self._watched: list[tuple[int, weakref.ref[Any], int]] = []
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """These were there before; their ends are not told either."""
+        for tensor in tensors:
+            self._know(tensor.untyped_storage(), silent=True)
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """The storages of these change their sizes by hand; what they hold now was there before."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._know(storage, silent=True)
+            self._next += 1
+            self._watched.append((self._next, weakref.ref(storage), storage.nbytes()))
+
+    def poll(self) -> None:
+        """Look at what is watched."""
+        for index, (number, ref, before) in enumerate(self._watched):
+            storage = ref()
+            now = 0 if storage is None else storage.nbytes()
+            if now != before:
+                self._heard(number, now - before)
+                self._watched[index] = (number, ref, now)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._watched:
+            self.poll()
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                self._know(leaf.untyped_storage())
+        if self._ran is not None:
+            self._ran(func, args, kwargs, result)
+        return result
+
+    def _know(self, storage: torch.UntypedStorage, *, silent: bool = False) -> None:
+        key = storage._cdata
+        if key in self._numbers:
+            return
+        self._next += 1
+        number, num_bytes = self._next, 0 if silent else storage.nbytes()
+
+        def gone(_: Any) -> None:
+            del self._numbers[key]
+            if num_bytes:
+                self._heard(number, -num_bytes)
+
+        self._numbers[key] = (number, weakref.ref(storage, gone))
+        if num_bytes:
+            self._heard(number, num_bytes)

@@ -1,0 +1,509 @@
+"""One micro-batch's forward and backward on tensors without values: what it allocates, what it computes, and when.
+
+The model runs under torch's fake tensors, which have shapes, dtypes and lifetimes and no memory, so a model of any size
+takes milliseconds a layer. The engine's own hooks (`zeroshard.zero.hooks`) tell of the same events that the engine will
+hear; what happens between two of them is a `Span`. A list of spans is all that memory and time are computed from.
+
+[Note: Alike blocks]
+    Blocks of one kind do the same between the same events, whatever their place, but for the first and the last. So a
+    deep model is traced with few blocks, two neighbours in the middle are compared span by span, and one is repeated.
+    Where they differ, the whole depth is traced.
+
+[Note: Fake devices]
+    Torch without CUDA has no fake CUDA tensors, so the trace is on the CPU and asks its attention kernel for what it
+    keeps, which is what flash attention keeps on a GPU: queries, keys, values, output and one number a row. Kernels of
+    ours that a GPU would run are told to allocate and launch nothing (`zeroshard.kernels.launch.traced`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from zeroshard.kernels.launch import traced
+from zeroshard.kernels.linear_cross_entropy import VOCAB_MULTIPLE
+from zeroshard.lab.recorder import AllocationRecorder
+from zeroshard.models import LanguageModel, build_model
+from zeroshard.models.presets import nearest_preset
+from zeroshard.zero import MixedPrecision
+from zeroshard.zero.hooks import attach, in_backward
+from zeroshard.zero.partition import UnitSpec, partition
+
+ROOT = -1
+EventName = Literal[
+    "start",
+    "forward_begins",
+    "forward_ends",
+    "runs_again",
+    "backward_begins",
+    "grad",
+    "backward_ends",
+    "backward_over",
+]
+Inputs = Callable[[int], tuple[Any, ...]]  # from the rows of a micro-batch to the model's arguments, on any device
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the engine hears.
+
+    Attributes:
+        name: ``runs_again``: a forward inside backward; ``grad``: a parameter's gradient is there.
+        unit: its place in the order of execution; `ROOT` for the root unit.
+        param: of ``grad``: the parameter's name within the unit.
+        grads_flow: of ``forward_ends``: whether a backward of this call will be told.
+        keep: of ``forward_ends``: nobody will tell when its weights are needed again.
+    """
+
+    name: EventName
+    unit: int = ROOT
+    param: str = ""
+    grads_flow: bool = False
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operation: its FLOPs, the bytes that it reads and writes, the dtype that it computes in."""
+
+    flops: int
+    num_bytes: int
+    dtype: str
+    attention: bool = False
+
+
+@dataclass(frozen=True)
+class Span:
+    """From one event to the next: changes of live bytes, their highest point on the way, and the work.
+
+    Attributes:
+        event: with which it begins.
+        kept, temporary: change of bytes, of what is alive when backward begins (activations) and of all else.
+        peak_kept, peak_temporary: the same at the highest point of their sum, relative to the start of the span.
+        work: what is computed, in order.
+    """
+
+    event: Event
+    kept: int = 0
+    temporary: int = 0
+    peak_kept: int = 0
+    peak_temporary: int = 0
+    work: tuple[Work, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A micro-batch.
+
+    Attributes:
+        units: names in order of execution.
+        spans: in order.
+        input_bytes: of the arguments, which are there all along.
+        tokens: elements of the first argument where those are integers, else its rows.
+    """
+
+    units: tuple[str, ...]
+    spans: tuple[Span, ...]
+    input_bytes: int
+    tokens: int
+
+    @property
+    def activation_bytes(self) -> int:
+        """What forward leaves for backward."""
+        total = 0
+        for span in self.spans:
+            if span.event.name == "backward_begins":
+                break
+            total += span.kept
+        return total
+
+
+def trace_language_model(
+    model: LanguageModel, micro_batch: int, seq_len: int, precision: MixedPrecision, *, device_type: str = "cpu"
+) -> Trace:
+    """The trace of one of our models, of any depth; [Note: Alike blocks].
+
+    Args:
+        model: on any device; it is not changed.
+        micro_batch: rows.
+        seq_len: tokens in a row.
+        precision: the dtype policy.
+        device_type: ``"cpu"``, or ``"cuda"`` for the kernels that a GPU would run.
+    """
+    inputs = tokens_and_targets(seq_len)
+    name, changes = nearest_preset(cast("Any", model.config))
+    num_blocks, period = len(model.blocks), _period(model.config.activation_checkpointing)
+    few = 2 * period + 2
+    few += (num_blocks - few) % period
+
+    def traced_with(depth: int) -> Trace:
+        with torch.device("meta"):
+            shallow = build_model(name, overrides={**changes, "n_layer": depth}, kernels=model.kernels)
+        for ours, theirs in zip(shallow.parameters(), model.parameters(), strict=False):
+            ours.requires_grad_(theirs.requires_grad)
+        return trace_model(shallow, micro_batch, list(shallow.blocks), inputs, precision, device_type=device_type)
+
+    frozen = any(not param.requires_grad for param in model.parameters())
+    if num_blocks <= few or frozen:
+        return trace_model(model, micro_batch, list(model.blocks), inputs, precision, device_type=device_type)
+    deeper = repeat_blocks(traced_with(few), num_blocks, period)
+    return traced_with(num_blocks) if deeper is None else deeper
+
+
+def tokens_and_targets(seq_len: int) -> Inputs:
+    """The arguments of a language model."""
+
+    def make(micro_batch: int) -> tuple[Tensor, Tensor]:
+        return tuple(torch.zeros(micro_batch, seq_len, dtype=torch.int64) for _ in range(2))  # ty: ignore[invalid-return-type]
+
+    return make
+
+
+def trace_model(
+    model: nn.Module,
+    micro_batch: int,
+    units: Iterable[nn.Module] | None,
+    inputs: Inputs,
+    precision: MixedPrecision,
+    *,
+    device_type: str = "cpu",
+) -> Trace:
+    """The trace of any module whose output is a loss, or is summed to one.
+
+    Args:
+        model: on any device; it is not changed.
+        micro_batch: given to ``inputs``.
+        units: as `zeroshard.Zero` takes them.
+        inputs: makes the model's arguments.
+        precision: the dtype policy.
+        device_type: as `trace_language_model`.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake, chosen = _fake(model, units, precision)
+        root, specs = partition(fake, chosen)
+        log = _Log([root, *specs])
+        given = inputs(micro_batch)
+        if precision.param_dtype is not None and precision.cast_forward_inputs:
+            given = tree_map(lambda x: _cast(x, precision.param_dtype), given)
+        recorder = AllocationRecorder(log.heard, log.ran)
+        arguments = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        recorder.ignore([*fake.parameters(), *fake.buffers(), *arguments])
+        with _kernels_of(device_type, log), recorder:
+            output = fake(*given)
+            loss = sum(leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
+            del output
+            assert isinstance(loss, Tensor), "no output of the model takes gradients"
+            loss.backward()
+            del loss
+    first = arguments[0]
+    tokens = first.numel() if not first.is_floating_point() else first.shape[0]
+    num_bytes = sum(leaf.untyped_storage().nbytes() for leaf in arguments)
+    return Trace(log.order(), tuple(log.spans()), num_bytes, tokens)
+
+
+def repeat_blocks(trace: Trace, num_units: int, period: int = 1) -> Trace | None:
+    """``trace`` of few units as one of ``num_units``; None where those in the middle are not alike.
+
+    Args:
+        trace: of 2 ``period`` + 2 units or more.
+        num_units: a multiple of ``period`` more.
+        period: after how many units they are alike again.
+    """
+    few = len(trace.units)
+    extra = num_units - few
+    assert few >= 2 * period + 2
+    assert extra >= 0
+    assert extra % period == 0
+    forward, backward, head = _by_unit(trace.spans)
+    middle = range(1, 1 + period)
+    for unit in middle:
+        for spans in (forward, backward):
+            if _moved(spans[unit], period) != spans[unit + period]:
+                return None
+    # The last of the repeated ones stands before what came after it, so the old later units move up.
+    old = [0, *middle, *(1 + i % period for i in range(extra)), *range(1 + period, few)]
+    assert len(old) == num_units
+    spans = list(head)
+    for place, unit in enumerate(old):
+        spans += _moved(forward[unit], place - unit)
+    for place in reversed(range(num_units)):
+        spans += _moved(backward[old[place]], place - old[place])
+    prefix = trace.units[0].rpartition(".")[0]
+    names = tuple(f"{prefix}.{place}" if prefix else str(place) for place in range(num_units))
+    return replace(trace, units=names, spans=tuple(spans))
+
+
+def _by_unit(spans: Sequence[Span]) -> tuple[dict[int, list[Span]], dict[int, list[Span]], list[Span]]:
+    """Spans from the forward of each unit to that of the next, the same backward, and what is before the first."""
+    forward: dict[int, list[Span]] = {}
+    backward: dict[int, list[Span]] = {}
+    head: list[Span] = []
+    current = head
+    for span in spans:
+        event = span.event
+        if event.unit != ROOT and event.name == "forward_begins":
+            current = forward.setdefault(event.unit, [])
+        elif event.unit != ROOT and event.name == "backward_begins":
+            current = backward.setdefault(event.unit, [])
+        current.append(span)
+    return forward, backward, head
+
+
+def _moved(spans: Sequence[Span], places: int) -> list[Span]:
+    return [
+        span if span.event.unit == ROOT else replace(span, event=replace(span.event, unit=span.event.unit + places))
+        for span in spans
+    ]
+
+
+def _period(recomputed: str) -> int:
+    return int(recomputed.partition(":")[2]) if recomputed.startswith("every:") else 1
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _fake(
+    model: nn.Module, units: Iterable[nn.Module] | None, precision: MixedPrecision
+) -> tuple[nn.Module, list[nn.Module] | None]:
+    """A copy of ``model`` without values, in the dtypes that compute, and the copies of ``units``."""
+    places = {module: name for name, module in model.named_modules()}
+    chosen = None if units is None else list(units)
+    for module in chosen or []:
+        if module not in places:
+            partition(model, chosen)  # which says what is wrong with it
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        dtype = precision.compute_dtype(param.dtype)
+        memo[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=dtype), requires_grad=param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    fake = copy.deepcopy(model, memo)
+    modules = dict(fake.named_modules())
+    return fake, None if chosen is None else [modules[places[module]] for module in chosen]
+
+
+@contextmanager
+def _kernels_of(device_type: str, log: _Log) -> Generator[None]:
+    if device_type != "cuda":
+        yield
+        return
+    with traced(log.launched):
+        yield
+
+
+class _Unit:
+    """What `zeroshard.zero.hooks.attach` asks of a unit."""
+
+    def __init__(self, spec: UnitSpec, index: int) -> None:
+        self.name, self.module, self.index = spec.name, spec.module, index
+        self.params = spec.params
+
+    def trained_groups(self) -> list[Any]:
+        return [param for _, param in self.params if param.requires_grad]
+
+
+class _Log:
+    """The listener: writes down events, allocations and work in the order in which they come."""
+
+    def __init__(self, specs: Sequence[UnitSpec]) -> None:
+        self._entries: list[Event | Work | tuple[int, int]] = [Event("start")]
+        self._places: dict[int, int] = {}  # of units, by the order of their first call
+        self._units = [_Unit(spec, index) for index, spec in enumerate(specs)]
+        self._pass: object | None = None
+        for unit in self._units:
+            attach(cast("Any", unit), self, None)
+            for name, param in unit.params:
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(self._taker(unit, name.removeprefix(f"{unit.name}.")))
+
+    def order(self) -> tuple[str, ...]:
+        """Names of units in order of execution; those that did not run come last."""
+        ran = sorted(self._places, key=lambda index: self._places[index])
+        rest = [index for index in range(1, len(self._units)) if index not in self._places]
+        return tuple(self._units[index].name for index in (*ran, *rest))
+
+    # -- what happens -----------------------------------------------------------------------------------------
+
+    def heard(self, storage: int, change: int) -> None:
+        self._entries.append((storage, change))
+
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        work = work_of(func, args, kwargs, result)
+        if work is not None:
+            self._entries.append(work)
+
+    def launched(self, name: str, args: tuple[Any, ...]) -> None:
+        """A kernel of ours: it reads and writes each of its tensors once; the projected loss does more."""
+        if name == "linear_cross_entropy":
+            self._entries += _projected_loss(*args)
+            return
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        self._entries.append(Work(0, sum(map(_bytes, tensors)), _dtype_name(tensors[0])))
+
+    @property
+    def backward_pass(self) -> object:
+        return self._pass
+
+    def forward_begins(self, unit: Any) -> None:
+        if in_backward():
+            self._event("runs_again", unit)
+        else:
+            self._event("forward_begins", unit)
+
+    def forward_ends(self, unit: Any, *, grads_flow: bool, keep: bool) -> None:
+        self._event("forward_ends", unit, grads_flow=grads_flow, keep=keep)
+
+    def backward_begins(self, unit: Any) -> None:
+        self._backward()
+        self._event("backward_begins", unit)
+
+    def backward_ends(self, unit: Any) -> None:
+        self._backward()
+        self._event("backward_ends", unit)
+
+    def _backward(self) -> None:
+        if self._pass is None:
+            self._pass = object()
+            torch.autograd.Variable._execution_engine.queue_callback(self._over)
+
+    def _over(self) -> None:
+        self._pass = None
+        self._entries.append(Event("backward_over"))
+
+    def _taker(self, unit: _Unit, name: str) -> Callable[[Tensor], None]:
+        def take(param: Tensor) -> None:
+            self._backward()
+            self._event("grad", unit, param=name)
+            param.grad = None
+
+        return take
+
+    def _event(self, name: EventName, unit: _Unit, **details: Any) -> None:
+        place = ROOT
+        if unit.index:
+            place = self._places.setdefault(unit.index, len(self._places))
+        self._entries.append(Event(name, place, **details))
+
+    # -- what comes of it -------------------------------------------------------------------------------------
+
+    def spans(self) -> Generator[Span]:
+        """The entries as spans."""
+        begins = next(
+            (i for i, e in enumerate(self._entries) if isinstance(e, Event) and e.name == "backward_begins"),
+            len(self._entries),
+        )
+        kept: set[int] = set()
+        for entry in self._entries[:begins]:
+            if isinstance(entry, tuple) and entry[1] > 0:
+                kept.add(entry[0])
+            elif isinstance(entry, tuple):
+                kept.discard(entry[0])
+        current: list[Work | tuple[int, int]] = []
+        event: Event | None = None
+        for entry in self._entries:
+            if isinstance(entry, Event):
+                if event is not None:
+                    yield _span(event, current, kept)
+                event, current = entry, []
+            else:
+                current.append(entry)
+        assert event is not None
+        yield _span(event, current, kept)
+
+
+def _span(event: Event, entries: Sequence[Work | tuple[int, int]], kept: set[int]) -> Span:
+    now, peak = [0, 0], (0, 0)
+    work: list[Work] = []
+    for entry in entries:
+        if isinstance(entry, Work):
+            work.append(entry)
+            continue
+        storage, change = entry
+        now[storage not in kept] += change
+        if sum(now) > sum(peak):
+            peak = (now[0], now[1])
+    return Span(event, now[0], now[1], *peak, tuple(work))
+
+
+# -- work of an operation ---------------------------------------------------------------------------------------------
+
+_aten: Any = torch.ops.aten
+_FREE = {_aten.detach.default, _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default}
+
+
+def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work | None:
+    """What an operator costs; None for one that only looks at memory in another way, or reserves it."""
+    packet = func._overloadpacket
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not outputs or func in _FREE:
+        return None
+    mutable = func._schema.is_mutable
+    given = {leaf.untyped_storage()._cdata for leaf in inputs}
+    if not mutable and given and all(leaf.untyped_storage()._cdata in given for leaf in outputs):
+        return None
+    attention = "attention" in str(packet)
+    flops = 0
+    if attention:
+        flops = _attention_flops(func, args, backward="backward" in str(packet))
+    elif packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=result)
+    num_bytes = sum(_bytes(leaf) for leaf in (*inputs, *outputs))
+    return Work(flops, num_bytes, _dtype_name(outputs[0]), attention)
+
+
+def _projected_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    losses: Tensor,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    *options: Any,
+) -> list[Work]:
+    """`zeroshard.kernels.linear_cross_entropy`'s launcher: its chunk of logits is there meanwhile."""
+    (rows, width), vocab, at_once = hidden.shape, weight.shape[0], min(options[-1], hidden.shape[0])
+    padded_vocab = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    chunk = hidden.new_empty(at_once, padded_vocab)
+    wide = None if d_hidden is None else losses.new_empty(at_once, width)
+    del chunk, wide
+    num_products = 1 + (d_hidden is not None) + (d_weight is not None)
+    num_chunks, logit_bytes = -(-rows // at_once), rows * vocab * hidden.element_size()
+    product = Work(
+        2 * rows * width * vocab, logit_bytes + num_chunks * _bytes(weight) + _bytes(hidden), _dtype_name(hidden)
+    )
+    return [product] * num_products + [Work(0, 2 * logit_bytes, _dtype_name(hidden))]
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...], *, backward: bool) -> int:
+    """Of a fused kernel: 4 B H T S D forward, 2.5 times that backward, where it computes the weights again.
+
+    Dao 2023, FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4.1. Half of it under a causal mask, whose
+    blocks it skips.
+    """
+    query, key = (args[1], args[2]) if backward else (args[0], args[1])
+    batch, heads, num_queries, width = query.shape
+    flops = 4 * batch * heads * num_queries * key.shape[-2] * width
+    causal = any(arg is True for arg in args)
+    return int(flops * (2.5 if backward else 1) * (0.5 if causal else 1))
+
+
+def _bytes(tensor: Tensor) -> int:
+    """What is read or written of it: an expanded tensor is read where it lies."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
