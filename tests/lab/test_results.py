@@ -5,42 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import math
-import time
-from pathlib import Path
 
 import pytest
 
-from zeroshard.lab.results import SWEEP, SWEEP_FORMAT, find_runs, read_run, read_runs, read_sweep, run_folder, spread
-from zeroshard.train.config import TrainConfig, dump_toml
+from run_folders import LINK, write_run
+from zeroshard.lab.results import find_runs, read_run, read_runs, spread
+from zeroshard.train.config import TrainConfig
 from zeroshard.train.loop import run_training
-
-LINK = {
-    "mode": "netns",
-    "node_size": 1,
-    "asked_bytes_per_s": 1.25e8,
-    "achieved_bytes_per_s": 1e8,
-    "asked_latency_s": 0.0,
-    "achieved_latency_s": 2e-4,
-    "probe_s": 1.0,
-    "comparable": False,
-    "why_not_comparable": "bandwidth: off",
-}
-
-
-def write_run(folder: Path, num_steps: int = 10, status: str = "ok", link: dict | None = None) -> Path:
-    """A run folder as the trainer writes it."""
-    folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(dump_toml(TrainConfig(max_steps=num_steps, warmup_steps=0)))
-    lines = [{"event": "start", "step": 0, "world_size": 2, "tokens_per_step": 64, "link": link or {}}]
-    for step in range(1, num_steps + 1):
-        facts = {"loss": 5.0 - step / 10, "grad_norm": 1.0, "lr": 1e-3, "step_s": 0.1 if step > 2 else 9.0, "mfu": None}
-        lines.append({"event": "step", "step": step, "tokens": 64 * step, "tokens_per_s": 640.0, **facts})
-        lines[-1] |= {"memory_bytes": {"params": 100, "grads": 50 + step}, "comm": {"all_reduce": 8}}
-        lines[-1] |= {"exposed_s": {"grads/backward": 0.02, "control": 0.01}, "skipped": False}
-    lines.append({"event": "eval", "step": num_steps, "loss": 4.0})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "summary.json").write_text(json.dumps({"status": status, "step": num_steps, "val_loss": 4.0}))
-    return folder
 
 
 def test_a_run_that_the_trainer_made_is_read_whole(tiny_config):
@@ -182,7 +153,6 @@ def test_a_folder_that_is_not_there_is_no_error(tmp_path):
     assert (run.state, run.steps) == ("damaged", ())
     assert run.problems == ("there is no config.toml: no run has begun here",)
     assert find_runs(tmp_path / "nothing") == []
-    assert "no sweep has begun here" in read_sweep(tmp_path / "nothing").problems[0]
 
 
 def test_a_spread_is_median_low_and_high_of_what_is_finite():
@@ -190,37 +160,3 @@ def test_a_spread_is_median_low_and_high_of_what_is_finite():
     assert (found.median, found.low, found.high, found.count) == (2.0, 1.0, 3.0, 3)
     assert found.relative == 1.0
     assert spread([math.nan]) is None
-
-
-def test_a_sweep_is_read_with_what_is_missing_or_damaged(tmp_path):
-    entries = [{"name": f"c{i}", "axes": {"seed": i}, "repeats": 2} for i in range(3)]
-    entries += [{"name": "../c0", "axes": {}, "repeats": 1}, {"axes": 3}]
-    (tmp_path / SWEEP).write_text(json.dumps({"format": SWEEP_FORMAT, "cases": entries}))
-    write_run(run_folder(tmp_path, "c0", 0), link=LINK)
-    write_run(run_folder(tmp_path, "c0", 1))
-    (write_run(run_folder(tmp_path, "c1", 0)) / "config.toml").write_text("=")
-    (tmp_path / "cases" / "c1" / "1.failed.json").write_text('{"line": "status 1: error: x"}')
-    sweep = read_sweep(tmp_path)
-    assert sweep.problems == ("sweep.json: a case cannot be read",) * 2
-    first, second, third = sweep.cases
-    assert (len(first.done), first.step_s.count, first.why_not_comparable) == (2, 2, ("bandwidth: off",))
-    assert ([run.state for run in second.runs], second.done, second.step_s) == (["damaged"], (), None)
-    assert second.failures == ("status 1: error: x",)
-    assert (third.runs, third.axes) == ((), {"seed": 2})
-
-
-def test_a_thousand_finished_cases_are_read_in_seconds(tmp_path):
-    first = write_run(run_folder(tmp_path, "c0", 0), num_steps=50)
-    texts = {path.name: path.read_bytes() for path in first.iterdir()}
-    for index in range(1, 1000):
-        folder = run_folder(tmp_path, f"c{index}", 0)
-        folder.mkdir(parents=True)
-        for name, content in texts.items():
-            (folder / name).write_bytes(content)
-    entries = [{"name": f"c{index}", "axes": {"seed": index}, "repeats": 1} for index in range(1000)]
-    (tmp_path / SWEEP).write_text(json.dumps({"format": SWEEP_FORMAT, "cases": entries}))
-    start = time.process_time()
-    sweep = read_sweep(tmp_path)
-    medians = [case.step_s.median for case in sweep.cases]
-    assert time.process_time() - start < 8
-    assert medians == [0.1] * 1000

@@ -16,8 +16,8 @@ import pytest
 
 from zeroshard.errors import UserError
 from zeroshard.lab.cases import SweepConfig
-from zeroshard.lab.results import read_sweep
 from zeroshard.lab.sweep import run_sweep
+from zeroshard.lab.sweep_results import read_sweep
 from zeroshard.train.validate import validate
 
 STAND_IN = """

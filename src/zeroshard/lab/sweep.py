@@ -28,9 +28,10 @@ from typing import Any, TextIO
 from zeroshard.comm.launch import start_child
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.cases import Case, SweepConfig, cases_of, flat_axes, in_words, make_case
-from zeroshard.lab.results import SWEEP, SWEEP_FORMAT, RunResult, failure_file, read_failure, read_run, run_folder
+from zeroshard.lab.results import RunResult, read_run
 from zeroshard.lab.search import Crossover, crossover, largest_that_fits, rounded
 from zeroshard.lab.sweep_board import Board
+from zeroshard.lab.sweep_results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, run_folder
 from zeroshard.train.config import TrainConfig, dump_toml
 from zeroshard.train.sizes import parse_bandwidth, parse_size
 

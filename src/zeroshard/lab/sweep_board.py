@@ -14,7 +14,8 @@ from rich.live import Live
 from rich.table import Table
 
 from zeroshard.lab.cases import Case, in_words
-from zeroshard.lab.results import CaseResult, RunResult, Spread, read_sweep, spread
+from zeroshard.lab.results import RunResult, Spread, spread
+from zeroshard.lab.sweep_results import CaseResult, read_sweep
 
 _ROWS = 24  # of a live table: what runs, and what ran last
 _NAME_DIGITS = 6
