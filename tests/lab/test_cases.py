@@ -83,6 +83,7 @@ def test_what_cannot_run_is_refused_alone():
         ({"crossover": ["zero2"]}, "crossover: 1 strategies; name two"),
         ({"crossover": ["zero2", "zero3"], "axes": {"strategy": ["ddp"]}}, "axes: a crossover sets strategy"),
         ({"crossover": ["zero2", "zero3"], "crossover_low": "1Tbit/s"}, "crossover_low: 1Tbit/s is not below 10Gbit/s"),
+        ({"crossover": ["zero2", "zero3"], "dry_run": True}, "dry_run: a crossover looks for its cases"),
         ({"repeats": 0}, "repeats: 0 is below 1"),
     ],
 )

@@ -43,9 +43,9 @@ step_s = 1.0 + 1000.0 / rate if config["strategy"] == "zero3" else 2.0
 for step in range(1, 5):
     time.sleep(0.005)
     facts = dict(event="step", step=step, loss=1.0, grad_norm=1.0, lr=1.0, step_s=step_s, tokens=step, tokens_per_s=9.0)
-    facts["memory_bytes"] = {"all": 1000 + 100 * config["micro_batch_size"]}
     print(json.dumps(facts), file=log)
-(out / "unfinished").write_text(json.dumps({"status": "ok", "token": uuid.uuid4().hex}))
+peak = {"bytes": 1000 + 100 * config["micro_batch_size"]}
+(out / "unfinished").write_text(json.dumps({"status": "ok", "token": uuid.uuid4().hex, "memory_peak": peak}))
 (out / "unfinished").replace(out / "summary.json")
 """
 

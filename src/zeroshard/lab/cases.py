@@ -60,6 +60,11 @@ class SweepConfig(BaseModel):
         if self.fit_memory:
             parse_size("fit_memory", self.fit_memory)
         if self.crossover:
+            if self.dry_run or self.fit_memory:
+                other = "dry_run" if self.dry_run else "fit_memory"
+                raise UserError(
+                    other, "a crossover looks for its cases as it runs, as they are", "leave one of both out"
+                )
             if len(self.crossover) != 2:
                 raise UserError("crossover", f"{len(self.crossover)} strategies", "name two, as zero2 zero3")
             low, high = (

@@ -24,6 +24,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,6 +147,10 @@ def _remove(number: int) -> list[str]:
     for name in sorted(names, key=lambda name: "-" in name):  # namespaces last
         kind = ("netns", "delete") if "-" in name else ("link", "delete")
         _run("ip", *kind, name, missing_ok=True)
+    if left := [name for name in _leftovers() if _number_of(name) == number]:
+        raise UserError(
+            "network", f"{', '.join(left)} cannot be removed", "end what uses it, then `zeroshard lab clean`"
+        )
     return names
 
 
@@ -194,11 +199,19 @@ def _lock(number: int) -> int | None:
 @contextmanager
 def _signals_wait() -> Generator[None]:
     """Inside, signals that would end this process wait: a network is made whole, and removed whole."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
+    if threading.current_thread() is not threading.main_thread():  # whom no signal interrupts
+        yield
+        return
+    came: list[int] = []
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {signum: signal.signal(signum, lambda number, frame: came.append(number)) for signum in ending}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        for signum in came:
+            signal.raise_signal(signum)
 
 
 # -- a real interface ---------------------------------------------------------------------------------------------
@@ -263,7 +276,7 @@ def why_in_use(device: str) -> str:
     own = {address.address for address in psutil.net_if_addrs().get(device, [])}
     for process in [psutil.Process(), *psutil.Process().parents()]:
         try:
-            connections = process.net_connections("tcp")
+            connections = getattr(process, "net_connections", process.connections)("tcp")  # psutil 6 renamed it
         except psutil.Error:
             continue
         for connection in connections:
@@ -315,7 +328,8 @@ def _add_queue(tc: tuple[str, ...], device: str, words: list[str]) -> None:
 
 def _run(*words: str, missing_ok: bool = False) -> str:
     """What a tool prints; ``missing_ok``: nothing, if what it should remove is gone."""
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    # in a session of its own, so that Ctrl-C does not end it half way
+    done = subprocess.run(words, capture_output=True, text=True, check=False, start_new_session=True)
     if done.returncode and not missing_ok:
         said = " ".join(done.stderr.split()) or f"exit status {done.returncode}"
         raise UserError("network", f"`{' '.join(words)}` failed: {said}", "see what this kernel and container allow")

@@ -142,6 +142,10 @@ class Runner:
                 self.board.tries(case, f"micro_batch_size {micro_batch_size}")
                 self._attempt(short, target, failure)
             found = read_run(target)
+            if found.state == "done" and found.peak_bytes is None:
+                raise UserError(
+                    "fit_memory", "the runs do not record their peak of memory", "set profile.memory = true"
+                )
             return found.peak_bytes if found.state == "done" else None
 
         largest = largest_that_fits(guess(config, budget), peak_bytes, budget)
