@@ -272,10 +272,12 @@ def _held(folder: Path) -> Generator[Path]:
         what = f"{folder} cannot be written ({error.strerror})"
         raise UserError("out", what, "choose a folder that you may write") from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"another process is running {folder}"
+            raise UserError("out", what, "wait for it, or choose another --out") from None
         yield folder
-    except BlockingIOError:
-        raise UserError("out", f"another process is running {folder}", "wait for it, or choose another --out") from None
     finally:
         os.close(descriptor)
 
