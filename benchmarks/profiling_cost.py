@@ -137,9 +137,7 @@ def main() -> int:
     print(f"{'':10} {'wall ms':>9} {'/ bare':>8} {'quartiles':>15} {'cpu / bare':>11} {'limit':>6}")
     for name in names:
         rounds = range(0, args.rounds, 4) if name in names[3:] else range(args.rounds)
-        wall, cpu = (
-            [seen[name][i][kind] / seen[BARE][r][kind] for i, r in enumerate(rounds)] for kind in (0, 1)
-        )
+        wall, cpu = ([seen[name][i][kind] / seen[BARE][r][kind] for i, r in enumerate(rounds)] for kind in (0, 1))
         row = {"name": name, "wall": spread_of(wall), "cpu": spread_of(cpu), "rounds": seen[name]}
         rows.append(row)
         limit = LIMITS.get(name)
@@ -150,7 +148,9 @@ def main() -> int:
             f"{f'{limit:.0%}' if limit else '':>6}"
         )
     if args.json:
-        args.json.write_text(json.dumps({"environment": environment(), **vars(args) | {"json": str(args.json)}, "rows": rows}))
+        args.json.write_text(
+            json.dumps({"environment": environment(), **vars(args) | {"json": str(args.json)}, "rows": rows})
+        )
     return 0 if ok else 3
 
 

@@ -14,16 +14,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import BaseModel
 
 import zeroshard
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.flags import flags_of, read_flags, take_option
+from zeroshard.flags import Flag, flags_of, read_flags, take_option
 from zeroshard.lab.config import PlanConfig
 from zeroshard.train.config import (
     SHORTHANDS,
@@ -37,6 +37,9 @@ from zeroshard.train.config import (
     read_toml,
 )
 from zeroshard.train.validate import nearest, validate
+
+if TYPE_CHECKING:
+    from zeroshard.comm.launch import Nodes
 
 NUM_STAGES = 4
 
@@ -114,7 +117,7 @@ def _dispatch(argv: list[str]) -> int:
         raise UserError(word, "there is no such command", nearest(word, VERBS, f"choose one of {choices}"))
     words = argv[1:]
     if verb.config is None:
-        if words and words[0] in ("--help", "-h"):
+        if words and words[0] in ("--help", "-h") and verb.usage:
             print(f"usage: zeroshard {word} {verb.usage}".rstrip() + f"\n\n{verb.summary}")
             return ExitStatus.OK
         return verb.run(None, words)
@@ -144,10 +147,14 @@ def _train(config: TrainConfig, argv: Sequence[str]) -> int:
     world = launch.world_from_env()
     several = config.nnodes != "1"
     if world is None and (config.nproc > 1 or several):
+        launch.end_with_starter()
         max_moves = NUM_STAGES - 1 if config.strategy == "auto" else 0
         meeting = machines.meeting_at(config.rdzv_endpoint, *parse_nnodes(config.nnodes)) if several else None
         nproc = max(1, config.nproc)
-        ending = launch.launch_workers(argv, nproc, config.port, config.max_restarts, max_moves, meeting)
+        with _nodes(config) as nodes:
+            ending = launch.launch_workers(
+                argv, nproc, config.port, config.max_restarts, max_moves, meeting=meeting, nodes=nodes
+            )
         if ending.line:
             _say(ending.line)
         return ending.status
@@ -167,6 +174,23 @@ def _train(config: TrainConfig, argv: Sequence[str]) -> int:
             lost_first = str(error).startswith("rank 0")
             _say(f"rank {world.rank if world else 0}: {error}; start again with --resume auto", all_ranks=lost_first)
             return ExitStatus.PEER_LOST
+
+
+def _nodes(config: TrainConfig) -> AbstractContextManager[Nodes | None]:
+    """Where the ranks of a run live: in namespaces, if its links are to be slow so."""
+    if config.link.mode != "netns":
+        return nullcontext()
+    from zeroshard.lab.network import nodes
+    from zeroshard.train.sizes import parse_bandwidth, parse_duration, parse_size
+
+    link = config.link
+    return nodes(
+        config.nproc // link.node_size,
+        link.node_size,
+        parse_bandwidth("link.bandwidth", link.bandwidth),
+        parse_duration("link.latency", link.latency or "0s"),
+        parse_size("link.burst", link.burst) if link.burst else 0,
+    )
 
 
 def _choose_stage(*facts: Any) -> tuple[int, str]:
@@ -261,6 +285,51 @@ def _bench(config: None, words: Sequence[str]) -> int:
     return run_bench(chosen)
 
 
+def _sweep(config: None, words: Sequence[str]) -> int:
+    """``base`` and ``axes`` have the flags of a training run: ``--base.max-steps 30 --axes.strategy zero0 zero3``."""
+    from zeroshard.lab.cases import SweepConfig
+    from zeroshard.lab.sweep import run_sweep
+
+    def predicted(*asked: Any) -> int:
+        from zeroshard.lab.fill import largest_micro_batch  # with torch, which no other sweep needs
+
+        return largest_micro_batch(*asked)
+
+    path, words = take_option(words, "--config")
+    raw = read_toml(path) if path else {}
+    flags = {name: flag for name, flag in flags_of(SweepConfig, {}).items() if name not in ("--base", "--axes")}
+    if "--help" in words or "-h" in words:
+        print(_sweep_help(SweepConfig))
+        return ExitStatus.OK
+    for name, flag in flags_of(TrainConfig, SHORTHANDS).items():
+        flags[f"--base.{name[2:]}"] = replace(flag, path=("base", *flag.path))
+        if flag.says:
+            flags[f"--axes.{name[2:]}"] = Flag(("axes", ".".join(flag.path)), "many")
+    return run_sweep(validate(SweepConfig, merge(raw, read_flags(words, flags))), largest_micro_batch=predicted)
+
+
+def _sweep_help(kind: type[BaseModel]) -> str:
+    lines = [
+        "usage: zeroshard sweep [--config FILE.toml] [FLAGS]",
+        "",
+        f"{VERBS['sweep'].summary} Started again, it goes on where it stopped.",
+        "",
+        "  --base.SETTING VALUE         of every run; any flag of `zeroshard train`: --base.max-steps 30",
+        "  --axes.SETTING VALUE ...     tried one after another: --axes.strategy zero0 zero3",
+    ]
+    for name, field in kind.model_fields.items():
+        if name not in ("base", "axes"):
+            lines.append(f"  --{name.replace('_', '-'):<27}{field.description} (default: {field.default or 'none'})")
+    return "\n".join(lines)
+
+
+def _lab(config: None, words: Sequence[str]) -> int:
+    from zeroshard.lab.commands import OPTIONS, WORDS, run_lab
+
+    flags = {"--yes": Flag(("yes",), "switch"), **{f"--{name}": Flag((name,), "one") for name in OPTIONS}}
+    return run_lab(read_flags(words, flags, WORDS))
+
+
 def _doctor(config: None, words: Sequence[str]) -> int:
     from zeroshard import doctor
 
@@ -291,6 +360,17 @@ VERBS: dict[str, Verb] = {
         "Measure on this machine: memory, step, collectives, device, kernels; a table, a JSON file, a figure.",
         _bench,
         usage="memory | step | collectives | device | kernels [FLAGS]",
+    ),
+    "sweep": Verb(
+        "Train once for each combination of settings, and compare.",
+        _sweep,
+    ),
+    "lab": Verb(
+        "clean: remove networks whose runs have died. tc: slow what leaves a network interface, say how slow it is, "
+        "let it go; --yes even where your own session may pass through it.",
+        _lab,
+        usage="clean | tc apply DEV --bandwidth RATE [--latency TIME] [--burst SIZE] [--yes] | tc status DEV "
+        "| tc delete DEV [--yes]",
     ),
     "doctor": Verb(
         "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "

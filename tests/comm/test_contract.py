@@ -14,11 +14,13 @@ import torch.distributed as dist
 
 from zeroshard.comm import (
     Communicator,
+    Link,
     LocalCommunicator,
     NullCommunicator,
     ObservedCommunicator,
     RingCommunicator,
     SharedMemoryCommunicator,
+    ThrottledCommunicator,
     TorchCommunicator,
     run_threads,
     split,
@@ -31,7 +33,7 @@ SIZES = [1, 7, 64, 1000]
 
 
 def _inner(comm: Communicator) -> Communicator:
-    return comm.inner if isinstance(comm, ObservedCommunicator) else comm
+    return comm.inner if isinstance(comm, ObservedCommunicator | ThrottledCommunicator) else comm
 
 
 def _sent(comm: Communicator, rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -245,7 +247,14 @@ CASES = {
         groups_that_do_not_share_out_the_world_are_refused,
     )
 }
-WRAPPERS = {"bare": lambda comm: comm, "observed": ObservedCommunicator}
+
+
+def _throttled(comm):
+    """Two ranks a node, over links that are slower than the communicator and too fast to wait for."""
+    return ThrottledCommunicator(comm, Link(20e-6, 1e9), node_size=2, inside=Link(5e-6, 1e10))
+
+
+WRAPPERS = {"bare": lambda comm: comm, "observed": ObservedCommunicator, "throttled": _throttled}
 
 
 def _on_rank(comm, case, wrapper):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from zeroshard.comm.ring import RingCommunicator
     from zeroshard.comm.shm import SharedMemoryCommunicator, ranks_share_host
     from zeroshard.comm.threads import ThreadCommunicator, run_threads
+    from zeroshard.comm.throttle import Link, ThrottledCommunicator
     from zeroshard.comm.torch_dist import TorchCommunicator
 
 _HOME = {
@@ -67,6 +68,8 @@ _HOME = {
     "ranks_share_host": "shm",
     "ThreadCommunicator": "threads",
     "run_threads": "threads",
+    "Link": "throttle",
+    "ThrottledCommunicator": "throttle",
     "TorchCommunicator": "torch_dist",
 }
 
@@ -79,6 +82,7 @@ __all__ = [
     "Done",
     "Exposed",
     "Groups",
+    "Link",
     "LocalCommunicator",
     "NullCommunicator",
     "ObservedCommunicator",
@@ -90,6 +94,7 @@ __all__ = [
     "Tells",
     "ThreadCommunicator",
     "ThreadTransport",
+    "ThrottledCommunicator",
     "TorchCommunicator",
     "TorchTransport",
     "Transport",

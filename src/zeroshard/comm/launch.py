@@ -21,14 +21,15 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 
 from zeroshard.comm.machines import Meeting
 from zeroshard.errors import ExitStatus, UserError
@@ -49,6 +50,7 @@ _SIGNAL_TODO = {
     # the kernel's only word for a mapped page that has no file behind it any more
     "SIGBUS": "a token file was cut off while it was read, or its disk failed: prepare the data again, then resume",
 }
+_NODES = "ZEROSHARD_NODES"  # theirs too, where they are put in network namespaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,23 @@ class Ending:
 
     status: int
     line: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Network namespaces of this machine that stand for nodes.
+
+    Attributes:
+        names: of the namespaces, by node, as ``ip netns`` lists them.
+        interface: what each of them has, and its ranks talk through.
+        address: at which this process is reached from all of them.
+        node_size: neighbouring ranks in each.
+    """
+
+    names: tuple[str, ...]
+    interface: str
+    address: str
+    node_size: int
 
 
 def world_from_env(env: Mapping[str, str] | None = None) -> World | None:
@@ -155,6 +174,38 @@ def init_process_group(
     return store
 
 
+def enter_node(local_rank: int) -> None:
+    """Bring this process into its node's network namespace, for good; call it before anything is connected.
+
+    Threads that are there already stay outside.
+
+    Raises:
+        UserError: no launcher of ours has made namespaces.
+    """
+    if _NODES not in os.environ:
+        what = "netns is set up by the launcher, and another one has started this rank"
+        raise UserError("link.mode", what, "start the ranks with --nproc")
+    nodes = Nodes(**json.loads(os.environ[_NODES]))
+    clone_newnet = 0x40000000
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
+    with open(f"/run/netns/{nodes.names[local_rank // nodes.node_size]}", "rb") as namespace:
+        if libc.setns(namespace.fileno(), clone_newnet):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace.name}")
+    use_interface(nodes.interface)
+
+
+def use_interface(name: str) -> None:
+    """Have gloo talk through a network interface of this host.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    known = [interface for _, interface in socket.if_nameindex()]
+    if name not in known:
+        raise UserError("link.device", f"there is no interface {name!r}", f"choose one of {', '.join(known)}")
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
 def num_restarts() -> int:
     """How often an elastic agent has started this rank's world anew; 0 without one.
 
@@ -192,6 +243,7 @@ def launch_workers(
     max_restarts: int = 0,
     max_moves: int = 0,
     meeting: Meeting | None = None,
+    nodes: Nodes | None = None,
 ) -> Ending:
     """Run ``python -m zeroshard ARGV`` as `nproc` ranks on this machine and wait for them all.
 
@@ -204,13 +256,17 @@ def launch_workers(
         max_restarts: how often they are started again after one was lost; see `zeroshard.comm.elastic`.
         max_moves: how often beside that, after one has ended as `ExitStatus.MOVED_UP`.
         meeting: where they meet those of other machines; then ``port`` plays no part.
+        nodes: where the ranks enter by `enter_node`; None: they stay here.
 
     Raises:
         UserError: the port is in use.
     """
+    if nodes is not None:
+        os.environ[_NODES] = json.dumps(asdict(nodes))
     if meeting is None:
-        require_free_port(port)
-        meeting = Meeting(port=port)
+        address = nodes.address if nodes else _LOOPBACK
+        require_free_port(port, address)
+        meeting = Meeting(address, port, own_address=address)
     elif meeting.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -232,6 +288,25 @@ def launch_workers(
         grace_s=SHUTDOWN_GRACE_S,
         run_id=f"zeroshard-{os.getpid()}" if meeting.max_nodes == 1 else "zeroshard",
     )
+
+
+def start_child(words: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start ``zeroshard WORDS``, or another program that calls `end_with_starter`, so that it does not outlive us.
+
+    Call it from the main thread, whose end the kernel waits for.
+    """
+    env = {**os.environ, _LAUNCHER: str(os.getpid())}
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env)
+
+
+def end_with_starter() -> None:
+    """In a process that `start_child` or `launch_workers` has started: die with who did, by the kernel's hand."""
+    starter = os.environ.get(_LAUNCHER)
+    if starter and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != int(starter):  # it died before the line above
+            os._exit(ExitStatus.PEER_LOST)
 
 
 def prepare_torch() -> None:
@@ -259,12 +334,12 @@ def num_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def require_free_port(port: int) -> None:
-    """Raise UserError if something listens on `port` of the loopback interface; 0 is always free."""
+def require_free_port(port: int, address: str = _LOOPBACK) -> None:
+    """Raise UserError if something listens on `port` of `address`; 0 is always free."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one just closed is free
         try:
-            probe.bind((_LOOPBACK, port))
+            probe.bind((address, port))
         except OSError as error:
             raise UserError(
                 "port", f"{port} cannot be used ({error.strerror})", "choose another, or 0 for any free one"
@@ -274,12 +349,7 @@ def require_free_port(port: int) -> None:
 @contextmanager
 def ended_with_launcher() -> Generator[None]:
     """Inside, this rank dies with its launcher, and soon after Ctrl-C: [Note: nothing is left behind]."""
-    launcher = os.environ.get(_LAUNCHER)
-    if launcher and sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != int(launcher):  # it died before the line above
-            os._exit(ExitStatus.PEER_LOST)
+    end_with_starter()
     if threading.current_thread() is not threading.main_thread():  # only there can a signal be waited for
         yield
         return

@@ -42,6 +42,7 @@ from zeroshard.train.compiled import compile_blocks
 from zeroshard.train.config import PLANNED, DataConfig, ModelConfig, TrainConfig, dump_toml
 from zeroshard.train.contract import Contract, Job, Predict
 from zeroshard.train.guard import StepGuard
+from zeroshard.train.links import Links
 from zeroshard.train.lock import RunLock
 from zeroshard.train.measures import Measures
 from zeroshard.train.ranks import join
@@ -67,10 +68,11 @@ def built(
     check_model(config)
     describe(device, config.kernels)  # refuses what cannot be had
     with ExitStack() as stack:
-        comm = join(world, config.comm, config.strategy, device, stack, start_facts(config.model_dump()))
-        if largest(comm, num_restarts()):  # a machine that came later has seen none
+        links = Links.of(config.link)
+        joined = join(world, config.comm, config.strategy, device, stack, start_facts(config.model_dump()), links)
+        if largest(joined.comm, num_restarts()):  # a machine that came later has seen none
             config = after_restart(config)
-        run = build_run(config, comm, device, choose_stage, predict)
+        run = replace(build_run(config, joined.comm, device, choose_stage, predict), link=joined.link)
         stack.callback(run.close)
         yield run
 

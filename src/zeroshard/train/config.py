@@ -21,13 +21,14 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from zeroshard.errors import UserError
-from zeroshard.train.sizes import parse_size
+from zeroshard.train.sizes import parse_bandwidth, parse_duration, parse_size
 from zeroshard.train.validate import validate
 
 SHORTHANDS = {"model": "name", "data": "source"}  # `model = "NAME"` stands for `model.name = "NAME"`
 StrategyName = Literal["auto", "zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2"]
 SHARDING = ("zero1", "zero2", "zero3")  # by our engine
 PLANNED = ("auto", "zero0", *SHARDING)
+OVER_TORCH = ("ddp", "zero1-torch", "fsdp2")  # they talk through torch.distributed whatever communicator there is
 CompileBackend = Literal["inductor", "aot_eager", "eager"]
 
 
@@ -143,6 +144,57 @@ class ContractConfig(_Config):
     device: str = Field("", description="File of `zeroshard bench device`, to predict the time of a step; empty: none.")
 
 
+class LinkConfig(_Config):
+    """A slower network than there is, between nodes; quantities carry their unit."""
+
+    mode: Literal["none", "simulated", "netns", "tc"] = Field(
+        "none",
+        description="simulated: by our communicator. netns: a network namespace for each node, as root. tc: an "
+        "interface that `zeroshard lab tc apply` has shaped. none: the network as it is.",
+    )
+    bandwidth: str = Field("", description="Of a node's link in each direction, as 1Gbit/s; empty: as it is.")
+    latency: str = Field("", description="Of a link, one way, as 50us; empty: as it is.")
+    burst: str = Field(
+        "",
+        description="What passes at once after a pause, as 64KiB; empty: simulated none, else what the shaper needs.",
+    )
+    node_size: int = Field(1, ge=1, description="Neighbouring ranks that are a node, and share its link.")
+    inside_bandwidth: str = Field("", description="Within a node, simulated only; empty: as it is.")
+    inside_latency: str = Field("", description="Within a node, simulated only; empty: as it is.")
+    device: str = Field("", description="Network interface of this host that tc has shaped, as eth1.")
+
+    @model_validator(mode="after")
+    def _says_what_is_slow(self) -> Self:
+        bandwidths, durations = ("bandwidth", "inside_bandwidth"), ("latency", "inside_latency")
+        given = [name for name in (*bandwidths, *durations, "burst", "device") if getattr(self, name)]
+        if self.mode == "none" and (given or self.node_size > 1):
+            what = "is given, and no link is slowed"
+            raise UserError(f"link.{(given or ['node_size'])[0]}", what, "add --link.mode simulated, netns or tc")
+        for names, parse in ((bandwidths, parse_bandwidth), (durations, parse_duration), (("burst",), parse_size)):
+            for name in names:
+                if getattr(self, name):
+                    parse(f"link.{name}", getattr(self, name))
+        if self.mode == "simulated" and not given:
+            raise UserError(
+                "link.mode", "simulated says not what is slow", "add --link.bandwidth 1Gbit/s, or a latency"
+            )
+        if self.mode in ("netns", "tc"):
+            self._can_be_shaped()
+        if (self.mode == "tc") != bool(self.device):
+            raise UserError(
+                "link.device", f"{self.device!r} with {self.mode}", "name an interface with tc, and then only"
+            )
+        return self
+
+    def _can_be_shaped(self) -> None:
+        if not self.bandwidth:
+            raise UserError("link.bandwidth", f"{self.mode} shapes a bandwidth", "give one, as 1Gbit/s")
+        for name in ("inside_bandwidth", "inside_latency"):
+            if getattr(self, name):
+                what = f"{self.mode} shapes what leaves a node, and nothing in it"
+                raise UserError(f"link.{name}", what, "leave it out, or use --link.mode simulated")
+
+
 class TrainConfig(_Config):
     """One training run. After construction `out` is always filled in."""
 
@@ -151,6 +203,7 @@ class TrainConfig(_Config):
     optim: OptimConfig = OptimConfig()
     profile: ProfileConfig = ProfileConfig()
     plan: ContractConfig = ContractConfig()
+    link: LinkConfig = LinkConfig()
 
     strategy: StrategyName = Field(
         "zero2", description="How training state is spread over ranks; auto: the lowest stage that fits."
@@ -260,10 +313,28 @@ class TrainConfig(_Config):
             raise UserError("plan.enforce", what, f"leave it out, or use --strategy {', '.join(PLANNED)}")
         if self.min_lr > self.lr:
             raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
+        self._link_agrees()
         if not self.out:
             name = f"{self.model.name}-{self.data.source}-{self.strategy}".replace("/", "_")
             object.__setattr__(self, "out", f"runs/{name}")
         return self
+
+    def _link_agrees(self) -> None:
+        mode, nproc, node_size = self.link.mode, self.nproc, self.link.node_size
+        if mode == "simulated" and self.strategy in OVER_TORCH:
+            what = f"simulated slows our communicators, and {self.strategy} talks through torch.distributed"
+            raise UserError("link.mode", what, "use --link.mode netns or tc")
+        if mode in ("netns", "tc") and self.comm == "shm":
+            raise UserError("comm", f"shm passes no network that {mode} could slow", "use auto, ring or torch")
+        if mode == "netns" and (self.max_restarts or self.strategy == "auto"):
+            field = "max_restarts" if self.max_restarts else "strategy"
+            what = f"{getattr(self, field)} starts ranks again, whose store netns would cut off"
+            raise UserError(field, what, "leave it out, or use --link.mode simulated")
+        if nproc and nproc % node_size:
+            raise UserError("link.node_size", f"{node_size} does not divide {nproc} ranks", "change one of them")
+        if mode == "netns" and nproc // node_size < 2:
+            what = f"netns joins nodes, and {nproc or 'no'} ranks of {node_size} to a node are fewer than two"
+            raise UserError("nproc", what, "give --nproc, at least twice link.node_size")
 
 
 class PrepareConfig(_Config):

@@ -150,6 +150,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Call
         "last_checkpoint_step": saving.saved_at,
         "wall_s": perf_counter() - started,
         **_measured(run, step_s),
+        **({"link": run.link} if run.link else {}),
     }
     _tell(run, lambda observer: observer.on_end(summary))
     return status
@@ -307,6 +308,7 @@ def _start_info(run: Run) -> dict[str, Any]:
         "torch": torch.__version__,
         "kernels": dict(run.kernels),
         **({"plan": run.contract.line()} if run.contract else {}),
+        "link": dict(run.link),
     }
 
 

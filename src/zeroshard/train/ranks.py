@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,14 @@ from zeroshard.comm.shm import ranks_share_host
 from zeroshard.errors import UserError
 from zeroshard.parallel import NEEDS_GROUP, OVER_TORCH
 from zeroshard.train.agree import agree_at
+from zeroshard.train.links import Links
+
+
+class Joined(NamedTuple):
+    """This rank's communicator, and what was found of its links, see `Links.probed`."""
+
+    comm: Communicator
+    link: Mapping[str, Any]
 
 
 def join(
@@ -30,8 +39,9 @@ def join(
     device: torch.device,
     stack: ExitStack,
     facts: Mapping[str, object] | None = None,
-) -> Communicator:
-    """This rank's communicator; ``stack`` closes it and leaves the world. Collective.
+    links: Links | None = None,
+) -> Joined:
+    """This rank's place among the others; ``stack`` closes it and leaves the world. Collective.
 
     Args:
         world: where this rank stands.
@@ -41,35 +51,46 @@ def join(
         device: this rank's.
         stack: closes what is opened here.
         facts: what every rank must have been started with.
+        links: what slows the ranks' way to each other.
 
     Raises:
         UserError: some rank has other facts; ring or shared memory for tensors on a GPU; shared memory among several
-            hosts.
+            hosts; links that cannot be had.
     """
     stack.callback(shutdown)
     if world.world_size == 1 and wanted in ("auto", "ring", "shm") and strategy not in NEEDS_GROUP:
-        return LocalCommunicator()
+        return Joined(LocalCommunicator(), {})
     if device.type != "cpu" and wanted in ("ring", "shm"):
         raise UserError("comm", f"{wanted} moves CPU tensors, and this run is on {device}", "use auto or torch")
+    if links is not None:
+        links.enter(world)
     store = meet(world)
     if facts is not None and world.world_size > 1:
         agree_at(dist.PrefixStore("agree", store), world.rank, world.world_size, facts)
     init_process_group(world, device, store=store)
-    kind = wanted if wanted != "auto" else choose(strategy, device)
+    in_kernel = links is not None and links.in_kernel
+    kind = wanted if wanted != "auto" else choose(strategy, device, in_kernel=in_kernel)
     if kind == "torch":
         comm: Communicator = TorchCommunicator()
     else:
         ours = RingCommunicator() if kind == "ring" else SharedMemoryCommunicator()
         stack.callback(ours.close)
         comm = ours
+    found: Mapping[str, Any] = {}
+    if links is not None:
+        comm = links.slow(comm, device)
+        found = links.probed(comm)  # ranks of a node do other than each other, so before they are watched
     if world.world_size > 1:
         comm = SentinelCommunicator(comm, StoreBoard(store), end_as_peer_lost)
         stack.callback(comm.close)
-    return comm
+    return Joined(comm, found)
 
 
-def choose(strategy: str, device: torch.device) -> str:
-    """What ``auto`` stands for in an initialised world of several ranks. Collective."""
+def choose(strategy: str, device: torch.device, *, in_kernel: bool = False) -> str:
+    """What ``auto`` stands for in an initialised world of several ranks. Collective.
+
+    ``in_kernel``: the kernel slows the network, which memory must not go around.
+    """
     if device.type != "cpu" or strategy in OVER_TORCH:
         return "torch"
-    return "shm" if ranks_share_host() else "ring"
+    return "shm" if not in_kernel and ranks_share_host() else "ring"

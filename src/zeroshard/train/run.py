@@ -63,6 +63,7 @@ class Run:
         config: what goes into each checkpoint, as JSON can hold it.
         comm: the strategy's communicator, observed; None where nobody counts.
         kernels: who serves each operation, as ``LayerNorm: triton``.
+        link: what the ranks' link was asked to be, and was found to be; empty where none is slowed.
         stage: that ``--strategy auto`` has come to; None for another strategy.
         data_sha256: of the prepared tokens, to see that a resumed run trains on the same.
         lock: on the run folder; rank 0's alone.
@@ -90,6 +91,7 @@ class Run:
     config: dict[str, Any] | None = None
     comm: ObservedCommunicator | None = None
     kernels: Mapping[str, str] = field(default_factory=dict)
+    link: Mapping[str, Any] = field(default_factory=dict)
     stage: int | None = None
     data_sha256: str = ""
     lock: RunLock | None = None

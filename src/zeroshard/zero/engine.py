@@ -328,7 +328,7 @@ class Zero:
 
     def holdings(self) -> Iterator[Holding]:
         """Each tensor that the engine holds on this rank now, in the middle of a step too, and what it is for."""
-        return holdings(self.units, [known.optimizer for known in self._optimizers], self._ema)
+        return holdings(self.units, self._stepping.optimizers, self._stepping.ema)
 
     # -- construction -----------------------------------------------------------------------------------------
 

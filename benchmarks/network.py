@@ -1,0 +1,132 @@
+"""Whether slow networks are as slow as asked: links by our probe and by iperf3, steps simulated and in namespaces.
+
+    sudo python benchmarks/network.py links        # 2 and 4 nodes, 100 Mbit/s to 5 Gbit/s
+    sudo python benchmarks/network.py steps        # the same training over simulated links and over namespaces
+
+Every rate is in one direction while the other is as busy, on all links of the ring at once. Needs root, iproute2, and
+for ``links`` iperf3. Where ranks have fewer cores than it takes to send so much, the last column says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from zeroshard.lab import network
+from zeroshard.lab.results import RunResult, read_run
+from zeroshard.train.sizes import parse_bandwidth
+
+BANDWIDTHS = ("100Mbit/s", "1Gbit/s", "5Gbit/s")
+BASE = ["--data", "synthetic", "--eval-interval", "0", "--warmup-steps", "0", "--log-interval", "1000"]
+MODEL = ["--model.n-layer", "4", "--model.n-embd", "256", "--seq-len", "128", "--micro-batch-size", "4"]  # 3.2 M
+
+
+def train(folder: Path, *flags: str) -> RunResult:
+    """A run of `zeroshard train`, and what it says of itself."""
+    out = folder / f"run-{time.monotonic_ns()}"
+    words = [*BASE, "--data.dir", str(folder / "data"), "--out", str(out), *flags]
+    done = subprocess.run(
+        [sys.executable, "-m", "zeroshard", "train", *words], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return read_run(out)
+
+
+def iperf(nodes: network.Nodes, seconds: float = 3.0) -> list[float]:
+    """Bytes a second from each node to the next, all at once."""
+    for name in nodes.names:
+        subprocess.run(["ip", "netns", "exec", name, "iperf3", "-s", "-1", "-D"], check=True)
+    time.sleep(0.5)
+    prefix = nodes.address.rpartition(".")[0]
+
+    def send(node: int) -> float:
+        to = f"{prefix}.{(node + 1) % len(nodes.names) + 1}"
+        words = ["iperf3", "-c", to, "-t", str(seconds), "-O", "1", "-J"]
+        done = subprocess.run(
+            ["ip", "netns", "exec", nodes.names[node], *words], capture_output=True, text=True, check=True
+        )
+        return json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"] / 8
+
+    with ThreadPoolExecutor(len(nodes.names)) as pool:
+        return list(pool.map(send, range(len(nodes.names))))
+
+
+def links(folder: Path) -> list[dict[str, object]]:
+    """Each bandwidth between two and four nodes."""
+    rows = []
+    for num_nodes in (2, 4):
+        for bandwidth in BANDWIDTHS:
+            asked = parse_bandwidth("bandwidth", bandwidth)
+            with network.nodes(num_nodes, 1, asked) as nodes:
+                slowest = min(iperf(nodes))
+            tiny = ["--model.n-layer", "1", "--max-steps", "1", "--nproc", str(num_nodes)]
+            link = train(folder, *tiny, "--link.mode", "netns", "--link.bandwidth", bandwidth).link
+            assert link is not None
+            rows.append(
+                {
+                    "num_nodes": num_nodes,
+                    "asked": bandwidth,
+                    "iperf3": slowest / asked,
+                    "probe": link.achieved_bytes_per_s / asked,
+                    "latency_us": link.achieved_latency_s * 1e6,
+                    "why_not_comparable": link.why_not_comparable,
+                }
+            )
+            rates = f"iperf3 {rows[-1]['iperf3']:6.1%}  probe {rows[-1]['probe']:6.1%}"
+            latency = f"latency {rows[-1]['latency_us']:5.0f} us"
+            print(f"{num_nodes} nodes  asked {bandwidth:>9}  {rates}  {latency}  {link.why_not_comparable}", flush=True)
+    return rows
+
+
+def steps(folder: Path, repeats: int) -> list[dict[str, object]]:
+    """The median step over simulated links and over namespaces, modes taking turns."""
+    rows = []
+    for num_nodes in (2, 4):
+        for strategy in ("zero0", "zero2", "zero3"):
+            for bandwidth in BANDWIDTHS[:2] if num_nodes > 2 else BANDWIDTHS:
+                found: dict[str, list[float]] = {"simulated": [], "netns": []}
+                for _ in range(repeats):
+                    for mode, times in found.items():
+                        flags = ["--nproc", str(num_nodes), "--strategy", strategy, "--max-steps", "12"]
+                        link = ["--link.mode", mode, "--link.bandwidth", bandwidth]
+                        times.append(train(folder, *MODEL, *flags, *link).step_s)
+                simulated, netns = (sorted(times)[len(times) // 2] for times in found.values())
+                rows.append(
+                    {
+                        "num_nodes": num_nodes,
+                        "strategy": strategy,
+                        "bandwidth": bandwidth,
+                        "simulated_s": found["simulated"],
+                        "netns_s": found["netns"],
+                        "ratio": simulated / netns,
+                    }
+                )
+                print(
+                    f"{num_nodes} nodes  {strategy}  {bandwidth:>9}  simulated {simulated * 1e3:7.1f} ms  "
+                    f"netns {netns * 1e3:7.1f} ms  {simulated / netns - 1:+.1%}",
+                    flush=True,
+                )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("links", "steps"))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the rows there too")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="zeroshard-network-") as folder:
+        rows = links(Path(folder)) if args.what == "links" else steps(Path(folder), args.repeats)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What a link really does, measured with the messages that training sends: collectives of the communicator itself.
+
+A transfer of n bytes over each link takes ``overhead + n / B``. Two sizes give B, and whatever a transfer costs once
+(latency, a shaper's burst, our own code) drops out of it. Each is made after a pause that fills a shaper's bucket.
+The latency is that of the smallest message, for one hop of the ring: our own code is part of it, as it is of training.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.comm.base import Communicator, split
+from zeroshard.comm.throttle import Link
+
+TOLERANCE = 0.05
+WAKE_S = 50e-6  # a waiting process is woken no more exactly than this, whatever the link
+LONG_S, SHORT_S = 0.4, 0.1  # how long the two transfers should take
+MAX_BYTES = 96 << 20  # of one transfer over a link
+MIN_BYTES = 64 << 10
+PAUSE_S = 0.02
+REPEATS, NUM_SMALL = 3, 20
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a link achieved.
+
+    Attributes:
+        bytes_per_s: in each direction, while all links of the ring are busy.
+        latency_s: of the smallest message, for one hop.
+        seconds: that the probe took.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+    seconds: float
+
+
+def probe(comm: Communicator, asked: Link, node_size: int = 1) -> Probed | None:
+    """Measure the links between the nodes of ``comm``, whose first ranks talk alone meanwhile. Collective.
+
+    Args:
+        comm: at least two ranks, on the CPU.
+        asked: what the link should do; says how much to send.
+        node_size: neighbouring ranks that are a node.
+
+    Returns:
+        On the first rank of each node what it saw, None on the others.
+    """
+    began = time.perf_counter()
+    leaders = list(range(0, comm.world_size, node_size))
+    if node_size > 1:
+        others = [[rank] for rank in range(comm.world_size) if rank not in leaders]
+        part = split(comm, [leaders, *others])
+        if comm.rank not in leaders:
+            comm.barrier()
+            return None
+    else:
+        part = comm
+    expected = min(asked.bytes_per_s, MAX_BYTES / LONG_S)
+    long, short = (min(max(int(expected * s), MIN_BYTES), MAX_BYTES) for s in (LONG_S, SHORT_S))
+    shard = torch.zeros(long // (part.world_size - 1), dtype=torch.uint8)
+    whole = torch.zeros(part.world_size * len(shard), dtype=torch.uint8)
+
+    def seconds(numel: int, times: int = 1) -> float:
+        """Of a gather of ``numel`` bytes from each rank; of ``times`` one after another, the mean."""
+        part.barrier()
+        time.sleep(PAUSE_S)
+        part.barrier()
+        start = time.perf_counter()
+        for _ in range(times):
+            part.all_gather(whole[: part.world_size * numel], shard[:numel]).wait()
+        return (time.perf_counter() - start) / times
+
+    def median_s(numel: int, times: int = 1) -> float:
+        return statistics.median(seconds(numel, times) for _ in range(REPEATS))
+
+    few, many = short // (part.world_size - 1), len(shard)
+    seconds(few)  # connections open, memory is there
+    sent = (many - few) * (part.world_size - 1)  # more over a link in the long transfer than in the short one
+    bytes_per_s = sent / max(median_s(many) - median_s(few), 1e-9)
+    small_s = median_s(1, NUM_SMALL)
+    if node_size > 1:
+        comm.barrier()
+    latency_s = small_s / (part.world_size - 1)
+    return Probed(bytes_per_s, latency_s, time.perf_counter() - began)
+
+
+def why_not_comparable(asked: Link, achieved: Probed) -> str:
+    """How the link differs from what was asked by more than `TOLERANCE`; empty where it does not.
+
+    A latency may also be off by what it takes to wake a process, which no link can be blamed for; one that was not
+    asked for, or a bandwidth, is not compared.
+    """
+    reasons = []
+    if asked.bytes_per_s < float("inf"):
+        off = achieved.bytes_per_s / asked.bytes_per_s - 1
+        if abs(off) > TOLERANCE:
+            rates = f"{asked.bytes_per_s * 8e-6:,.6g} Mbit/s, achieved {achieved.bytes_per_s * 8e-6:,.6g} Mbit/s"
+            reasons.append(f"bandwidth: asked {rates} ({off:+.1%})")
+    if asked.latency_s > 0:
+        off_s = achieved.latency_s - asked.latency_s
+        if abs(off_s) > max(TOLERANCE * asked.latency_s, WAKE_S):
+            times = f"{asked.latency_s * 1e6:.6g} us, achieved {achieved.latency_s * 1e6:.4g} us"
+            reasons.append(f"latency: asked {times} ({off_s / asked.latency_s:+.1%})")
+    return "; ".join(reasons)

@@ -1,0 +1,191 @@
+"""Delays as the links' arithmetic says, to the microsecond: time stands still in these tests unless somebody sleeps."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from zeroshard.comm import Link, NullCommunicator, ThrottledCommunicator, run_threads, scope, split, throttle
+from zeroshard.comm.observe import ObservedCommunicator
+from zeroshard.comm.throttle import bytes_per_link, num_hops
+
+SLOW = Link(latency_s=1e-3, bytes_per_s=1e6)
+MB = 10**6
+
+
+class Clock:
+    """Stands for the module `time`: it moves when somebody sleeps."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    def monotonic_ns(self):
+        return round(self.now * 1e9)
+
+    def sleep(self, seconds):
+        self.now += max(seconds, 1e-6)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(throttle, "time", clock)
+    return clock
+
+
+def null(world_size, link=SLOW, **kwargs):
+    return ThrottledCommunicator(NullCommunicator(world_size), link, **kwargs)
+
+
+def whole(num_bytes):
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def seconds(clock, wait):
+    start = clock.now
+    wait()
+    return pytest.approx(clock.now - start, abs=3e-6)
+
+
+def test_bytes_on_a_link_and_hops_are_a_rings():
+    assert [bytes_per_link(op, 8 * MB, 4) for op in ("reduce_scatter", "all_gather")] == [6 * MB, 6 * MB]
+    assert bytes_per_link("all_reduce", 8 * MB, 4) == 12 * MB
+    assert bytes_per_link("broadcast", 8 * MB, 4) == 8 * MB
+    assert [num_hops(op, 4) for op in ("all_gather", "reduce_scatter", "broadcast", "all_reduce")] == [3, 3, 3, 6]
+    assert [num_hops("barrier", world_size) for world_size in (1, 2, 3, 4, 5, 8, 9)] == [0, 1, 2, 2, 3, 3, 4]
+
+
+def test_each_operation_takes_its_rings_time(clock):
+    comm = null(4)
+    assert seconds(clock, comm.all_reduce(whole(8000)).wait) == 0.012 + 6e-3
+    assert seconds(clock, comm.all_gather(whole(8000), whole(2000)).wait) == 0.006 + 3e-3
+    assert seconds(clock, comm.reduce_scatter(whole(2000), whole(8000)).wait) == 0.006 + 3e-3
+    assert seconds(clock, comm.broadcast(whole(8000), src=1).wait) == 0.008 + 3e-3
+    assert seconds(clock, comm.barrier) == 2e-3
+
+
+def test_issuing_takes_no_time_and_what_is_computed_meanwhile_hides_the_delay(clock):
+    comm = null(2)
+    start = clock.now
+    work = comm.all_gather(whole(20_000), whole(10_000))  # 11 ms
+    assert clock.now == start
+    clock.now += 8e-3
+    assert seconds(clock, work.wait) == 3e-3
+    assert seconds(clock, work.wait) == 0
+    work = comm.all_gather(whole(20_000), whole(10_000))
+    clock.now += 20e-3
+    assert seconds(clock, work.wait) == 0
+
+
+def test_operations_follow_each_other_whoever_is_waited_for_first(clock):
+    comm = null(2)
+    first, second = (comm.all_gather(whole(20_000), whole(10_000)) for _ in range(2))
+    assert seconds(clock, second.wait) == 22e-3
+    assert seconds(clock, first.wait) == 0
+
+
+def test_a_burst_passes_at_once_after_a_pause_and_not_again(clock):
+    comm = null(2, Link(0, 1e6, burst_bytes=4000))
+    assert seconds(clock, comm.all_gather(whole(20_000), whole(10_000)).wait) == 6e-3
+    assert seconds(clock, comm.all_gather(whole(20_000), whole(10_000)).wait) == 10e-3
+    clock.now += 2e-3  # half of it is there again
+    assert seconds(clock, comm.all_gather(whole(20_000), whole(10_000)).wait) == 8e-3
+
+
+def test_a_world_of_one_has_no_link(clock):
+    comm = null(1)
+    comm.all_reduce(whole(8000)).wait()
+    comm.barrier()
+    assert clock.now == 1000.0
+
+
+def test_a_ring_inside_a_node_knows_nothing_of_the_slow_link(clock):
+    comm = null(4, node_size=2, inside=Link(1e-4, 1e7))
+    row, column = split(comm, [[0, 1], [2, 3]]), split(comm, [[0, 2], [1, 3]])
+    assert seconds(clock, row.all_gather(whole(20_000), whole(10_000)).wait) == 1e-3 + 1e-4
+    # two columns share the one link of a node
+    assert seconds(clock, column.all_gather(whole(20_000), whole(10_000)).wait) == 20e-3 + 1e-3
+    assert seconds(clock, comm.all_gather(whole(20_000), whole(5000)).wait) == 15e-3 + 3e-3
+
+
+def test_parts_share_links_and_not_their_order(clock):
+    comm = null(4, Link(1e-3, 1e6), node_size=2, inside=Link(1e-3, 1e6))
+    row, column = split(comm, [[0, 1], [2, 3]]), split(comm, [[0, 2], [1, 3]])
+    along, across = row.all_reduce(whole(10_000)), column.all_reduce(whole(10_000))
+    assert seconds(clock, along.wait) == 10e-3 + 2e-3
+    assert seconds(clock, across.wait) == 10e-3  # 20 + 2 since both were issued
+    both = comm.all_gather(whole(40_000), whole(10_000)), row.all_gather(whole(20_000), whole(10_000))
+    assert seconds(clock, both[0].wait) == 30e-3 + 3e-3
+    assert seconds(clock, both[1].wait) == 40e-3 + 1e-3 - 33e-3  # behind the other one on the links of the node
+
+
+def test_a_part_of_a_part_leaves_the_node_as_often(clock):
+    comm = null(8, Link(0, 1e6), node_size=2)
+    columns = split(comm, [[0, 2, 4, 6], [1, 3, 5, 7]])
+    pair = split(columns, [[0, 1], [2, 3]])  # ranks 0 and 2
+    assert seconds(clock, pair.all_gather(whole(20_000), whole(10_000)).wait) == 20e-3
+
+
+def test_a_transfer_begins_when_the_last_rank_has_issued_it():
+    late_s, transfer_s = 0.1, 0.05
+
+    def rank_main(comm):
+        throttled = ThrottledCommunicator(comm, Link(0, 1e6))
+        comm.barrier()
+        start = time.monotonic()
+        if comm.rank:
+            time.sleep(late_s)
+        throttled.all_gather(whole(100_000), whole(50_000)).wait()
+        return time.monotonic() - start
+
+    early, late = run_threads(rank_main, 2)
+    assert min(early, late) >= late_s + transfer_s
+
+
+def test_clocks_that_differ_are_refused(clock):
+    class Ahead(NullCommunicator):
+        def all_reduce(self, tensor, op="sum"):
+            if tensor.dtype == torch.int64:
+                tensor += 10**12
+            return super().all_reduce(tensor, op)
+
+    comm = ThrottledCommunicator(Ahead(2), SLOW)
+    with pytest.raises(RuntimeError, match="the ranks' clocks differ"):
+        comm.all_reduce(whole(8)).wait()
+
+
+def test_its_own_messages_are_control_messages():
+    inner = ObservedCommunicator(NullCommunicator(2))
+    with scope("blocks.0/weights"):
+        ThrottledCommunicator(inner, Link()).all_reduce(whole(100)).wait()
+    assert inner.totals() == {"all_reduce": 100}
+    assert inner.totals(control=True) == {"all_reduce": 8}
+
+
+def test_tensors_on_a_device_cannot_be_delayed():
+    with pytest.raises(ValueError, match="device: ThrottledCommunicator moves CPU tensors"):
+        null(2).all_reduce(torch.zeros(2, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "line"),
+    [
+        ({"latency_s": -1.0}, "latency_s: -1.0 is no time"),
+        ({"latency_s": float("nan")}, "latency_s: nan is no time"),
+        ({"bytes_per_s": 0.0}, "bytes_per_s: 0.0 lets nothing pass"),
+        ({"burst_bytes": -1}, "burst_bytes: -1 is below 0"),
+    ],
+)
+def test_a_link_that_cannot_be_is_refused(kwargs, line):
+    with pytest.raises(ValueError, match=line):
+        Link(**kwargs)
+
+
+def test_a_node_has_at_least_one_rank():
+    with pytest.raises(ValueError, match="node_size: 0 ranks"):
+        null(2, node_size=0)

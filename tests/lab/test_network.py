@@ -1,0 +1,266 @@
+"""Networks that the kernel makes slow. What needs root, or tools, is skipped by name where they are not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from zeroshard.cli import main
+from zeroshard.errors import UserError
+from zeroshard.lab import network
+from zeroshard.lab.network import shaper_burst, shaping
+from zeroshard.train.sizes import parse_bandwidth
+
+
+def _why_not() -> str:
+    """Why networks cannot be made here; empty where they can."""
+    if os.geteuid() != 0:
+        return "not root"
+    if not (shutil.which("ip") and shutil.which("tc")):
+        return "no iproute2"
+    probe = "zs-test"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode == 0
+    if made:
+        subprocess.run(["ip", "netns", "delete", probe], check=False)
+    return "" if made else "no right to make network namespaces"
+
+
+needs_root = pytest.mark.skipif(bool(_why_not()), reason=f"networks cannot be made here: {_why_not()}")
+needs_iperf = pytest.mark.skipif(shutil.which("iperf3") is None, reason="no iperf3")
+
+
+def state() -> tuple[str, ...]:
+    """All that `ip` and `tc` know of, but for counters."""
+    asked = (["ip", "netns"], ["ip", "-br", "link"], ["ip", "route"], ["tc", "qdisc", "show"])
+    return tuple(subprocess.run(words, capture_output=True, text=True, check=True).stdout for words in asked)
+
+
+@pytest.fixture
+def as_before():
+    network.clean()
+    before = state()
+    yield before
+    assert state() == before
+
+
+# -- without root -------------------------------------------------------------------------------------------------
+
+
+def test_tc_is_told_bits_and_the_burst_in_bytes():
+    (words,) = shaping(parse_bandwidth("x", "1Gbit/s"))
+    assert words[words.index("rate") + 1] == "1000000000bit"
+    assert words[words.index("burst") + 1] == "375000b"
+    assert shaping(parse_bandwidth("x", "125MB/s")) == [words]
+    (words,) = shaping(parse_bandwidth("x", "1GB/s"), burst_bytes=4096)
+    assert words[words.index("rate") + 1] == "8000000000bit"
+    assert words[words.index("burst") + 1] == "4096b"
+
+
+def test_a_burst_covers_a_timers_tick():
+    assert [shaper_burst(rate) for rate in (1e6, 125e6, 625e6)] == [64 << 10, 375_000, 1_875_000]
+
+
+def test_a_latency_is_a_queue_around_the_bucket():
+    outer, inner = shaping(125e6, 5e-3)
+    assert outer == ["root", "handle", "7a73:", "netem", "delay", "5000us", "limit", "1833"]
+    assert inner[:5] == ["parent", "7a73:1", "handle", "7a74:", "tbf"]
+
+
+def test_who_is_not_root_is_told_so(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with (
+        pytest.raises(UserError, match=r"link.mode: netns makes network namespaces, which only root may; run it as"),
+        network.nodes(2, 1, 1e6),
+    ):
+        pass
+    with pytest.raises(UserError, match="lab tc: it shapes a network interface, which only root may"):
+        network.apply("lo", 1e6)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("zs3-0", 3), ("zs12br", 12), ("zs0v11", 0), ("zs3", None), ("zsx-0", None), ("eth0", None), ("zs-test", None)],
+)
+def test_a_name_tells_whose_network_it_is_of(name, number):
+    assert network._number_of(name) == number
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "lab: '' is not one of its commands; clean | tc apply"),
+        (["claen"], "lab: 'claen' is not one of its commands; did you mean clean?"),
+        (["tc", "aply"], "lab tc: 'aply' is not one of its actions; did you mean apply?"),
+        (["tc", "apply"], "device: is missing; write zeroshard lab tc apply DEV"),
+        (["tc", "apply", "lo"], "bandwidth: is missing; add --bandwidth 1Gbit/s"),
+        (["tc", "apply", "lo", "--bandwidth", "1000"], "bandwidth: '1000' is not a bandwidth"),
+        (["tc", "status", "lo", "--yes"], "yes: means nothing here"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused_in_a_line(words, line, capsys):
+    assert main(["lab", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+# -- with root ----------------------------------------------------------------------------------------------------
+
+
+def shaped(namespace: str | None, device: str) -> int:
+    """The rate in bit/s that tc reports."""
+    inside = ["-n", namespace] if namespace else []
+    done = subprocess.run(["tc", *inside, "-j", "qdisc", "show", "dev", device], capture_output=True, check=True)
+    (queue,) = [queue for queue in json.loads(done.stdout) if queue["kind"] == "tbf"]
+    return queue["options"]["rate"] * 8  # tc's JSON has bytes
+
+
+@needs_root
+def test_a_network_is_there_shaped_both_ways_and_gone_afterwards(as_before):
+    with network.nodes(3, 2, parse_bandwidth("x", "100Mbit/s")) as nodes:
+        assert len(nodes.names) == 3
+        number = nodes.names[0][2:].partition("-")[0]
+        for node, name in enumerate(nodes.names):
+            assert shaped(name, nodes.interface) == 100_000_000
+            assert shaped(None, f"zs{number}v{node}") == 100_000_000
+        ping = ["ip", "netns", "exec", nodes.names[0], sys.executable, "-c"]
+        reach = (
+            "import socket, sys; s = socket.socket(); s.settimeout(5); sys.exit(s.connect_ex((sys.argv[1], 9)) != 111)"
+        )
+        for address in (nodes.address, f"10.213.{number}.3"):
+            assert subprocess.run([*ping, reach, address], check=False).returncode == 0  # answers: refused
+        with network.nodes(2, 1, 1e6) as other:
+            assert not set(other.names) & set(nodes.names)
+            assert network.clean() == []  # both have an owner
+
+
+@needs_root
+def test_what_raises_inside_leaves_nothing(as_before):
+    with pytest.raises(KeyboardInterrupt), network.nodes(2, 1, 1e6):
+        raise KeyboardInterrupt
+
+
+@needs_root
+def test_what_cannot_be_made_leaves_nothing(as_before):
+    if subprocess.run(["modprobe", "-n", "sch_netem"], capture_output=True, check=False).returncode == 0:
+        pytest.skip("this kernel has netem")
+    with pytest.raises(UserError, match=r"link.latency: this kernel has no netem"), network.nodes(2, 1, 1e6, 1e-3):
+        pass
+
+
+OWNER = """
+import time
+from zeroshard.lab import network
+with network.nodes(2, 1, 1e6) as nodes:
+    print(nodes, flush=True)
+    time.sleep(60)
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("then", ["clean", "the next start"])
+def test_what_a_killed_owner_leaves_is_removed(as_before, then, capsys):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    owner.stdout.readline()
+    assert state() != as_before
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate()
+    assert state() != as_before
+    if then == "clean":
+        assert main(["lab", "clean"]) == 0
+        assert "zs0br" in capsys.readouterr().out
+    else:
+        with network.nodes(2, 1, 1e6):
+            pass
+    assert main(["lab", "clean"]) == 0
+    assert capsys.readouterr().out == "nothing was left behind\n"
+
+
+@needs_root
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_stopped_takes_its_network_along(as_before, signum, tmp_path):
+    words = ["train", "--nproc", "2", "--data", "synthetic", "--data.dir", str(tmp_path / "data")]
+    words += ["--max-steps", "100000", "--eval-interval", "0", "--model.n-layer", "1", "--out", str(tmp_path / "run")]
+    words += ["--link.mode", "netns", "--link.bandwidth", "1Gbit/s"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zeroshard", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    deadline, log = time.monotonic() + 60, tmp_path / "run" / "metrics.jsonl"
+    while not log.exists() or log.read_text().count('"event": "step"') < 2:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    link = json.loads(log.read_text().splitlines()[0])["link"]
+    assert (link["mode"], link["asked_bytes_per_s"]) == ("netns", 125e6)
+    assert link["achieved_bytes_per_s"] < 1.1 * 125e6
+    assert state() != as_before
+    process.send_signal(signum)
+    assert process.wait(60) == 128 + signum
+    process.communicate()
+
+
+@needs_root
+def test_an_interface_is_shaped_said_and_let_go(as_before, capsys):
+    subprocess.run(["ip", "link", "add", "zstest0", "type", "dummy"], check=True)
+    try:
+        before = subprocess.run(["tc", "qdisc", "show"], capture_output=True, check=True).stdout
+        assert main(["lab", "tc", "apply", "zstest0", "--bandwidth", "1Gbit/s"]) == 0
+        assert shaped(None, "zstest0") == 1_000_000_000
+        words = "zstest0: sends at most 1 Gbit/s (125 MB/s), 375000 bytes at once after a pause, 0 us late\n"
+        assert capsys.readouterr().out == words
+        assert main(["lab", "tc", "apply", "zstest0", "--bandwidth", "1GB/s"]) == 0  # in place of the other
+        assert shaped(None, "zstest0") == 8_000_000_000
+        assert main(["lab", "tc", "delete", "zstest0"]) == 0
+        assert subprocess.run(["tc", "qdisc", "show"], capture_output=True, check=True).stdout == before
+        assert network.status("zstest0") == {}
+        foreign = "tc qdisc add dev zstest0 root handle 9: tbf rate 1mbit burst 64kb latency 20ms"
+        subprocess.run(foreign.split(), check=True)
+        with pytest.raises(UserError, match="device: zstest0 is shaped already, by tbf 9:, and not by us"):
+            network.apply("zstest0", 1e6)
+    finally:
+        subprocess.run(["ip", "link", "delete", "zstest0"], check=True)
+
+
+@needs_root
+def test_an_interface_that_may_carry_the_session_is_not_touched_unless_told_to(as_before):
+    routes = json.loads(
+        subprocess.run(["ip", "-j", "route", "show", "default"], capture_output=True, check=True).stdout
+    )
+    if not routes:
+        pytest.skip("this host has no default route")
+    device = routes[0]["dev"]
+    for touch in (lambda: network.apply(device, 1e9), lambda: network.delete(device)):
+        with pytest.raises(UserError, match=f"device: {device} carries the default route.*or add --yes"):
+            touch()
+
+
+def iperf(names: tuple[str, ...], number: str) -> list[float]:
+    """Bytes a second from each node to the next, all at once."""
+    for name in names:
+        subprocess.run(["ip", "netns", "exec", name, "iperf3", "-s", "-1", "-D"], check=True)
+    time.sleep(0.3)
+
+    def send(node: int) -> float:
+        to = f"10.213.{number}.{(node + 1) % len(names) + 1}"
+        words = ["ip", "netns", "exec", names[node], "iperf3", "-c", to, "-t", "2", "-O", "0.5", "-J"]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30)
+        return json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"] / 8
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        return list(pool.map(send, range(len(names))))
+
+
+@needs_root
+@needs_iperf
+@pytest.mark.parametrize("num_nodes", [2, 4])
+def test_iperf_finds_what_was_asked(as_before, num_nodes):
+    with network.nodes(num_nodes, 1, parse_bandwidth("x", "100Mbit/s")) as nodes:
+        found = iperf(nodes.names, nodes.names[0][2:].partition("-")[0])
+    assert all(abs(rate / 12.5e6 - 1) < 0.05 for rate in found), found

@@ -1,0 +1,163 @@
+"""Run folders, whole and damaged, as facts."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+
+import pytest
+
+from run_folders import LINK, write_run
+from zeroshard.lab.results import find_runs, read_run, read_runs, spread
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.loop import run_training
+
+
+def test_a_run_that_the_trainer_made_is_read_whole(tiny_config):
+    config = tiny_config()
+    run_training(config)
+    run = read_run(config.out)
+    assert (run.state, run.problems, run.link) == ("done", (), None)
+    assert TrainConfig.model_validate(run.config) == config
+    assert [step.step for step in run.steps] == [1, 2, 3, 4, 5, 6]
+    assert [evaluation.step for evaluation in run.evaluations] == [0, 3, 6]
+    assert run.start["world_size"] == 1
+    assert run.peak_bytes is None
+    assert run.held_bytes == max(sum(step.memory_bytes.values()) for step in run.steps) > 0
+    assert math.isnan(run.steps[0].mfu)
+    assert run.setting("data.source") == "synthetic"
+    assert run.setting("data.nothing.at.all", 7) == 7
+
+
+def test_medians_leave_out_the_steps_that_warm_up(tmp_path):
+    run = read_run(write_run(tmp_path / "run"))
+    assert run.step_s == 0.1
+    assert run.tokens_per_s == 640
+    assert run.exposed_s == pytest.approx(0.03)
+    assert run.held_bytes == 160
+    short = read_run(write_run(tmp_path / "short", num_steps=1))
+    assert short.step_s == 9.0
+
+
+def test_a_link_is_what_was_asked_and_achieved(tmp_path):
+    link = read_run(write_run(tmp_path / "run", link=LINK)).link
+    assert (link.mode, link.achieved_bytes_per_s, link.comparable) == ("netns", 1e8, False)
+    unlimited = read_run(write_run(tmp_path / "unlimited", link={**LINK, "asked_bytes_per_s": None})).link
+    assert unlimited.asked_bytes_per_s == math.inf
+
+
+def test_steps_taken_again_after_a_resume_count_once(tmp_path):
+    folder = write_run(tmp_path / "run", num_steps=4)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    again = [
+        json.dumps({**json.loads(line), "loss": 1.0}) for line in lines if '"step": 4' in line and "step_s" in line
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, lines[0], *again]) + "\n")
+    run = read_run(folder)
+    assert [step.step for step in run.steps] == [1, 2, 3, 4]
+    assert run.steps[-1].loss == 1.0
+
+
+def _torn(folder):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "st')
+    (folder / "summary.json").unlink()
+
+
+def _broken_line(folder):
+    text = (folder / "metrics.jsonl").read_text().splitlines()
+    text[3] = text[3][:20]
+    text[5] = "[]"
+    (folder / "metrics.jsonl").write_text("\n".join(text) + "\n")
+
+
+DAMAGES = {
+    "killed": (lambda folder: (folder / "summary.json").unlink(), "unfinished", ()),
+    "torn": (_torn, "unfinished", ("metrics.jsonl: the last line is half-written",)),
+    "broken line": (_broken_line, "damaged", ("metrics.jsonl: line 4 and 1 more cannot be read",)),
+    "binary log": (
+        lambda folder: (folder / "metrics.jsonl").write_bytes(b"\xff\x00\n" * 3),
+        "damaged",
+        ("metrics.jsonl: line 1 and 2 more cannot be read",),
+    ),
+    "log is a folder": (
+        lambda folder: ((folder / "metrics.jsonl").unlink(), (folder / "metrics.jsonl").mkdir()),
+        "damaged",
+        ("metrics.jsonl: cannot be read (Is a directory)",),
+    ),
+    "no log": (lambda folder: (folder / "metrics.jsonl").unlink(), "done", ()),
+    "empty config": (
+        lambda folder: (folder / "config.toml").write_text(""),
+        "damaged",
+        ("there is no config.toml: no run has begun here",),
+    ),
+    "half a config": (
+        lambda folder: (folder / "config.toml").write_text("max_steps = "),
+        "damaged",
+        ("config.toml: does not parse (Invalid value (at end of document))",),
+    ),
+    "half a summary": (
+        lambda folder: (folder / "summary.json").write_text('{"status": "o'),
+        "damaged",
+        None,
+    ),
+    "summary of another kind": (
+        lambda folder: (folder / "summary.json").write_text("[1]"),
+        "damaged",
+        ("summary.json: is not an object",),
+    ),
+    "diverged": (
+        lambda folder: (folder / "summary.json").write_text('{"status": "not_finite"}'),
+        "failed",
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_listed_and_breaks_nothing(tmp_path, damage):
+    write_run(tmp_path / "good")
+    folder = write_run(tmp_path / "bad")
+    do, state, problems = DAMAGES[damage]
+    do(folder)
+    bad, good = read_runs(tmp_path)
+    assert (good.state, good.problems) == ("done", ())
+    assert bad.state == state
+    if problems is not None:
+        assert bad.problems == problems
+    assert isinstance(bad.step_s, float)  # nan at worst
+    assert isinstance(bad.held_bytes, int)
+
+
+def test_every_prefix_of_a_log_can_be_read(tmp_path):
+    folder = write_run(tmp_path / "run", num_steps=3)
+    whole = (folder / "metrics.jsonl").read_bytes()
+    for length in range(0, len(whole), 7):
+        (folder / "metrics.jsonl").write_bytes(whole[:length])
+        run = read_run(folder)
+        assert run.state == "done"
+        assert len(run.steps) <= 3
+
+
+def test_a_run_under_way_is_running_and_is_not_disturbed(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "summary.json").unlink()
+    with (folder / "run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_run(folder).state == "running"
+    assert read_run(folder).state == "unfinished"
+
+
+def test_a_folder_that_is_not_there_is_no_error(tmp_path):
+    run = read_run(tmp_path / "nothing")
+    assert (run.state, run.steps) == ("damaged", ())
+    assert run.problems == ("there is no config.toml: no run has begun here",)
+    assert find_runs(tmp_path / "nothing") == []
+
+
+def test_a_spread_is_median_low_and_high_of_what_is_finite():
+    found = spread([3.0, 1.0, math.nan, 2.0])
+    assert (found.median, found.low, found.high, found.count) == (2.0, 1.0, 3.0, 3)
+    assert found.relative == 1.0
+    assert spread([math.nan]) is None

@@ -1,0 +1,223 @@
+"""Sweeps of runs that take milliseconds: a stand-in writes the files that the trainer writes."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from zeroshard.errors import UserError
+from zeroshard.lab.cases import SweepConfig
+from zeroshard.lab.sweep import run_sweep
+from zeroshard.lab.sweep_results import read_sweep
+from zeroshard.train.validate import validate
+
+STAND_IN = """
+import json, os, pathlib, sys, time, tomllib, uuid
+from zeroshard.comm.launch import end_with_starter
+end_with_starter()
+text = open(sys.argv[2]).read()
+config = tomllib.loads(text)
+out = pathlib.Path(config["out"])
+out.mkdir(parents=True)  # a folder that is there already is an error
+(out / "config.toml").write_text(text)
+(out / "checkpoints").mkdir()
+log = (out / "metrics.jsonl").open("a", buffering=1)
+print(json.dumps({"event": "start", "world_size": 2}), file=log)
+if config["seed"] == 666 and not os.path.exists(sys.argv[2] + ".mended"):
+    print("error: seed: 666 is not good; choose another", file=sys.stderr)
+    sys.exit(2)
+if config["seed"] == 777:
+    time.sleep(60)
+bandwidth = config["link"]["bandwidth"]
+rate = float(bandwidth.removesuffix("Mbit/s")) if bandwidth else 1.0
+step_s = 1.0 + 1000.0 / rate if config["strategy"] == "zero3" else 2.0
+for step in range(1, 5):
+    time.sleep(0.005)
+    facts = dict(event="step", step=step, loss=1.0, grad_norm=1.0, lr=1.0, step_s=step_s, tokens=step, tokens_per_s=9.0)
+    print(json.dumps(facts), file=log)
+peak = {"bytes": 1000 + 100 * config["micro_batch_size"]}
+(out / "unfinished").write_text(json.dumps({"status": "ok", "token": uuid.uuid4().hex, "memory_peak": peak}))
+(out / "unfinished").replace(out / "summary.json")
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    path = tmp_path / "stand_in.py"
+    path.write_text(STAND_IN)
+    return [sys.executable, str(path)]
+
+
+def sweep(tmp_path, **kwargs) -> SweepConfig:
+    return validate(SweepConfig, {"out": str(tmp_path / "sweep"), **kwargs})
+
+
+def tokens(folder: Path) -> dict[Path, str]:
+    """What only the process knows that has finished a run."""
+    found = folder.glob("cases/*/*/summary.json")
+    return {path: json.loads(path.read_text())["token"] for path in found}
+
+
+def said(stream: io.StringIO) -> list[str]:
+    return stream.getvalue().splitlines()
+
+
+def test_every_case_runs_as_often_as_asked_and_never_again(tmp_path, stand_in):
+    config = sweep(tmp_path, repeats=2, axes={"seed": [1, 2]})
+    stream = io.StringIO()
+    assert run_sweep(config, command=stand_in, stream=stream) == 0
+    lines = said(stream)
+    assert [line[:5] for line in lines[:4]] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
+    assert [line.split("run ")[1][0] for line in lines[:4]] == ["1", "1", "2", "2"]  # interleaved
+    assert lines[0].endswith(" left")
+    assert "step 2,000.0 ms (2,000.0 to 2,000.0)" in lines[4]
+    done = tokens(tmp_path / "sweep")
+    assert len(done) == 4
+    assert not list((tmp_path / "sweep").glob("cases/*/*/checkpoints"))
+    more = sweep(tmp_path, repeats=2, axes={"seed": [2, 3]}, checkpoints=True)
+    assert run_sweep(more, command=stand_in, stream=io.StringIO()) == 0
+    assert tokens(tmp_path / "sweep").items() > done.items()
+    assert len(tokens(tmp_path / "sweep")) == 6
+    assert len(list((tmp_path / "sweep").glob("cases/*/*/checkpoints"))) == 2
+
+
+def test_a_case_that_fails_stops_no_other_and_runs_again_when_asked(tmp_path, stand_in):
+    config = sweep(tmp_path, axes={"seed": [1, 666, "x", 2]})
+    stream = io.StringIO()
+    assert run_sweep(config, command=stand_in, stream=stream) == 1
+    told = stream.getvalue()
+    assert "refused: seed: 'x' is not a whole number" in told
+    assert "failed: status 2: error: seed: 666 is not good; choose another" in told
+    before = tokens(tmp_path / "sweep")
+    assert len(before) == 2
+    by_seed = {case.axes["seed"]: case for case in read_sweep(tmp_path / "sweep").cases}
+    assert by_seed[666].failures == ("status 2: error: seed: 666 is not good; choose another",)
+    (settings,) = (tmp_path / "sweep").glob(f"cases/{by_seed[666].name}/0.toml")
+    settings.with_name("0.toml.mended").touch()
+    assert run_sweep(config, command=stand_in, stream=io.StringIO()) == 1  # not asked
+    assert tokens(tmp_path / "sweep") == before
+    again = config.model_copy(update={"retry": True, "axes": {"seed": [1, 666, 2]}})
+    assert run_sweep(again, command=stand_in, stream=io.StringIO()) == 0
+    assert tokens(tmp_path / "sweep").items() > before.items()
+    log = (tmp_path / "sweep" / "cases" / by_seed[666].name / "0.log").read_text()
+    assert log.count("# 20") == 2  # both attempts
+    assert "error: seed: 666" in log
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path, stand_in):
+    stream = io.StringIO()
+    config = sweep(tmp_path, axes={"seed": [777, 1]}, timeout_s=1.0)
+    assert run_sweep(config, command=stand_in, stream=stream) == 1
+    assert "failed: status -15" in said(stream)[0]
+    assert len(tokens(tmp_path / "sweep")) == 1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_sweep_killed_at_random_moments_loses_nothing_and_runs_nothing_twice(tmp_path, stand_in, seed):
+    config = sweep(tmp_path, repeats=2, axes={"seed": [1, 2, 3, 4]})
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    code = (
+        "from zeroshard.lab.cases import SweepConfig; from zeroshard.lab.sweep import run_sweep\n"
+        f"config = SweepConfig.model_validate_json(open({str(tmp_path / 'config.json')!r}).read())\n"
+        f"raise SystemExit(run_sweep(config, command={stand_in!r}))"
+    )
+    rng, done, num_kills = random.Random(seed), {}, 0
+    while True:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        wait_s = rng.uniform(0.4, 1.6)
+        if num_kills == 3:
+            wait_s = 60
+        try:
+            assert process.wait(wait_s) == 0
+            process.communicate()
+        except subprocess.TimeoutExpired:
+            children = psutil.Process(process.pid).children()
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            num_kills += 1
+            assert psutil.wait_procs(children, timeout=5)[1] == []  # a run dies with its sweep
+        found = tokens(tmp_path / "sweep")
+        assert found.items() >= done.items()  # what had ended well did not run again
+        done = found
+        if process.returncode == 0:
+            break
+    assert num_kills
+    assert len(done) == 8
+    result = read_sweep(tmp_path / "sweep")
+    assert result.problems == ()
+    assert [len(case.done) for case in result.cases] == [2, 2, 2, 2]
+    assert not any(case.failures for case in result.cases)
+
+
+def test_one_process_runs_a_sweep(tmp_path, stand_in):
+    config = sweep(tmp_path, axes={"seed": [777]})
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    code = (
+        "from zeroshard.lab.cases import SweepConfig; from zeroshard.lab.sweep import run_sweep\n"
+        f"config = SweepConfig.model_validate_json(open({str(tmp_path / 'config.json')!r}).read())\n"
+        f"run_sweep(config, command={stand_in!r})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        while not list((tmp_path / "sweep").glob("cases/*/0/metrics.jsonl")):
+            time.sleep(0.02)
+        with pytest.raises(UserError, match="out: another process is running"):
+            run_sweep(config, command=stand_in)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_dry_run_says_what_would_run(tmp_path, stand_in):
+    stream = io.StringIO()
+    config = sweep(tmp_path, axes={"seed": [1, 2]}, dry_run=True)
+    assert run_sweep(config, command=stand_in, stream=stream) == 0
+    assert [line.split("  ")[1] for line in said(stream)] == ["seed 1", "seed 2"]
+    assert not (tmp_path / "sweep" / "cases").exists()
+
+
+def test_the_largest_micro_batch_that_fits_is_found_by_running(tmp_path, stand_in):
+    config = sweep(tmp_path, axes={"seed": [1]}, fit_memory="2KB")
+    guesses = []
+
+    def guess(train_config, num_bytes):
+        guesses.append((train_config.seed, num_bytes))
+        return 7
+
+    assert run_sweep(config, command=stand_in, largest_micro_batch=guess, stream=io.StringIO()) == 0
+    assert guesses == [(1, 2000)]
+    (case,) = read_sweep(tmp_path / "sweep").cases
+    assert case.runs[0].setting("micro_batch_size") == 10  # 1,000 + 100 each
+    tried = sorted(path.name for path in (tmp_path / "sweep" / "cases" / case.name).glob("fit-*[0-9]"))
+    assert {"fit-7", "fit-10", "fit-11"} <= set(tried)
+    stream = io.StringIO()
+    small = sweep(tmp_path, axes={"seed": [1]}, fit_memory="1KB")
+    assert run_sweep(small, command=stand_in, stream=stream) == 1
+    assert "refused: not one sequence fits into 1KB" in stream.getvalue()
+
+
+def test_a_crossover_is_found_by_bisection(tmp_path, stand_in):
+    axes, base = {"seed": [1, 2]}, {"link": {"mode": "simulated"}}
+    config = sweep(tmp_path, axes=axes, base=base, crossover=["zero3", "zero1"], crossover_within=1.3)
+    stream = io.StringIO()
+    assert run_sweep(config, command=stand_in, stream=stream) == 0
+    found = json.loads((tmp_path / "sweep" / "crossover.json").read_text())
+    assert [each["axes"] for each in found] == [{"seed": 1}, {"seed": 2}]
+    for each in found:
+        assert each["low_bytes_per_s"] < 125e6 < each["high_bytes_per_s"] <= 1.3 * each["low_bytes_per_s"]
+        assert (each["faster_below"], each["faster_above"]) == ("zero1", "zero3")
+    assert any(
+        "zero1 is faster on slower links, zero3 on faster ones; they draw between" in line for line in said(stream)
+    )
+    done = tokens(tmp_path / "sweep")
+    assert run_sweep(config, command=stand_in, stream=io.StringIO()) == 0
+    assert tokens(tmp_path / "sweep") == done

@@ -1,0 +1,125 @@
+"""How a run gets its link, and what it says of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard.cli import main
+from zeroshard.comm import Link, LocalCommunicator, NullCommunicator, ThrottledCommunicator
+from zeroshard.comm.launch import World
+from zeroshard.errors import UserError
+from zeroshard.train import links
+from zeroshard.train.config import LinkConfig, TrainConfig
+from zeroshard.train.links import Links
+from zeroshard.train.validate import validate
+
+CPU = torch.device("cpu")
+SIMULATED = ["--link.mode", "simulated", "--link.bandwidth", "1Gbit/s"]
+
+
+def test_quantities_become_bytes_and_seconds_here_and_nowhere_else():
+    found = Links.of(
+        LinkConfig(
+            mode="simulated",
+            bandwidth="1Gbit/s",
+            latency="50us",
+            burst="64KiB",
+            node_size=2,
+            inside_bandwidth="10GB/s",
+            inside_latency="1us",
+        )
+    )
+    assert found.between == Link(5e-5, 125e6, 65536)
+    assert found.inside == Link(1e-6, 1e10)
+    assert Links.of(LinkConfig(mode="simulated", latency="1ms")).between == Link(1e-3, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--link.bandwidth", "1Gbit/s"], "link.bandwidth: is given, and no link is slowed; add --link.mode"),
+        (["--link.node-size", "2"], "link.node_size: is given, and no link is slowed"),
+        (["--link.mode", "simulated"], "link.mode: simulated does not say what; add --link.bandwidth"),
+        (["--link.mode", "simulated", "--link.bandwidth", "1000"], "link.bandwidth: '1000' is not a bandwidth"),
+        (["--link.mode", "simulated", "--link.bandwidth", "1Gb/s"], "link.bandwidth: '1Gb/s' is not a bandwidth"),
+        (["--link.mode", "simulated", "--link.latency", "50"], "link.latency: '50' is not a duration"),
+        (["--link.mode", "netns", "--link.latency", "1ms"], "link.bandwidth: netns shapes a bandwidth; give one"),
+        ([*SIMULATED, "--strategy", "ddp"], "link.mode: simulated slows our communicators, and ddp talks through"),
+        ([*SIMULATED, "--strategy", "fsdp2"], "link.mode: simulated slows our communicators, and fsdp2"),
+        ([*SIMULATED, "--link.device", "lo"], "link.device: 'lo' with mode simulated; give one with tc"),
+        ([*SIMULATED, "--nproc", "3", "--link.node-size", "2"], "link.node_size: 2 does not divide 3 ranks"),
+        (["--link.mode", "netns", "--link.bandwidth", "1Gbit/s"], "nproc: netns joins nodes, and no ranks of 1"),
+        (
+            ["--link.mode", "netns", "--link.bandwidth", "1Gbit/s", "--nproc", "2", "--comm", "shm"],
+            "comm: shm passes no network that netns could slow",
+        ),
+        (
+            ["--link.mode", "netns", "--link.bandwidth", "1Gbit/s", "--nproc", "2", "--max-restarts", "1"],
+            "max_restarts: 1 starts ranks again",
+        ),
+        (
+            ["--link.mode", "netns", "--link.bandwidth", "1Gbit/s", "--nproc", "2", "--link.inside-latency", "1us"],
+            "link.inside_latency: netns shapes what leaves a node",
+        ),
+    ],
+)
+def test_a_link_that_cannot_be_is_refused_in_a_line(flags, line, capsys):
+    assert main(["train", *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+def test_a_simulated_link_wraps_the_communicator(monkeypatch):
+    found = Links.of(LinkConfig(mode="simulated", bandwidth="1Gbit/s", node_size=2))
+    monkeypatch.setattr(links, "ranks_share_host", lambda: True)
+    comm = NullCommunicator(4)
+    slowed = found.slow(comm, CPU)
+    assert isinstance(slowed, ThrottledCommunicator)
+    assert slowed.inner is comm
+    alone = LocalCommunicator()
+    assert found.slow(alone, CPU) is alone
+    assert Links.of(LinkConfig()).slow(comm, CPU) is comm
+    with pytest.raises(UserError, match=r"link.mode: simulated delays CPU tensors, and this run is on cuda"):
+        found.slow(comm, torch.device("cuda"))
+    monkeypatch.setattr(links, "ranks_share_host", lambda: False)
+    with pytest.raises(UserError, match=r"link.mode: simulated needs the clock of one host"):
+        found.slow(comm, CPU)
+
+
+def test_ranks_that_another_launcher_has_started_have_no_namespaces():
+    found = Links.of(LinkConfig(mode="netns", bandwidth="1Gbit/s"))
+    with pytest.raises(UserError, match=r"link.mode: netns is set up by the launcher, and another one has started"):
+        found.enter(World(0, 0, 2, "localhost", 1))
+
+
+def test_an_interface_that_is_not_there_is_refused_and_those_that_are_named():
+    found = Links.of(LinkConfig(mode="tc", bandwidth="1Gbit/s", device="nope0"))
+    with pytest.raises(UserError, match=r"link.device: there is no interface 'nope0'; choose one of .*lo"):
+        found.enter(World())
+
+
+def test_nothing_is_probed_where_no_link_is_slowed():
+    assert Links.of(LinkConfig()).probed(NullCommunicator(4)) == {}
+    assert Links.of(LinkConfig(mode="simulated", bandwidth="1Gbit/s")).probed(LocalCommunicator()) == {}
+
+
+def test_a_run_over_a_simulated_link_says_what_was_asked_and_achieved(tmp_path):
+    words = ["train", "--nproc", "2", "--data", "synthetic", "--data.dir", str(tmp_path / "data")]
+    words += ["--max-steps", "2", "--warmup-steps", "0", "--eval-interval", "0", "--model.n-layer", "1"]
+    words += ["--out", str(tmp_path / "run"), "--link.mode", "simulated", "--link.bandwidth", "100Mbit/s"]
+    subprocess.run([sys.executable, "-m", "zeroshard", *words], check=True, capture_output=True, timeout=120)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    start = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    link = summary["link"]
+    assert link == start["link"]
+    assert (link["mode"], link["asked_bytes_per_s"], link["asked_latency_s"]) == ("simulated", 12.5e6, 0.0)
+    assert link["achieved_bytes_per_s"] == pytest.approx(12.5e6, rel=0.05)
+    assert (link["comparable"], link["why_not_comparable"]) == (True, "")
+    assert validate(TrainConfig, {"link": {"mode": "simulated", "bandwidth": "1Gbit/s"}}).link.latency == ""
+    assert Path(tmp_path / "run" / "config.toml").read_text().count('bandwidth = "100Mbit/s"') == 1
