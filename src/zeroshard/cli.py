@@ -49,6 +49,7 @@ class Verb:
     positionals: tuple[str, ...] = ()
     reads_file: bool = False  # takes --config
     usage: str = ""  # of the words that a verb without settings takes
+    words: tuple[str, ...] = ()  # those of them that a shell may complete
 
 
 class _TerminatedError(BaseException):
@@ -230,6 +231,15 @@ def _doctor(config: None, words: Sequence[str]) -> int:
     return ExitStatus.OK
 
 
+def _completion(config: None, words: Sequence[str]) -> int:
+    from zeroshard import completion
+
+    if len(words) != 1:
+        raise UserError("shell", f"{len(words)} given", "write `zeroshard completion bash`, zsh or fish")
+    print(completion.script(words[0], VERBS, SHORTHANDS))
+    return ExitStatus.OK
+
+
 VERBS: dict[str, Verb] = {
     "train": Verb("Train a language model, on one rank or many.", _train, TrainConfig, reads_file=True),
     "prepare": Verb("Cut text into tokens once, for later runs.", _prepare, PrepareConfig, reads_file=True),
@@ -241,12 +251,20 @@ VERBS: dict[str, Verb] = {
         "if not. diff: what differs between two; status 3 if anything does.",
         _checkpoint,
         usage="ls RUN | show PATH | verify PATH | diff PATH PATH",
+        words=("ls", "show", "verify", "diff"),
     ),
     "doctor": Verb(
         "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "
         "optimizers of torch, and classes of your own, may be sharded, and what difference sharding makes.",
         _doctor,
         usage="[--optimizers [module:Class ...]]",
+        words=("--optimizers",),
+    ),
+    "completion": Verb(
+        "Print a script that lets a shell complete this command.",
+        _completion,
+        usage="bash | zsh | fish",
+        words=("bash", "zsh", "fish"),
     ),
 }
 
