@@ -18,7 +18,8 @@ from zeroshard.train.config import SHORTHANDS, merge, read_toml
 from zeroshard.train.validate import validate
 
 SHELL = [block for block in BLOCKS if block.language in ("sh", "console", "bash")]
-FLAGS_OF_OTHERS = {"--help", "--version", "--config", "--optimizers", "--exits", "--device"}  # and of tests, benchmarks
+KNOWN = {"--help", "--version", "--config", *(word for verb in VERBS.values() for word in verb.words)}
+FLAGS_OF_OTHERS = {"--rdzv-conf", "--local-addr", "--launcher"}  # torchrun's, and the rehearsal's
 
 
 def _by_name(blocks):
@@ -77,6 +78,9 @@ def _parse(words):
         assert words[0] in ("--help", "--version")
         return
     verb, rest = VERBS[words[0]], words[1:]
+    if verb.before in rest:
+        _parse(rest[rest.index(verb.before) :])
+        rest = rest[: rest.index(verb.before)]
     if verb.config is None:
         assert not rest or rest[0] in verb.words, words
         return
@@ -93,10 +97,11 @@ def test_commands_and_flags_in_the_text_are_there(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     if page.name in ("conformance.md", "log.md"):  # reports: they name programs of their own day
         return
-    known = set(FLAGS_OF_OTHERS)
+    known = KNOWN | FLAGS_OF_OTHERS
     for verb in VERBS.values():
         known |= set(flags_of(verb.config, SHORTHANDS, verb.positionals)) if verb.config else set()
-    for code in re.findall(r"`([^`\n]+)`", text):
+    spans = [span for paragraph in re.split(r"\n\s*\n", text) for span in re.findall(r"`([^`]+)`", paragraph)]
+    for code in spans:
         if code.startswith("zeroshard "):
             verb = code.split()[1]
             assert verb in VERBS or verb.startswith("--"), code
