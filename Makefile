@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types layers check clean
+.PHONY: help demo test lint types layers docs figures notebooks check clean
 
 help:  ## Say what can be made.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMP)  ## Train a small GPT with ZeRO stage 2 on two ranks, let it write, and compare the stages' memory.
 	rm -rf runs/demo
@@ -31,10 +31,19 @@ types: $(STAMP)  ## Check types.
 layers: $(STAMP)  ## Check that imports only point down.
 	$(BIN)/lint-imports
 
+docs: $(STAMP)  ## Build the documentation site into site/; a broken link fails.
+	$(BIN)/zensical build --strict --clean
+
+figures: $(STAMP)  ## Draw the pictures of docs/concepts.md again.
+	$(BIN)/python docs/figures/draw.py
+
+notebooks: $(STAMP)  ## Run the notebooks and store what they show.
+	$(BIN)/python notebooks/execute.py notebooks/zero.ipynb
+
 check: lint types layers test  ## All of the checks.
 
 clean:  ## Remove the virtual environment and what tools leave; runs/ and data/ stay.
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt

@@ -231,6 +231,17 @@ def test_doctor_reports_versions_and_what_would_be_used(capsys):
     assert re.fullmatch(r"auto +(\w+: (reference|triton)(, |$)){9}", rows["kernels"])
 
 
+def test_doctor_explains_the_variables_of_the_network(capsys, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert main(["doctor", "--environment"]) == 0
+    out = capsys.readouterr().out
+    assert "NCCL_DEBUG = INFO\n    WARN or INFO: what NCCL found" in out
+    assert "GLOO_SOCKET_IFNAME (not set)\n    Interface of gloo" in out
+    assert main(["doctor"]) == 0
+    assert re.search(r"^NCCL_DEBUG +INFO$", capsys.readouterr().out, re.M)
+
+
 def test_doctor_tells_of_optimizers_that_were_asked_for(capsys, monkeypatch):
     monkeypatch.setattr("zeroshard.lab.optimizers.torch_optimizers", lambda: [torch.optim.LBFGS])
     assert main(["doctor", "--optimizers", "torch.optim:Muon"]) == 0

@@ -25,6 +25,7 @@ import zeroshard
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import Flag, flags_of, read_flags, take_option
 from zeroshard.lab.config import PlanConfig
+from zeroshard.submit import SubmitConfig
 from zeroshard.train.config import (
     SHORTHANDS,
     ExportConfig,
@@ -54,6 +55,8 @@ class Verb:
     positionals: tuple[str, ...] = ()
     reads_file: bool = False  # takes --config
     usage: str = ""  # of the words that a verb without settings takes
+    words: tuple[str, ...] = ()  # those of them that a shell may complete
+    before: str = ""  # another verb, with its words, follows after this one's own
 
 
 class _TerminatedError(BaseException):
@@ -121,6 +124,11 @@ def _dispatch(argv: list[str]) -> int:
             print(f"usage: zeroshard {word} {verb.usage}".rstrip() + f"\n\n{verb.summary}")
             return ExitStatus.OK
         return verb.run(None, words)
+    if verb.before and verb.before in words:
+        at = words.index(verb.before)
+        words, argv = words[:at], words[at:]
+    elif verb.before and not {"--help", "-h"} & set(words):
+        raise UserError(word, f"there is nothing to {word}", f"write `zeroshard {word} [FLAGS] {verb.before} ...`")
     path, words = take_option(words, "--config") if verb.reads_file else ("", words)
     raw = _read_file(path, verb.config) if path else {}
     if "--help" in words or "-h" in words:
@@ -333,9 +341,38 @@ def _lab(config: None, words: Sequence[str]) -> int:
 def _doctor(config: None, words: Sequence[str]) -> int:
     from zeroshard import doctor
 
-    if words and words[0] != "--optimizers":
-        raise UserError(words[0], "`zeroshard doctor` does not know it", "leave it out, or ask for --optimizers")
-    print(doctor.optimizers(words[1:]) if words else doctor.report())
+    if not words:
+        print(doctor.report())
+    elif words[0] == "--optimizers":
+        print(doctor.optimizers(words[1:]))
+    elif list(words) == ["--environment"]:
+        print(doctor.environment())
+    else:
+        raise UserError(words[0], "`zeroshard doctor` does not know it", "ask for --optimizers or --environment")
+    return ExitStatus.OK
+
+
+def _submit(config: SubmitConfig, argv: Sequence[str]) -> int:
+    from zeroshard.submit import submit
+
+    words = list(argv[1:])
+    path, flags = take_option(words, "--config")
+    given = read_flags(flags, flags_of(TrainConfig, SHORTHANDS))
+    run = validate(TrainConfig, merge(_read_file(path, TrainConfig) if path else {}, given))
+    if run.nproc or run.nnodes != "1":
+        raise UserError("nproc", "ranks are the cluster's to start", "say --nproc 0, and give submit --tasks-per-node")
+    if run.resume == "none":
+        words += ["--resume", "auto"]
+    print(submit(config, words))
+    return ExitStatus.OK
+
+
+def _completion(config: None, words: Sequence[str]) -> int:
+    from zeroshard import completion
+
+    if len(words) != 1:
+        raise UserError("shell", f"{len(words)} given", "write `zeroshard completion bash`, zsh or fish")
+    print(completion.script(words[0], VERBS, SHORTHANDS))
     return ExitStatus.OK
 
 
@@ -355,11 +392,13 @@ VERBS: dict[str, Verb] = {
         "if not. diff: what differs between two; status 3 if anything does.",
         _checkpoint,
         usage="ls RUN | show PATH | verify PATH | diff PATH PATH",
+        words=("ls", "show", "verify", "diff"),
     ),
     "bench": Verb(
         "Measure on this machine: memory, step, collectives, device, kernels; a table, a JSON file, a figure.",
         _bench,
         usage="memory | step | collectives | device | kernels [FLAGS]",
+        words=("memory", "step", "collectives", "device", "kernels"),
     ),
     "sweep": Verb(
         "Train once for each combination of settings, and compare.",
@@ -371,12 +410,27 @@ VERBS: dict[str, Verb] = {
         _lab,
         usage="clean | tc apply DEV --bandwidth RATE [--latency TIME] [--burst SIZE] [--yes] | tc status DEV "
         "| tc delete DEV [--yes]",
+        words=("clean", "tc"),
     ),
     "doctor": Verb(
         "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "
-        "optimizers of torch, and classes of your own, may be sharded, and what difference sharding makes.",
+        "optimizers of torch, and classes of your own, may be sharded, and what difference sharding makes. With "
+        "--environment: the variables that steer NCCL and gloo, and what each does.",
         _doctor,
-        usage="[--optimizers [module:Class ...]]",
+        usage="[--optimizers [module:Class ...] | --environment]",
+        words=("--optimizers", "--environment"),
+    ),
+    "submit": Verb(
+        "Queue a training run on a SLURM cluster, and again whenever it is pre-empted: submit [FLAGS] train [FLAGS].",
+        _submit,
+        SubmitConfig,
+        before="train",
+    ),
+    "completion": Verb(
+        "Print a script that lets a shell complete this command.",
+        _completion,
+        usage="bash | zsh | fish",
+        words=("bash", "zsh", "fish"),
     ),
 }
 

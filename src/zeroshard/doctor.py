@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import textwrap
 from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -12,7 +13,8 @@ from typing import Any
 import psutil
 
 import zeroshard
-from zeroshard.comm.launch import num_cpus, world_from_env
+from zeroshard.comm.launch import num_cpus, variable, world_from_env
+from zeroshard.comm.variables import VARIABLES
 
 GIB = 2**30
 
@@ -32,8 +34,19 @@ def report() -> str:
     rows += _devices()
     world = world_from_env()
     rows.append(("world", "none" if world is None else f"rank {world.rank} of {world.world_size}"))
+    rows += [(name, variable(name)) for name in VARIABLES if variable(name)]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def environment() -> str:
+    """The variables that steer the network between ranks: what each is set to here, and what it does."""
+    paragraphs = [
+        f"{name} {'= ' + variable(name) if variable(name) else '(not set)'}\n"
+        + textwrap.fill(meaning, 100, initial_indent="    ", subsequent_indent="    ")
+        for name, meaning in VARIABLES.items()
+    ]
+    return "\n".join(paragraphs)
 
 
 def optimizers(specs: Sequence[str] = ()) -> str:

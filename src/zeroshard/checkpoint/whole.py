@@ -43,10 +43,10 @@ def consolidate(path: str | PathLike[str], out: str | PathLike[str] | None = Non
 
     Returns:
         - ``"model"``: name -> tensor, parameters and buffers, tied ones under all of their names: what
-          ``model.load_state_dict`` of the unsharded model takes.
+            ``model.load_state_dict`` of the unsharded model takes.
         - ``"optimizer"``: ``{"state": {name: {kind: tensor}}, "param_groups": [...]}``; in a group ``"params"`` are
-          names. The form of `torch.distributed.checkpoint.state_dict`. State is empty before the first step and for an
-          optimizer that has none.
+            names. The form of `torch.distributed.checkpoint.state_dict`. State is empty before the first step and for
+            an optimizer that has none.
         - ``"ema"``: name -> averaged weight, where an average was saved.
         - ``"step"``: number of optimizer steps done.
         - ``"extra"``: what was passed to `save`.

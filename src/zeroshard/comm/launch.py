@@ -119,6 +119,34 @@ def world_from_env(env: Mapping[str, str] | None = None) -> World | None:
     return World(rank, local_rank, world_size, addr, _number({"MASTER_PORT": port}, "MASTER_PORT"))
 
 
+def variable(name: str) -> str:
+    """The value of an environment variable; empty where it is not set."""
+    return os.environ.get(name, "")
+
+
+def child_environment(world: World | None) -> dict[str, str]:
+    """The environment for a rank that this process starts, and that ends with it.
+
+    Args:
+        world: where the rank is to stand; None: where this process does.
+    """
+    env = os.environ | {_LAUNCHER: str(os.getpid())}
+    if world is None or world.world_size == 1:
+        return env
+    return env | {
+        "RANK": str(world.rank),
+        "LOCAL_RANK": str(world.local_rank),
+        "WORLD_SIZE": str(world.world_size),
+        "MASTER_ADDR": world.master_addr,
+        "MASTER_PORT": str(world.master_port),
+    }
+
+
+def preempt_with(number: signal.Signals) -> None:
+    """Have submitit ask for, and jobs that it starts answer, that signal. Call it before submitit is imported."""
+    os.environ["SUBMITIT_PREEMPT_SIGNAL"] = number.name.removeprefix("SIG")
+
+
 def meet(world: World, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> dist.Store:
     """The store at which the ranks of `world` meet, before they have a process group.
 

@@ -1,0 +1,167 @@
+"""Draw the pictures of docs/concepts.md from the stage table, the layouts and the arithmetic that the engine runs on.
+
+    python docs/figures/draw.py [FOLDER]
+
+Each function draws one picture, and is named after it. Nothing in them is drawn by hand: another row in `STAGES`,
+another layout or another schedule gives another picture.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from zeroshard.lab.buffers import Buffer, buffers_of
+from zeroshard.lab.memory import OPTIMIZER_STATES, state_bytes
+from zeroshard.lab.traffic import messages
+from zeroshard.models import build_model
+from zeroshard.zero import STAGES, FlatLayout
+from zeroshard.zero.strategy import SHARD
+
+# readable for the colour-blind: Okabe and Ito, "Color Universal Design", 2008
+COLORS = {"params": "#0072B2", "grads": "#E69F00", "optim": "#009E73"}
+OP_COLORS = {"all_gather": "#0072B2", "reduce_scatter": "#E69F00", "all_reduce": "#CC79A7"}
+BORDER = "#444444"
+NUM_RANKS = 4
+BLOCK = "blocks.0"
+
+
+def stages() -> Figure:
+    """What lies on each rank: a row of the table is a row of the picture."""
+    layout = FlatLayout.of([("weights", [NUM_RANKS])], NUM_RANKS)
+    figure = Figure(figsize=(9, 4.6))
+    axes = figure.subplots(len(STAGES), NUM_RANKS, sharex=True, sharey=True)
+    for stage, row in STAGES.items():
+        for rank in range(NUM_RANKS):
+            ax: Axes = axes[stage, rank]
+            for place, (column, color) in enumerate(COLORS.items()):
+                ax.barh(place, layout.padded_numel, color="white", edgecolor=BORDER, linewidth=0.6, height=0.7)
+                sharded = getattr(row, column) is SHARD
+                start, stop = layout.interval(rank) if sharded else (0, layout.padded_numel)
+                ax.barh(place, stop - start, left=start, color=color, edgecolor=BORDER, linewidth=0.6, height=0.7)
+            ax.set_yticks(range(len(COLORS)), COLORS, fontsize=8)
+            ax.set_xticks([])
+            ax.tick_params(left=False)
+            for spine in ax.spines.values():
+                spine.set_visible(False)
+            if stage == 0:
+                ax.set_title(f"rank {rank}", fontsize=9)
+            if rank == 0:
+                ax.set_ylabel(f"stage {stage}", fontsize=9)
+    axes[0, 0].set_ylim(2.6, -0.6)
+    figure.tight_layout()
+    return figure
+
+
+def layout() -> Figure:
+    """The parameters of one block of GPT-2, end to end, and the shards that ignore their borders."""
+    (buffer,) = [buffer for buffer in _buffers("gpt2-demo", NUM_RANKS) if buffer.unit == BLOCK]
+    figure = Figure(figsize=(9, 2.1))
+    ax = figure.subplots()
+    cut = buffer.layout
+    for index, slot in enumerate(cut.slots):
+        shade = "#56B4E9" if index % 2 else "#C9E6F7"
+        ax.barh(1, slot.numel, left=slot.offset, color=shade, edgecolor=BORDER, linewidth=0.4)
+        if slot.numel > cut.padded_numel / 20:
+            name = slot.name.removeprefix(f"{BLOCK}.")
+            text = f"{name}\n{' x '.join(map(str, slot.shape))}"
+            ax.text(slot.offset + slot.numel / 2, 1, text, ha="center", va="center", fontsize=7)
+    for start, stop in cut.padding:
+        ax.barh(1, stop - start, left=start, color="white", edgecolor=BORDER, hatch="////")
+    for rank in range(cut.world_size):
+        start, stop = cut.interval(rank)
+        ax.barh(0, stop - start, left=start, color="#EEEEEE", edgecolor=BORDER, linewidth=0.6)
+        pieces = len(cut.owned(rank))
+        ax.text((start + stop) / 2, 0, f"rank {rank}: {pieces} pieces", ha="center", va="center", fontsize=8)
+    ax.set_yticks([0, 1], ["shards", "parameters"])
+    ax.set_xlabel(f"elements of the flat buffer of {BLOCK} in gpt2-demo ({cut.numel:,})")
+    _bare(ax)
+    figure.tight_layout()
+    return figure
+
+
+def schedule() -> Figure:
+    """The collectives of one step, in order of issue, at each stage."""
+    buffers = _buffers("gpt2-demo", NUM_RANKS)
+    figure = Figure(figsize=(9, 5.2))
+    axes = figure.subplots(len(STAGES), 1, sharex=True, sharey=True)
+    for (stage, row), ax in zip(STAGES.items(), axes, strict=True):
+        for index, message in enumerate(messages(buffers, row)):
+            ax.bar(index, message.num_bytes / 1e6, width=0.9, color=OP_COLORS[message.op])
+            name = message.buffer.removeprefix("blocks.")
+            ax.text(index, 0.03, name, ha="center", fontsize=8, color="white")
+        ax.set_ylabel(f"stage {stage}\n[MB]", fontsize=9)
+        _bare(ax)
+    axes[0].legend([Patch(color=c) for c in OP_COLORS.values()], OP_COLORS, frameon=False, fontsize=8)
+    axes[-1].set_xticks([])
+    axes[-1].set_xlabel("collectives of one step of gpt2-demo in order of issue; at their feet, the block they carry")
+    figure.tight_layout()
+    return figure
+
+
+def memory() -> Figure:
+    """Training state of a LLaMA of 7 billion parameters on a rank, by the number of ranks."""
+    worlds = [2**power for power in range(11)]
+    figure = Figure(figsize=(9, 3.4))
+    ax = figure.subplots()
+    lines = zip(STAGES, ["#000000", *COLORS.values()], "os^d", strict=True)
+    by_world = {world: _buffers("llama-7b", world) for world in worlds}
+    for stage, color, marker in lines:
+        held = [
+            sum(state_bytes(by_world[world], STAGES[stage], 0, OPTIMIZER_STATES["AdamW"]).values()) / 1e9
+            for world in worlds
+        ]
+        ax.plot(worlds, held, color=color, marker=marker, label=f"stage {stage}")
+    ax.axhline(80, color="grey", linestyle="--")
+    ax.text(1.01, 80, "80 GB", color="grey", va="center", fontsize=9, transform=ax.get_yaxis_transform())
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(worlds, worlds)
+    ax.set_xlabel("ranks")
+    ax.set_ylabel("training state on a rank [GB]")
+    ax.set_title("llama-7b, AdamW, fp32, without activations", fontsize=10)
+    ax.legend(frameon=False)
+    _bare(ax)
+    figure.tight_layout()
+    return figure
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "stages": stages,
+    "layout": layout,
+    "schedule": schedule,
+    "memory": memory,
+}
+
+
+def write(folder: Path) -> list[Path]:
+    """Every picture as an SVG in ``folder``: the same bytes each time, with one version of matplotlib."""
+    settings = {"svg.hashsalt": "zeroshard", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10}
+    paths = []
+    with matplotlib.rc_context(settings):
+        for name, draw in PICTURES.items():
+            paths.append(folder / f"{name}.svg")
+            draw().savefig(paths[-1], metadata={"Date": None, "Creator": None})
+    return paths
+
+
+def _buffers(preset: str, world_size: int) -> list[Buffer]:
+    with torch.device("meta"):
+        model = build_model(preset)
+    return buffers_of(model, world_size, model.blocks)
+
+
+def _bare(ax: Axes) -> None:
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    for path in write(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent):
+        print(path)

@@ -1,0 +1,177 @@
+"""`zeroshard submit`: a training run as a SLURM job that saves when it is pre-empted, is queued again, and goes on.
+
+    SLURM sends SIGUSR1 ahead of the end -> every rank saves and ends in status 138 -> submitit queues the job again
+    -> the same words with ``--resume auto``
+
+submitit (https://github.com/facebookincubator/submitit) writes the batch file and asks for the requeue. It starts a
+`TrainJob` in each task; that starts a rank in a process of its own, because a rank must hear the signal itself and end
+in a status of its own. submitit hands the job over as a pickle of its own, of the words of the command alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from zeroshard.comm.launch import World, child_environment, preempt_with
+from zeroshard.errors import ExitStatus, UserError
+
+SIGNAL = signal.SIGUSR1  # what a run saves upon and ends in `ExitStatus.PREEMPTED`
+_FIRST_PORT, _NUM_PORTS = 20_000, 40_000
+
+
+class SubmitConfig(BaseModel):
+    """What is asked of the cluster; the words of the run follow after `train`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    nodes: int = Field(1, ge=1, description="Machines.")
+    gpus_per_node: int = Field(0, ge=0, description="GPUs of each machine, one rank each; 0: ranks compute on CPUs.")
+    tasks_per_node: int = Field(0, ge=0, description="Ranks on each machine; 0: as many as GPUs, or 1.")
+    cpus_per_task: int = Field(0, ge=0, description="CPU cores of each rank; 0: as the cluster chooses.")
+    mem_gb: int = Field(0, ge=0, description="Memory of each machine in GB; 0: as the cluster chooses.")
+    time_min: int = Field(60, ge=1, description="Minutes until the job is ended, or queued again.")
+    max_timeouts: int = Field(10, ge=0, description="Times that it is queued again after its time was over.")
+    signal_delay_s: int = Field(120, ge=1, description="Seconds before the end at which ranks are told to save.")
+    partition: str = Field("", description="Of the cluster; empty: its default.")
+    account: str = Field("", description="To charge; empty: the user's default.")
+    qos: str = Field("", description="Quality of service; empty: the default.")
+    constraint: str = Field("", description="Features that machines must have; empty: any.")
+    setup: tuple[str, ...] = Field((), description="Shell commands before the run, such as 'module load cuda'.")
+    name: str = Field("zeroshard", min_length=1, description="Of the job.")
+    folder: str = Field("slurm", min_length=1, description="Of batch files and logs, on a disk that all machines see.")
+    cluster: Literal["slurm", "local"] = Field("slurm", description="local: on this machine, to try it out.")
+
+    @property
+    def num_tasks(self) -> int:
+        """Ranks on each machine."""
+        return self.tasks_per_node or self.gpus_per_node or 1
+
+
+class TrainJob:
+    """One task of a job, called by submitit: runs a rank and has the job queued again when the rank was pre-empted.
+
+    Args:
+        words: after ``zeroshard train``.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+        self._rank: int | None = None  # process id
+
+    def __call__(self) -> int:
+        """Run to the end; the exit status of a run that was not pre-empted.
+
+        Raises:
+            SystemExit: the run failed, with its status.
+        """
+        import submitit
+
+        here = submitit.JobEnvironment()
+        env = child_environment(None if here.cluster == "slurm" else _world(here))
+        # no child of subprocess's own class: both this frame and a signal handler above it wait for it
+        self._rank = os.posix_spawn(sys.executable, [sys.executable, "-m", "zeroshard", "train", *self.words], env)
+        status = self._wait()
+        if status == ExitStatus.PREEMPTED and here.global_rank == 0:
+            signal.raise_signal(SIGNAL)  # which submitit answers, through `checkpoint`; it does not return
+        if status not in (ExitStatus.OK, ExitStatus.PREEMPTED):
+            raise SystemExit(status)
+        return status
+
+    def checkpoint(self) -> Any:
+        """What submitit is to queue: the same run, once this rank has saved. Called in a handler of `SIGNAL`."""
+        import submitit
+
+        if self._rank is not None:
+            if self._running():
+                os.kill(self._rank, SIGNAL)
+            status = self._wait()
+            if status != ExitStatus.PREEMPTED:
+                raise SystemExit(status)
+        return submitit.helpers.DelayedSubmission(TrainJob(self.words))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"words": self.words, "_rank": None}
+
+    def _running(self) -> bool:
+        assert self._rank is not None
+        return os.waitid(os.P_PID, self._rank, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
+
+    def _wait(self) -> int:
+        """The rank's exit status, which stays there to be asked for again."""
+        assert self._rank is not None
+        ended = os.waitid(os.P_PID, self._rank, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
+
+
+def submit(config: SubmitConfig, words: Sequence[str]) -> str:
+    """Queue the run and return a line that says where.
+
+    Args:
+        config: what is asked of the cluster.
+        words: after ``zeroshard train``; they were checked, and go on where they stopped (``--resume``).
+
+    Raises:
+        UserError: submitit or SLURM is missing here, or SLURM refuses the job.
+    """
+    if find_spec("submitit") is None:
+        raise UserError("submit", "submitit is not installed", 'pip install "zeroshard[slurm]"')
+    preempt_with(SIGNAL)
+    import submitit
+    from submitit.core.utils import FailedJobError
+
+    retries = {f"{config.cluster}_max_num_timeout": config.max_timeouts}
+    try:
+        executor = submitit.AutoExecutor(config.folder, cluster=config.cluster, **retries)
+    except RuntimeError:
+        raise UserError(
+            "submit", "there is no SLURM on this machine", "submit from where srun is, or --cluster local"
+        ) from None
+    executor.update_parameters(**_parameters(config))
+    try:
+        job = executor.submit(TrainJob(words))
+    except (FailedJobError, subprocess.CalledProcessError, OSError) as error:
+        what = " ".join(str(error).split())
+        raise UserError("submit", f"the job was refused ({what})", "ask for what the cluster has") from None
+    return f"job {job.job_id}  logs in {job.paths.folder}"
+
+
+def _parameters(config: SubmitConfig) -> dict[str, Any]:
+    """As submitit calls them; what is left to the cluster is absent."""
+    asked: dict[str, Any] = {
+        "name": config.name,
+        "nodes": config.nodes,
+        "tasks_per_node": config.num_tasks,
+        "timeout_min": config.time_min,
+        "gpus_per_node": config.gpus_per_node,
+        "cpus_per_task": config.cpus_per_task,
+        "mem_gb": config.mem_gb,
+    }
+    slurm: dict[str, Any] = {
+        "signal_delay_s": config.signal_delay_s,
+        "partition": config.partition,
+        "account": config.account,
+        "qos": config.qos,
+        "constraint": config.constraint,
+        "setup": list(config.setup),
+        # a rank that is lost takes the others along at once, and not after their time-out
+        "srun_args": ["--kill-on-bad-exit=1"],
+        "additional_parameters": {"requeue": True},
+    }
+    if config.cluster == "slurm":
+        asked |= {f"slurm_{name}": value for name, value in slurm.items()}
+    return {name: value for name, value in asked.items() if value not in (0, "", [])}
+
+
+def _world(here: Any) -> World:
+    """Of a task on this machine, where there is no SLURM to say it."""
+    port = _FIRST_PORT + int(here.job_id) % _NUM_PORTS
+    return World(here.global_rank, here.local_rank, here.num_tasks, "127.0.0.1", port)

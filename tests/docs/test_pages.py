@@ -1,0 +1,130 @@
+"""What README and docs/ show works: code runs, commands are commands, links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from urllib.parse import unquote
+
+import pytest
+import torch
+
+from pages import BLOCKS, PAGES, ROOT, blocks_of
+from zeroshard.cli import VERBS
+from zeroshard.flags import flags_of, read_flags, take_option
+from zeroshard.train.config import SHORTHANDS, merge, read_toml
+from zeroshard.train.validate import validate
+
+SHELL = [block for block in BLOCKS if block.language in ("sh", "console", "bash")]
+KNOWN = {"--help", "--version", "--config", *(word for verb in VERBS.values() for word in verb.words)}
+FLAGS_OF_OTHERS = {"--rdzv-conf", "--local-addr", "--launcher"}  # torchrun's, and the rehearsal's
+
+
+def _by_name(blocks):
+    return [pytest.param(block, id=block.name) for block in blocks]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """One folder for all blocks of a page."""
+    folders = {}
+
+    def get(page):
+        if page not in folders:
+            folders[page] = tmp_path_factory.mktemp(page.stem)
+            command = folders[page] / "bin" / "zeroshard"
+            command.parent.mkdir()
+            command.write_text(f'#!/bin/sh\nexec {sys.executable} -m zeroshard "$@"\n')
+            command.chmod(0o755)
+        return folders[page]
+
+    return get
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", _by_name(SHELL))
+def test_a_shell_block_runs(block, folder_of):
+    if block.mark.startswith("not run: "):
+        pytest.skip(block.mark)
+    assert block.mark.startswith("run"), "say <!-- run --> or <!-- not run: why --> above the block"
+    folder = folder_of(block.page)
+    env = os.environ | {"PATH": f"{folder}/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    code = f"set -eo pipefail\n{block.code}"
+    done = subprocess.run(["bash", "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == block.status, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in PAGES])
+def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    shown: dict[str, object] = {"__name__": "page"}
+    for block in blocks_of(page):
+        if block.language == "python" and not block.mark.startswith("not run: "):
+            exec(compile("\n" * block.line + block.code, block.page, "exec"), shown)
+
+
+@pytest.mark.parametrize("block", _by_name(block for block in SHELL if block.commands))
+def test_every_command_is_one(block):
+    for words in block.commands:
+        _parse(words)
+
+
+def _parse(words):
+    """Refuse what the command line would, but for files that are not there."""
+    if words[0].startswith("--"):
+        assert words[0] in ("--help", "--version")
+        return
+    verb, rest = VERBS[words[0]], words[1:]
+    if verb.before in rest:
+        _parse(rest[rest.index(verb.before) :])
+        rest = rest[: rest.index(verb.before)]
+    if verb.config is None:
+        assert not rest or rest[0] in verb.words, words
+        return
+    path, rest = take_option(rest, "--config") if verb.reads_file else ("", rest)
+    raw = read_toml(str(ROOT / path)) if path and (ROOT / path).exists() else {}
+    if "--help" in rest:
+        return
+    given = read_flags(rest, flags_of(verb.config, SHORTHANDS, verb.positionals), verb.positionals)
+    validate(verb.config, merge(raw, given))
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in PAGES])
+def test_commands_and_flags_in_the_text_are_there(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    if page.name in ("conformance.md", "log.md"):  # reports: they name programs of their own day
+        return
+    known = KNOWN | FLAGS_OF_OTHERS
+    for verb in VERBS.values():
+        known |= set(flags_of(verb.config, SHORTHANDS, verb.positionals)) if verb.config else set()
+    spans = [span for paragraph in re.split(r"\n\s*\n", text) for span in re.findall(r"`([^`]+)`", paragraph)]
+    for code in spans:
+        if code.startswith("zeroshard "):
+            verb = code.split()[1]
+            assert verb in VERBS or verb.startswith("--"), code
+        if code.startswith(("zeroshard ", "--")):
+            flags = re.findall(r"(?<!\S)(--[a-z][\w.-]*)", code)
+            assert [flag for flag in flags if flag.replace("_", "-") not in known] == [], code
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in PAGES])
+def test_links_inside_the_project_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = unquote(link).partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in _anchors(target), link
+
+
+def _anchors(page):
+    """Of its headings, as the site makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}

@@ -1,0 +1,82 @@
+"""The site is built without a warning, knows each page, and asks nobody outside for anything."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import zeroshard
+from pages import ROOT
+
+CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
+
+
+def _build(folder):
+    command = Path(sys.executable).with_name("zensical")
+    return subprocess.run(
+        [command, "build", "--strict", "--clean"], cwd=folder, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of what the site is made of."""
+    folder = tmp_path_factory.mktemp("checkout")
+    shutil.copy(ROOT / "zensical.toml", folder)
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(checkout):
+    done = _build(checkout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "griffe" not in done.stdout + done.stderr, "a docstring that cannot be read"
+    return checkout / "site"
+
+
+def _pages_of(nav):
+    for entry in nav:
+        for target in entry.values():
+            if isinstance(target, list):
+                yield from _pages_of(target)
+            else:
+                yield target
+
+
+def test_the_menu_names_every_page():
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert set(_pages_of(CONFIG["nav"])) == pages
+
+
+def test_every_page_is_built_and_loads_nothing_from_outside(site):
+    pages = list(site.rglob("index.html"))
+    assert len(pages) == len(list(_pages_of(CONFIG["nav"])))
+    for page in pages:
+        loaded = re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="?(https?:[^"\s>]+)', page.read_text())
+        assert [url for url in loaded if "rel=canonical" not in url] == [], page
+
+
+def test_the_reference_has_every_public_name_with_its_arguments(site):
+    text = (site / "api" / "library" / "index.html").read_text()
+    for name in set(zeroshard.__all__) - {"__version__", "Communicator"}:
+        assert re.search(rf'id="zeroshard[\w.]*\.{name}"', text), name
+    assert "reshard_after_forward" in text
+    assert "Communicator" in (site / "api" / "communicators" / "index.html").read_text()
+
+
+def test_a_dead_link_fails_the_build(checkout, site):
+    page = checkout / "docs" / "versioning.md"
+    before = page.read_text()
+    page.write_text(before + "\n[nowhere](nothing.md)\n")
+    try:
+        assert _build(checkout).returncode != 0
+    finally:
+        page.write_text(before)

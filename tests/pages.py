@@ -1,0 +1,66 @@
+"""README and the pages of docs/ as data: their code blocks, what they are marked with, and the commands in them.
+
+A block in ``sh`` stands below a comment that no reader sees, and that says what the tests do with it::
+
+    <!-- run -->                      all of it runs, in one folder for the page
+    <!-- run: status 2 -->            and ends with that exit status
+    <!-- not run: needs a cluster --> it does not, for that reason; its commands are parsed all the same
+
+A block in ``python`` runs, in one namespace for the page, unless it is marked as not run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its ``mark`` is empty where it has none, ``line`` that of its fence."""
+
+    page: Path
+    line: int
+    language: str
+    mark: str
+    code: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def status(self) -> int:
+        found = re.fullmatch(r"run: status (\d+)", self.mark)
+        return int(found[1]) if found else 0
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The words after `zeroshard`, of each time that a line calls it."""
+        lines = self.code.replace("\\\n", " ").splitlines()
+        found = []
+        for line in lines:
+            line = line.removeprefix("$ ")
+            match = re.match(r"(?:.*?-m )?zeroshard (.*)", line)
+            if match:
+                words = shlex.split(match[1], comments=True)
+                stops = [index for index, word in enumerate(words) if word in ("|", ">", "&", "&&", "2>&1")]
+                found.append(words[: stops[0]] if stops else words)
+        return found
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(page, text.count("\n", 0, found.start()) + 1, found["language"], found["mark"] or "", found["code"])
+        for found in _BLOCK.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]

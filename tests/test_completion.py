@@ -1,0 +1,83 @@
+"""What the shells complete, asked of the shells themselves where they are installed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from zeroshard.cli import VERBS, main
+from zeroshard.completion import SHELLS
+from zeroshard.flags import flags_of
+from zeroshard.train.config import SHORTHANDS
+
+
+@pytest.fixture
+def written(capsys, tmp_path):
+    """The script for a shell, as the command prints it."""
+
+    def write(shell):
+        assert main(["completion", shell]) == 0
+        path = tmp_path / f"_zeroshard.{shell}"
+        path.write_text(capsys.readouterr().out)
+        return path
+
+    return write
+
+
+def _run(shell, *args):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    done = subprocess.run([shell, *args], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def _bash(path, *words):
+    """What bash offers for the last of ``words``, which follow `zeroshard`."""
+    quoted = " ".join(f"'{word}'" for word in ("zeroshard", *words))
+    ask = f"compopt() {{ FILES=(FILES); }}; . {path}; COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; _zeroshard"
+    return _run("bash", "-c", f'{ask}; printf "%s\\n" "${{COMPREPLY[@]:-${{FILES[@]}}}}"').split()
+
+
+def test_bash_completes_commands_flags_and_values(written):
+    path = written("bash")
+    assert _bash(path, "") == list(VERBS)
+    assert _bash(path, "ge") == ["generate"]
+    assert _bash(path, "train", "--strat") == ["--strategy"]
+    assert _bash(path, "train", "--strategy", "zero") == ["zero0", "zero1", "zero2", "zero3", "zero1-torch"]
+    assert _bash(path, "train", "--out", "") == ["FILES"]
+    assert _bash(path, "train", "--max-steps", "") == []
+    assert _bash(path, "completion", "z") == ["zsh"]
+    assert _bash(path, "checkpoint", "show", "runs/x") == ["FILES"]
+
+
+def test_every_flag_is_known_to_every_shell(written):
+    for shell in SHELLS:
+        text = written(shell).read_text()
+        for verb in VERBS.values():
+            for flag in flags_of(verb.config, SHORTHANDS, verb.positionals) if verb.config else ():
+                assert (f"-l {flag[2:]} " if shell == "fish" else flag) in text
+
+
+def test_zsh_reads_its_script(written):
+    path = written("zsh")
+    defined = _run("zsh", "-f", "-c", f"autoload -U compinit; compinit -u -D; . {path}; print $_comps[zeroshard]")
+    assert defined == "_zeroshard\n"
+
+
+def test_fish_completes_values(written):
+    path = written("fish")
+    offered = _run("fish", "--no-config", "-c", f"source {path}; complete -C 'zeroshard train --strategy zero'")
+    assert "zero3" in offered.split()
+    assert "train" in _run("fish", "--no-config", "-c", f"source {path}; complete -C 'zeroshard tr'")
+
+
+@pytest.mark.parametrize("words", [[], ["tcsh"], ["bash", "zsh"]])
+def test_another_shell_is_refused_in_a_line(words, capsys):
+    assert main(["completion", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: shell: ")
+    assert err.count("\n") == 1
