@@ -169,13 +169,9 @@ def _choose_stage(*facts: Any) -> tuple[int, str]:
 
 
 def _prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
-    from zeroshard.data.prepare import DataSpec, data_dir, prepare
+    from zeroshard.train.prepare import run_prepare
 
-    data = config.data
-    spec = DataSpec(data.source, data.path, data.tokenizer, data.val_fraction, max_tokens=data.max_tokens)
-    folder = prepare(spec, Path(data.dir) if data.dir else data_dir(spec))
-    print(f"tokens in {folder}")
-    return ExitStatus.OK
+    return _written(config.data.dir or "data", lambda: run_prepare(config.data))
 
 
 def _generate(config: GenerateConfig, argv: Sequence[str]) -> int:

@@ -1,8 +1,13 @@
-"""Sizes as people write them: a number and its unit. A bare number is refused, since nobody can tell what it means."""
+"""Sizes and counts as people write them.
+
+A size is a number and its unit; a bare number is refused, since nobody can tell what it means. A count is a number, or
+one with k, M, B or T for thousands, millions, and so on.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from zeroshard.errors import UserError
 
@@ -26,3 +31,11 @@ def parse_size(field: str, text: str) -> int:
     if num_bytes < 1:
         raise UserError(field, f"{text!r} is less than one byte", "give a larger size")
     return num_bytes
+
+
+def parse_count(value: Any) -> Any:
+    """``1B`` as 1,000,000,000; what has no such letter is handed on as it is, for others to judge."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMBT])", value.strip()) if isinstance(value, str) else None
+    if match is None:
+        return value
+    return round(float(match[1]) * 1000 ** ("kMBT".index(match[2].replace("K", "k")) + 1))
