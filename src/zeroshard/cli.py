@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import BaseModel
@@ -214,13 +213,9 @@ def _predict(job: Any) -> Any:
 
 
 def _prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
-    from zeroshard.data.prepare import DataSpec, data_dir, prepare
+    from zeroshard.train.prepare import run_prepare
 
-    data = config.data
-    spec = DataSpec(data.source, data.path, data.tokenizer, data.val_fraction, max_tokens=data.max_tokens)
-    folder = prepare(spec, Path(data.dir) if data.dir else data_dir(spec))
-    print(f"tokens in {folder}")
-    return ExitStatus.OK
+    return _written(config.data.dir or "data", lambda: run_prepare(config.data))
 
 
 def _generate(config: GenerateConfig, argv: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given, settings
 
 from zeroshard.data.portable import byte_characters, merges_of, portable
-from zeroshard.data.tokenizer import ByteTokenizer, Gpt2Tokenizer, train_bpe
+from zeroshard.data.tokenizer import ByteTokenizer, TiktokenTokenizer, train_bpe
 
 TEXT = "The cat sat on the mat.  It's 42's déjà vu, isn't it?\n\n\tthe the them ☃ "
 GPT2_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -25,7 +25,7 @@ def gpt2():
     encoding = tiktoken.Encoding(
         "small", pat_str=GPT2_WORDS, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)}
     )
-    tokenizer = Gpt2Tokenizer.__new__(Gpt2Tokenizer)
+    tokenizer = TiktokenTokenizer.__new__(TiktokenTokenizer)
     tokenizer._encoding = encoding
     tokenizer.vocab_size, tokenizer.eos_id = encoding.n_vocab, encoding.eot_token
     return tokenizer

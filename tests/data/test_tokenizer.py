@@ -10,7 +10,7 @@ from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
-    Gpt2Tokenizer,
+    TiktokenTokenizer,
     check_tokenizer,
     load_tokenizer,
     make_tokenizer,
@@ -67,7 +67,7 @@ def test_bpe_training_is_deterministic(bpe):
 
 
 def test_text_that_spells_the_end_of_text_does_not_end_it(bpe, small_gpt2):
-    for tokenizer in (bpe, Gpt2Tokenizer()):
+    for tokenizer in (bpe, TiktokenTokenizer()):
         assert tokenizer.eos_id not in tokenizer.encode(f"a{END_OF_TEXT}b").tolist()
         assert tokenizer.decode(tokenizer.encode(f"a{END_OF_TEXT}b")) == f"a{END_OF_TEXT}b"
         assert tokenizer.decode([tokenizer.eos_id]) == END_OF_TEXT
@@ -94,7 +94,7 @@ def test_gpt2_without_its_tables_is_one_line(monkeypatch, error, why):
 
     monkeypatch.setattr(tiktoken, "get_encoding", fail)
     with pytest.raises(UserError) as caught:
-        Gpt2Tokenizer()
+        TiktokenTokenizer()
     assert str(caught.value) == (
         f"data.tokenizer: the tables of gpt2 cannot be fetched ({why}); go online once, or use bytes or bpe:N"
     )
@@ -104,7 +104,7 @@ def test_gpt2_does_not_wait_for_a_host_that_never_answers(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: time.sleep(1) or SimpleNamespace())
     start_s = time.monotonic()
     with pytest.raises(UserError, match=r"no answer in 0\.05 s"):
-        Gpt2Tokenizer(timeout_s=0.05)
+        TiktokenTokenizer(timeout_s=0.05)
     assert time.monotonic() - start_s < 0.9
 
 

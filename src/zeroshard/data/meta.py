@@ -59,7 +59,8 @@ class DataMeta:
     """All of ``meta.json``.
 
     ``spec`` holds the choices that decide the tokens (source, tokenizer, val_fraction, ...): a folder is used again
-    only for the same ones. ``tokenizer_sha256`` is that of ``tokenizer.json``, or empty where there is none.
+    only for the same ones. ``tokenizer_sha256`` is that of ``tokenizer.json``, or empty where there is none. ``eos_id``
+    ends each document; None where nothing does, or in a folder of an earlier version.
     """
 
     spec: Mapping[str, Any]
@@ -69,6 +70,7 @@ class DataMeta:
     vocab_size: int
     dtype: str
     splits: Mapping[str, SplitMeta]
+    eos_id: int | None = None
     format_version: int = FORMAT_VERSION
 
     @property

@@ -3,7 +3,7 @@
 All of them are byte-level: a byte is written as one printable character (GPT-2's table), and merges build on those.
 
 - ``bytes``: the 256 bytes, each its own id, and no merges.
-- ``gpt2``: tiktoken keeps ranks of byte strings and no merges. The merge that made a string is found by encoding it
+- ``gpt2`` and others of tiktoken: it keeps ranks of byte strings and no merges. The merge that made a string is found by encoding it
   with the ranks below its own: two parts are left.
 - ``bpe:N``, ``json:PATH``: written as they were trained or read.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from zeroshard.data.tokenizer import BpeTokenizer, ByteTokenizer, Gpt2Tokenizer, Tokenizer
+from zeroshard.data.tokenizer import BpeTokenizer, ByteTokenizer, TiktokenTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -43,11 +43,12 @@ def portable(tokenizer: Tokenizer) -> PortableTokenizer:
     if isinstance(tokenizer, BpeTokenizer):
         return PortableTokenizer(tokenizer.to_json(), tokenizer.eos_token)
     if isinstance(tokenizer, ByteTokenizer):
-        return PortableTokenizer(_byte_level({bytes([byte]): byte for byte in range(256)}, words=False).to_str(), None)
-    if isinstance(tokenizer, Gpt2Tokenizer):
+        return PortableTokenizer(_byte_level({bytes([byte]): byte for byte in range(256)}, words="").to_str(), None)
+    if isinstance(tokenizer, TiktokenTokenizer):
         specials = tokenizer.special_tokens
         eos = next((text for text, id_ in specials.items() if id_ == tokenizer.eos_id), None)
-        return PortableTokenizer(_byte_level(tokenizer.ranks, words=True, specials=specials).to_str(), eos)
+        inner = _byte_level(tokenizer.ranks, words=tokenizer.pattern, specials=specials)
+        return PortableTokenizer(inner.to_str(), eos)
     raise TypeError(f"tokenizer: a {type(tokenizer).__name__} has no form that other libraries read")
 
 
@@ -79,11 +80,11 @@ def _encode(token: bytes, ranks: Mapping[bytes, int], below: int) -> list[bytes]
 
 
 def _byte_level(
-    ranks: Mapping[bytes, int], *, words: bool, specials: Mapping[str, int] | None = None
+    ranks: Mapping[bytes, int], *, words: str, specials: Mapping[str, int] | None = None
 ) -> tokenizers.Tokenizer:
-    """Byte-pair encoding by ranks, which are the ids; ``words`` cuts text as GPT-2 does before anything is merged."""
+    """Byte-pair encoding by ranks, which are the ids; ``words`` matches what text is cut into before merging, if any."""
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import Regex, decoders, models, pre_tokenizers
 
     characters = byte_characters()
 
@@ -94,7 +95,9 @@ def _byte_level(
     vocabulary |= dict(specials or {})
     merges = [(spell(left), spell(right)) for left, right in merges_of(ranks)]
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    cut = [pre_tokenizers.Split(Regex(words), "isolated")] if words else []
+    inner.pre_tokenizer = pre_tokenizers.Sequence([*cut, spelled])
     inner.decoder = decoders.ByteLevel()
     if specials:
         inner.add_special_tokens(list(specials))

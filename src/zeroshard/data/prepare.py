@@ -19,17 +19,24 @@ from typing import Any
 
 import numpy as np
 
+from zeroshard.data import bulk
+from zeroshard.data.bins import TokenBins
 from zeroshard.data.documents import Fingerprint
+from zeroshard.data.hub import is_hub_name
 from zeroshard.data.meta import META_NAME, SPLITS, DataMeta, SourceMeta, dtype_for, read_meta, write_meta
 from zeroshard.data.publish import draft_of, publish
 from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, TextSource, check_source, open_source
 from zeroshard.data.split import split_documents
+from zeroshard.data.tables import Tables, corpus_identity
 from zeroshard.data.tokenizer import (
     TOKENIZER_FILE,
     BpeTokenizer,
     Tokenizer,
     check_tokenizer,
+    eos_id_of,
+    known_vocab_size,
     make_tokenizer,
+    read_tokenizer,
     tokenizer_identity,
 )
 from zeroshard.data.tokens import DEFAULT_SHARD_TOKENS, TokenWriter
@@ -43,12 +50,14 @@ class DataSpec:
     """What to prepare.
 
     Args:
-        source: one of `SOURCES`.
-        paths: files, folders or globs of ``text``; one file, or none, of ``tinyshakespeare``.
-        tokenizer: ``bytes``, ``gpt2``, ``bpe:N`` or ``json:PATH``; not used by ``synthetic``, which has no text.
+        source: one of `SOURCES`, or a data set of the Hugging Face hub.
+        paths: files, folders or globs of ``text`` and ``bin``; one file, or none, of ``tinyshakespeare``.
+        tokenizer: ``bytes``, ``gpt2``, ``bpe:N`` or ``json:PATH``; not used by ``synthetic``, which has no text; of
+            ``bin`` the one that made its tokens, or ``none``.
         val_fraction: share of the text that validates, in [0, 1); see `zeroshard.data.split`.
         vocab_size, num_tokens, seed: of ``synthetic`` alone.
         max_tokens: stop after so many tokens of both splits together; 0 means no limit.
+        column: of tables, that holds the text.
 
     Raises:
         UserError: a value that cannot be; files are looked at later, by `prepare`.
@@ -62,10 +71,12 @@ class DataSpec:
     num_tokens: int = 1_000_000
     seed: int = 0
     max_tokens: int = 0
+    column: str = "text"
 
     def __post_init__(self) -> None:
         check_source(self.source, self.paths)
-        check_tokenizer(self.tokenizer)
+        if (self.source, self.tokenizer) != ("bin", "none"):
+            check_tokenizer(self.tokenizer)
         if not 0 <= self.val_fraction < 1:  # also refuses NaN
             raise UserError("data.val_fraction", f"{self.val_fraction} is not in [0, 1)", "give a share such as 0.1")
         if self.max_tokens < 0:
@@ -80,7 +91,8 @@ class DataSpec:
         shared = {"source": self.source, "val_fraction": self.val_fraction, "max_tokens": self.max_tokens}
         if self.source == "synthetic":
             return shared | {"vocab_size": self.vocab_size, "num_tokens": self.num_tokens, "seed": self.seed}
-        return shared | {"tokenizer": tokenizer_identity(self.tokenizer)}
+        column = {} if self.column == "text" else {"column": self.column}
+        return shared | {"tokenizer": tokenizer_identity(self.tokenizer)} | column
 
 
 def data_dir(spec: DataSpec, root: Path | str = "data") -> Path:
@@ -104,15 +116,25 @@ def data_dir(spec: DataSpec, root: Path | str = "data") -> Path:
 
 
 def prepare(
-    spec: DataSpec, out: Path, progress: Progress | None = None, *, shard_tokens: int = DEFAULT_SHARD_TOKENS
+    spec: DataSpec,
+    out: Path,
+    progress: Progress | None = None,
+    *,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    num_workers: int = 0,
+    told: Callable[[bulk.Told], None] | None = None,
 ) -> Path:
     """Write the tokens of ``spec`` into the folder ``out``, unless they are there.
+
+    Tables are read by several processes, and what an interruption leaves is gone on with (see `bulk`).
 
     Args:
         spec: what to prepare.
         out: the folder, made with its parents.
-        progress: called now and then with ``(done, total)``: bytes of the source, or tokens of a synthetic one.
+        progress: called now and then with ``(done, total)``: bytes of the source, or tokens of one without text.
         shard_tokens: tokens per file.
+        num_workers: processes for tables; 0 for as many as there are cores. The files do not depend on it.
+        told: called now and then while tables are read.
 
     Returns:
         ``out``.
@@ -120,10 +142,15 @@ def prepare(
     Raises:
         UserError: the source cannot be read, a split would be empty, ``out`` holds something else (the line says
             what differs) or cannot be written.
-        OSError: the disk failed or is full; nothing is left behind.
+        OSError: the disk failed or is full; nothing is left behind, but what can be gone on with.
     """
     out = Path(out)
-    source = open_source(spec.source, spec.paths, SyntheticSize(spec.vocab_size, spec.num_tokens, spec.seed))
+    if is_hub_name(spec.source) and (out / META_NAME).exists() and read_meta(out).spec == spec.identity():
+        return out  # without a question to the hub: a commit was read, and that does not change
+    source = _open(spec)
+    if isinstance(source, Tables):
+        num_workers = num_workers or len(os.sched_getaffinity(0))
+        return _prepare_tables(spec, source, out, shard_tokens, num_workers, told or _untold)
     fingerprint = source.fingerprint()
     if _is_prepared(spec, fingerprint, out):
         return out
@@ -131,9 +158,91 @@ def prepare(
         _write(spec, source, fingerprint, draft, progress or _silent, shard_tokens)
         if source.fingerprint() != fingerprint:
             raise UserError("data.path", f"{source.description} changed while it was read", "try again")
-        if not publish(draft, out, META_NAME) and not _is_prepared(spec, fingerprint, out):
-            raise UserError("data.dir", f"{out} was removed while it was prepared", "try again")
+        _publish(draft, out, spec, fingerprint)
     return out
+
+
+def _open(spec: DataSpec) -> Source:
+    size = SyntheticSize(spec.vocab_size, spec.num_tokens, spec.seed)
+    vocab_size = None
+    if spec.source == "bin" and spec.tokenizer != "none":
+        vocab_size = known_vocab_size(spec.tokenizer)
+    return open_source(spec.source, spec.paths, size, column=spec.column, vocab_size=vocab_size)
+
+
+def _publish(draft: Path, out: Path, spec: DataSpec, fingerprint: Fingerprint) -> None:
+    if not publish(draft, out, META_NAME) and not _is_prepared(spec, fingerprint, out):
+        raise UserError("data.dir", f"{out} was removed while it was prepared", "try again")
+
+
+def tables_fingerprint(tables: Tables) -> Fingerprint:
+    """Of names, sizes and versions of the files; documents are not counted before they are read."""
+    digest = hashlib.sha256(corpus_identity(tables.files).encode()).hexdigest()
+    return Fingerprint(tables.num_bytes, 0, digest)
+
+
+def _prepare_tables(
+    spec: DataSpec,
+    tables: Tables,
+    out: Path,
+    shard_tokens: int,
+    num_workers: int,
+    told: Callable[[bulk.Told], None],
+) -> Path:
+    fingerprint = tables_fingerprint(tables)
+    if _is_prepared(spec, fingerprint, out):
+        return out
+    plan = {**spec.identity(), "shard_tokens": shard_tokens, "files": corpus_identity(tables.files).splitlines()}
+    with bulk.work_folder(out, plan) as work:
+        if _is_prepared(spec, fingerprint, out):  # by who had the folder before us
+            bulk.remove(work)
+            return out
+        tokenizer = bulk.tokenizer_of(spec.tokenizer, tables, spec.val_fraction, work)
+        dtype = dtype_for(tokenizer.vocab_size)
+        joined = bulk.join_parts(
+            tables,
+            spec.tokenizer,
+            dtype,
+            spec.val_fraction,
+            spec.max_tokens,
+            shard_tokens,
+            work,
+            num_workers=num_workers,
+            progress=told,
+        )
+        _require_tokens({split: meta.num_tokens for split, meta in joined.splits.items()}, spec.val_fraction)
+        if _open(spec) != tables:
+            bulk.remove(work)
+            raise UserError("data.path", f"{tables.files[0].path} or another file changed meanwhile", "try again")
+        draft = work / "draft"
+        tokenizer_sha256 = _write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
+        source = SourceMeta(_described(spec, tables), fingerprint.num_bytes, joined.num_documents, fingerprint.sha256)
+        write_meta(
+            draft,
+            DataMeta(
+                spec.identity(),
+                source,
+                tokenizer.name,
+                tokenizer_sha256,
+                tokenizer.vocab_size,
+                dtype,
+                joined.splits,
+                eos_id=tokenizer.eos_id,
+            ),
+        )
+        _publish(draft, out, spec, fingerprint)
+        bulk.remove(work)
+    return out
+
+
+def _described(spec: DataSpec, tables: Tables) -> str:
+    if spec.paths:
+        return ", ".join(spec.paths)
+    return f"{spec.source}: {tables.files[0].path}" + (f" and {len(tables.files) - 1} more" * (len(tables.files) > 1))
+
+
+def _untold(told: bulk.Told) -> None:
+    """Progress that nobody watches."""
 
 
 def _silent(done: int, total: int) -> None:
@@ -171,8 +280,13 @@ def _is_prepared(spec: DataSpec, fingerprint: Fingerprint, out: Path) -> bool:
 def _write(
     spec: DataSpec, source: Source, fingerprint: Fingerprint, draft: Path, progress: Progress, shard_tokens: int
 ) -> None:
-    if isinstance(source, SyntheticTokens):
-        tokenizer, name, vocab_size = None, "none", source.vocab_size
+    assert not isinstance(source, Tables)
+    tokenizer: Tokenizer | None = None
+    if isinstance(source, SyntheticTokens | TokenBins):
+        name, vocab_size = "none", source.vocab_size
+        if isinstance(source, TokenBins) and spec.tokenizer != "none":
+            name = "json" if spec.tokenizer.startswith("json:") else spec.tokenizer
+            tokenizer = read_tokenizer(Path(spec.tokenizer[5:])) if name == "json" else None
     else:
         tokenizer = make_tokenizer(spec.tokenizer, _train_texts(spec, source, fingerprint))
         name, vocab_size = tokenizer.name, tokenizer.vocab_size
@@ -188,6 +302,8 @@ def _write(
         }
         if isinstance(source, SyntheticTokens):
             _write_synthetic(spec, source, writers, progress)
+        elif isinstance(source, TokenBins):
+            _write_bins(spec, source, fingerprint, writers, progress)
         else:
             assert tokenizer is not None
             _write_text(spec, source, fingerprint, tokenizer, writers, progress)
@@ -195,7 +311,8 @@ def _write(
     _require_tokens({split: meta.num_tokens for split, meta in splits.items()}, spec.val_fraction)
     tokenizer_sha256 = _write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
     source_meta = SourceMeta(source.description, **asdict(fingerprint))
-    write_meta(draft, DataMeta(spec.identity(), source_meta, name, tokenizer_sha256, vocab_size, dtype, splits))
+    eos_id = eos_id_of(name) if tokenizer is None else tokenizer.eos_id
+    write_meta(draft, DataMeta(spec.identity(), source_meta, name, tokenizer_sha256, vocab_size, dtype, splits, eos_id))
 
 
 def _write_text(
@@ -243,6 +360,16 @@ def _write_synthetic(
         writers["val"].write(block[cut_at:])
         done += block.size
         progress(done, source.num_tokens)
+
+
+def _write_bins(
+    spec: DataSpec, source: TokenBins, fingerprint: Fingerprint, writers: dict[str, TokenWriter], progress: Progress
+) -> None:
+    done = 0
+    for split, ids in source.split(spec.val_fraction):
+        writers[split].write(ids)
+        done += ids.nbytes
+        progress(min(done, fingerprint.num_bytes), fingerprint.num_bytes)
 
 
 def _train_texts(spec: DataSpec, source: TextSource, fingerprint: Fingerprint) -> Iterator[str]:

@@ -4,6 +4,11 @@ python-stdlib    the running interpreter's own standard library, read in place: 
 text             the user's files: a file, a folder, a glob, or several
 tinyshakespeare  1.1 MB of plays, downloaded or from a local file, checked by sha256
 synthetic        seeded token ids with a known entropy: no text, no tokenizer
+bin              tokens that nanoGPT or llm.c wrote
+fineweb-edu, openwebtext, OWNER/NAME[:CONFIGURATION][@SPLIT]   data sets of the Hugging Face hub
+
+Of ``text``, files with a text in each row (``.parquet``, ``.jsonl``, also compressed) and addresses (``https://``) are
+`tables`, like those of the hub, and the others documents. In a folder with tables nothing else is looked at.
 """
 
 from __future__ import annotations
@@ -26,11 +31,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from zeroshard.data.bins import TokenBins
 from zeroshard.data.documents import Document, Fingerprint, documents_of, fingerprint_of, text_document
+from zeroshard.data.files import facts_of, is_address
+from zeroshard.data.hub import KNOWN, is_hub_name, open_hub, parse_hub_name
 from zeroshard.data.names import unknown_name
+from zeroshard.data.tables import TABLE_SUFFIXES, Tables, is_table
 from zeroshard.errors import UserError
 
-SOURCES = ("python-stdlib", "text", "tinyshakespeare", "synthetic")
+SOURCES = ("python-stdlib", "text", "tinyshakespeare", "synthetic", "bin", *KNOWN)
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 
 
@@ -189,7 +198,7 @@ class SyntheticTokens:
             yield walk
 
 
-Source = TextSource | SyntheticTokens
+Source = TextSource | SyntheticTokens | Tables | TokenBins
 
 
 @dataclass(frozen=True)
@@ -203,24 +212,74 @@ class SyntheticSize:
 
 def check_source(name: str, paths: Sequence[str]) -> None:
     """See that a source exists and takes these paths, without touching them; else a UserError."""
-    if name not in SOURCES:
-        raise unknown_name("data.source", name, SOURCES)
-    if name == "text" and not paths:
-        raise UserError("data.path", "the source text needs at least one path", "pass --data.path FILE")
-    if name in ("python-stdlib", "synthetic") and paths:
+    if is_hub_name(name):
+        parse_hub_name(name)
+    elif name not in SOURCES:
+        todo = "a path is given by --data text --data.path" if Path(name).exists() else ""
+        error = unknown_name("data.source", name, (*SOURCES, "OWNER/NAME of the Hugging Face hub"))
+        raise UserError(error.field, error.what, todo or error.todo)
+    if name in ("text", "bin") and not paths:
+        raise UserError("data.path", f"the source {name} needs at least one path", "pass --data.path FILE")
+    if (name in ("python-stdlib", "synthetic") or is_hub_name(name)) and paths:
         raise UserError("data.path", f"the source {name} reads no files, got {paths[0]}", "use --data text")
     if name == "tinyshakespeare" and len(paths) > 1:
         raise UserError("data.path", "tinyshakespeare is one file, got several", "pass one, or use --data text")
 
 
-def open_source(name: str, paths: Sequence[str], synthetic: SyntheticSize) -> Source:
-    """The source of that name; UserErrors as `check_source`, and where files are missing or empty."""
+def open_source(
+    name: str,
+    paths: Sequence[str],
+    synthetic: SyntheticSize,
+    *,
+    column: str = "text",
+    vocab_size: int | None = None,
+) -> Source:
+    """The source of that name; UserErrors as `check_source`, and where files are missing or empty.
+
+    ``column`` is that of tables; ``vocab_size`` that of tokens which others wrote, where it is known.
+    """
     check_source(name, paths)
+    if is_hub_name(name):
+        return open_hub(name, column)
     if name == "synthetic":
         return SyntheticTokens(synthetic.vocab_size, synthetic.num_tokens, synthetic.seed)
     if name == "tinyshakespeare":
         return TinyShakespeare(paths[0] if paths else None)
-    return TextFiles(paths) if name == "text" else PythonStdlib()
+    if name == "bin":
+        return TokenBins(paths, vocab_size)
+    if name == "python-stdlib":
+        return PythonStdlib()
+    return _tables_of(paths, column) or TextFiles(paths)
+
+
+def _tables_of(paths: Sequence[str], column: str) -> Tables | None:
+    """The tables that ``paths`` name; None where they name none.
+
+    Raises:
+        UserError: they name tables and other files; a file is missing or empty.
+    """
+    found: list[str] = []
+    others: list[str] = []
+    for path in paths:
+        if is_address(path):
+            if not is_table(path):
+                todo = "download other files first"
+                raise UserError("data.path", f"{path} is none of {', '.join(TABLE_SUFFIXES)}", todo)
+            found.append(path)
+            continue
+        folder = Path(path).expanduser()
+        if folder.is_dir():
+            inside = [str(file) for file in _walk(folder, TABLE_SUFFIXES, frozenset())]
+            files = inside or [path]
+        else:
+            files = [str(file) for file in _files_of(path)]
+        (found if is_table(files[0]) else others).extend(files)
+    if not found or (others and all(file.endswith(".jsonl") for file in found)):
+        return None  # a line of .jsonl is a document among others too
+    if others:
+        todo = "prepare them apart"
+        raise UserError("data.path", f"{found[0]} has a text in each row and {others[0]} has not", todo)
+    return Tables(tuple(facts_of(file) for file in dict.fromkeys(found)), column)
 
 
 def _files_of(path: str) -> list[Path]:
@@ -249,7 +308,7 @@ def _walk(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str]) -> I
         folders[:] = sorted(each for each in folders if each not in skipped and not each.startswith("."))
         for name in sorted(names):
             file = Path(where, name)
-            if file.suffix in suffixes and file.is_file() and file.stat().st_size:
+            if name.endswith(suffixes) and file.is_file() and file.stat().st_size:
                 yield file
 
 

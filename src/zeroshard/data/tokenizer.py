@@ -1,7 +1,7 @@
-"""Text to ids and back: ``bytes`` (our own), ``gpt2`` (tiktoken), ``bpe:N`` (trained on the train split), ``json:PATH``
-(somebody else's ``tokenizer.json``, such as an imported model's).
+"""Text to ids and back: ``bytes`` (our own), ``gpt2`` and others of tiktoken, ``bpe:N`` (trained on the train split),
+``json:PATH`` (somebody else's ``tokenizer.json``, such as an imported model's).
 
-How documents are joined: `gpt2`, `bpe:N` and most of `json:PATH` end each with their end-of-text id. `bytes` has no id
+How documents are joined: tiktoken's, `bpe:N` and most of `json:PATH` end each with their end-of-text id. `bytes` has no id
 to spare, so it ends each document with a newline unless it has one already.
 """
 
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
-TOKENIZERS = ("bytes", "gpt2", "bpe:N", "json:PATH")
+# tiktoken's name -> ids, end of text; known here, because tables are fetched from the network
+TIKTOKEN = {
+    "gpt2": (50_257, 50_256),
+    "r50k_base": (50_257, 50_256),
+    "p50k_base": (50_281, 50_256),
+    "cl100k_base": (100_277, 100_257),
+    "o200k_base": (200_019, 199_999),
+}
+TOKENIZERS = ("bytes", *TIKTOKEN, "bpe:N", "json:PATH")
 TOKENIZER_FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # what others call it
@@ -77,17 +85,20 @@ class ByteTokenizer:
         return bytes(np.asarray(ids, dtype=np.int64).tolist()).decode(errors="replace")
 
 
-class Gpt2Tokenizer:
-    """GPT-2's 50,257 ids (Radford et al. 2019), by tiktoken, which downloads its tables at first use.
+class TiktokenTokenizer:
+    """OpenAI's vocabularies, by tiktoken, which downloads their tables at first use.
+
+    Args:
+        name: a key of `TIKTOKEN`; ``gpt2`` is GPT-2's 50,257 ids (Radford et al. 2019).
+        timeout_s: for the download.
 
     Raises:
-        UserError: tiktoken is not installed, or its tables cannot be fetched within ``timeout_s``.
+        UserError: tiktoken is not installed, or the tables cannot be fetched within ``timeout_s``.
     """
 
-    name = "gpt2"
-
-    def __init__(self, timeout_s: float = 20.0) -> None:
-        self._encoding = _load_gpt2(timeout_s)
+    def __init__(self, name: str = "gpt2", timeout_s: float = 20.0) -> None:
+        self.name = name
+        self._encoding = _load_tiktoken(name, timeout_s)
         self.vocab_size, self.eos_id = self._encoding.n_vocab, self._encoding.eot_token
 
     def encode(self, text: str) -> NDArray[np.int64]:
@@ -98,6 +109,11 @@ class Gpt2Tokenizer:
     def ranks(self) -> Mapping[bytes, int]:
         """The byte string of each id but the special ones."""
         return self._encoding._mergeable_ranks
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression whose matches are encoded one by one."""
+        return self._encoding._pat_str
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
@@ -153,7 +169,7 @@ def check_tokenizer(name: str) -> None:
     elif name.startswith("json:"):
         if not Path(name.removeprefix("json:")).is_file():
             raise UserError("data.tokenizer", f"{name} names no file", "use json:PATH of a tokenizer.json")
-    elif name not in ("bytes", "gpt2"):
+    elif name != "bytes" and name not in TIKTOKEN:
         raise unknown_name("data.tokenizer", name, TOKENIZERS)
 
 
@@ -164,7 +180,27 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
         return ByteTokenizer()
     if name.startswith("json:"):
         return read_tokenizer(Path(name.removeprefix("json:")))
-    return Gpt2Tokenizer() if name == "gpt2" else train_bpe(int(name.removeprefix("bpe:")), texts)
+    return TiktokenTokenizer(name) if name in TIKTOKEN else train_bpe(int(name.removeprefix("bpe:")), texts)
+
+
+def known_vocab_size(name: str) -> int:
+    """Ids of a tokenizer that need not be trained; fetches nothing.
+
+    Raises:
+        UserError: no such tokenizer, or one that is trained.
+    """
+    check_tokenizer(name)
+    if name.startswith("json:"):
+        return read_tokenizer(Path(name.removeprefix("json:"))).vocab_size
+    if name.startswith("bpe:"):
+        todo = "name its file as json:PATH"
+        raise UserError("data.tokenizer", f"{name} is trained on text, and here is none", todo)
+    return TIKTOKEN[name][0] if name in TIKTOKEN else ByteTokenizer.vocab_size
+
+
+def eos_id_of(name: str) -> int | None:
+    """The id that ends a document, of a tokenizer that its name says all about; None for others."""
+    return TIKTOKEN[name][1] if name in TIKTOKEN else None
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer:
@@ -257,17 +293,17 @@ def train_bpe(vocab_size: int, texts: Iterable[str]) -> BpeTokenizer:
     return BpeTokenizer(inner)
 
 
-def _load_gpt2(timeout_s: float) -> tiktoken.Encoding:
+def _load_tiktoken(name: str, timeout_s: float) -> tiktoken.Encoding:
     try:
         import tiktoken
     except ImportError:
-        raise UserError("data.tokenizer", "gpt2 needs the package tiktoken", "pip install tiktoken") from None
+        raise UserError("data.tokenizer", f"{name} needs the package tiktoken", "pip install tiktoken") from None
     loaded: list[tiktoken.Encoding] = []
     failed: list[Exception] = []
 
     def load() -> None:
         try:
-            loaded.append(tiktoken.get_encoding("gpt2"))
+            loaded.append(tiktoken.get_encoding(name))
         except (OSError, ValueError) as error:  # no connection; a table with the wrong checksum
             failed.append(error)
 
@@ -279,7 +315,7 @@ def _load_gpt2(timeout_s: float) -> tiktoken.Encoding:
         why = type(failed[0]).__name__ if failed else f"no answer in {timeout_s:g} s"
         raise UserError(
             "data.tokenizer",
-            f"the tables of gpt2 cannot be fetched ({why})",
+            f"the tables of {name} cannot be fetched ({why})",
             "go online once, or use bytes or bpe:N",
         )
     return loaded[0]

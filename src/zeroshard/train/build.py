@@ -25,7 +25,7 @@ from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.comm.launch import World, num_restarts, world_from_env
 from zeroshard.data import EvalBatches, TokenBatches, TokenDataset, require_enough
 from zeroshard.data.meta import DataMeta, read_meta
-from zeroshard.data.prepare import DataSpec, data_dir, prepare
+from zeroshard.data.prepare import prepare
 from zeroshard.errors import UserError
 from zeroshard.kernels import choose, describe
 from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig, build_model, nearest_preset
@@ -39,12 +39,13 @@ from zeroshard.train import resume
 from zeroshard.train.agree import agree_on, first_rank_does, model_facts, start_facts
 from zeroshard.train.auto import ChooseStage, lowest_stage
 from zeroshard.train.compiled import compile_blocks
-from zeroshard.train.config import PLANNED, DataConfig, ModelConfig, TrainConfig, dump_toml
+from zeroshard.train.config import PLANNED, ModelConfig, TrainConfig, dump_toml
 from zeroshard.train.contract import Contract, Job, Predict
 from zeroshard.train.guard import StepGuard
 from zeroshard.train.links import Links
 from zeroshard.train.lock import RunLock
 from zeroshard.train.measures import Measures
+from zeroshard.train.prepare import data_folder, data_spec
 from zeroshard.train.ranks import join
 from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
 from zeroshard.train.run import Run, Schedule, checkpoint_folder
@@ -123,9 +124,9 @@ def _build_in(
     predict: Predict | None,
 ) -> Run:
     spec = data_spec(config.data)
-    tokens_folder = Path(config.data.dir) if config.data.dir else data_dir(spec)
+    tokens_folder = data_folder(config.data)
     resume_from = resume.choose(comm, config.resume, checkpoint_folder(folder))
-    first_rank_does(comm, lambda: prepare(spec, tokens_folder))
+    first_rank_does(comm, lambda: prepare(spec, tokens_folder, num_workers=config.data.workers))
 
     agree_on(comm, data_facts(read_meta(tokens_folder)))
     train_tokens, val_tokens = (TokenDataset.open(tokens_folder, split) for split in ("train", "val"))
@@ -277,11 +278,6 @@ def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str)
             seed=config.seed,
             kernels=config.kernels,
         )
-
-
-def data_spec(data: DataConfig) -> DataSpec:
-    """What to prepare."""
-    return DataSpec(data.source, data.path, data.tokenizer, data.val_fraction, max_tokens=data.max_tokens)
 
 
 def tokenizer_folder(run_folder: Path) -> Path:

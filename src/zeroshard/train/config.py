@@ -16,12 +16,12 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from zeroshard.errors import UserError
-from zeroshard.train.sizes import parse_bandwidth, parse_duration, parse_size
+from zeroshard.train.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
 from zeroshard.train.validate import validate
 
 SHORTHANDS = {"model": "name", "data": "source"}  # `model = "NAME"` stands for `model.name = "NAME"`
@@ -29,6 +29,7 @@ StrategyName = Literal["auto", "zero0", "zero1", "zero2", "zero3", "ddp", "zero1
 SHARDING = ("zero1", "zero2", "zero3")  # by our engine
 PLANNED = ("auto", "zero0", *SHARDING)
 OVER_TORCH = ("ddp", "zero1-torch", "fsdp2")  # they talk through torch.distributed whatever communicator there is
+Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M
 CompileBackend = Literal["inductor", "aot_eager", "eager"]
 
 
@@ -94,14 +95,25 @@ class ModelConfig(_Config):
 class DataConfig(_Config):
     """Which text, cut into tokens how, kept where."""
 
-    source: str = Field("python-stdlib", min_length=1, description="python-stdlib, text, tinyshakespeare or synthetic.")
-    path: tuple[str, ...] = Field((), description="Files, folders or globs to read.")
+    source: str = Field(
+        "python-stdlib",
+        min_length=1,
+        description="python-stdlib, text, tinyshakespeare, synthetic, bin (nanoGPT's or llm.c's tokens), fineweb-edu, "
+        "openwebtext, or OWNER/NAME[:CONFIGURATION][@SPLIT] of the Hugging Face hub.",
+    )
+    path: tuple[str, ...] = Field(
+        (), description="Files, folders, globs or addresses to read: text, .parquet, .jsonl[.gz|.zst], .bin."
+    )
+    column: str = Field("text", min_length=1, description="Of .parquet and .jsonl, that holds the text.")
     tokenizer: str = Field(
-        "bytes", min_length=1, description="bytes, gpt2, bpe:N (N trained tokens), or json:PATH of a tokenizer.json."
+        "bytes",
+        min_length=1,
+        description="bytes, gpt2, another of tiktoken's, bpe:N (N trained tokens), json:PATH of a tokenizer.json.",
     )
     val_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the text kept for validation.")
-    max_tokens: int = Field(0, ge=0, description="Tokens to keep at most; 0: all.")
+    max_tokens: Count = Field(0, ge=0, description="Tokens to keep at most, as 500000 or 1B; 0: all.")
     dir: str = Field("", description="Folder of the prepared tokens; empty: named after the rest, in data/.")
+    workers: int = Field(0, ge=0, description="Processes that make tokens of tables and hub data; 0: one per core.")
 
     @model_validator(mode="before")
     @classmethod

@@ -2,11 +2,13 @@
 
 ``5GB`` is 10^9 bytes each and ``5GiB`` 2^30; a bandwidth is bits (``400Gbit/s``) or bytes (``1.25GB/s``) a second, and
 ``Gb/s`` is refused, because half the world reads it as the other half's; a duration is ``5us``.
+A count is a number, or one with k, M, B or T for thousands, millions, and so on.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from zeroshard.errors import UserError
 
@@ -60,3 +62,11 @@ def _parse(field: str, text: str, units: dict[str, int] | dict[str, float], what
     if match is None or match[2] not in units:
         raise UserError(field, f"{text!r} is not {what}", f"write a number and a unit, as {example}")
     return float(match[1]) * units[match[2]]
+
+
+def parse_count(value: Any) -> Any:
+    """``1B`` as 1,000,000,000; what has no such letter is handed on as it is, for others to judge."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMBT])", value.strip()) if isinstance(value, str) else None
+    if match is None:
+        return value
+    return round(float(match[1]) * 1000 ** ("kMBT".index(match[2].replace("K", "k")) + 1))

@@ -1,0 +1,122 @@
+"""Tokens that others have written: nanoGPT's ``train.bin`` and ``val.bin``, llm.c's files with their header.
+
+nanoGPT: uint16 ids and nothing else. llm.c: 256 int32 (magic, version, number of tokens, zeros), then uint16 ids
+(20240520, version 1: GPT-2's) or uint32 ids (20240801, version 7: Llama 3's). Both little-endian. A file with ``val`` in
+its name validates. Beside its files nanoGPT has ``meta.pkl``, which is a pickle and is not read.
+
+https://github.com/karpathy/nanoGPT/tree/master/data, https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroshard.data.documents import Fingerprint
+from zeroshard.data.files import FileFacts, facts_of
+from zeroshard.data.tables import corpus_identity
+from zeroshard.errors import UserError
+
+_HEADER_INTS = 256
+_LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # magic, version -> ids
+_BLOCK_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True)
+class _Bin:
+    """One file and how to read it."""
+
+    facts: FileFacts
+    dtype: str
+    offset_bytes: int
+
+    @property
+    def validates(self) -> bool:
+        return "val" in Path(self.facts.path).name.lower()
+
+    def ids(self) -> NDArray[np.unsignedinteger]:
+        return np.memmap(self.facts.path, dtype=self.dtype, mode="r", offset=self.offset_bytes)
+
+
+class TokenBins:
+    """Ids in files; a source without text.
+
+    Args:
+        paths: files, or folders with ``.bin`` files.
+        vocab_size: of the tokenizer that made them; None for one more than the largest id.
+
+    Raises:
+        UserError: no file, a header that does not match its file, or an id above the vocabulary.
+    """
+
+    def __init__(self, paths: Sequence[str], vocab_size: int | None) -> None:
+        self.description = ", ".join(paths)
+        self._files = [_look_at(facts_of(str(file))) for path in paths for file in _files_of(path)]
+        self._asked = vocab_size
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Ids are below it; reads all of them."""
+        largest = max(int(block.max()) for file in self._files for block in _blocks(file.ids()))
+        if self._asked is not None and largest >= self._asked:
+            todo = "say which tokenizer made them by --data.tokenizer, or none"
+            raise UserError("data.tokenizer", f"an id is {largest:,}, and it has {self._asked:,} ids", todo)
+        return self._asked or largest + 1
+
+    def fingerprint(self) -> Fingerprint:
+        """Of names, sizes, heads and tails; no documents, because there is no text."""
+        facts = [file.facts for file in self._files]
+        digest = hashlib.sha256(corpus_identity(facts).encode()).hexdigest()
+        return Fingerprint(sum(each.num_bytes for each in facts), 0, digest)
+
+    def split(self, val_fraction: float) -> Iterator[tuple[str, NDArray[np.unsignedinteger]]]:
+        """``("train" | "val", ids)`` a block at a time; where no file validates, the last ``val_fraction`` does."""
+        if any(file.validates for file in self._files):
+            for file in self._files:
+                for block in _blocks(file.ids()):
+                    yield ("val" if file.validates else "train"), block
+            return
+        num_tokens = sum(file.ids().size for file in self._files)
+        left = num_tokens - int(num_tokens * val_fraction)
+        for file in self._files:
+            for block in _blocks(file.ids()):
+                yield "train", block[: max(left, 0)]
+                yield "val", block[max(left, 0) :]
+                left -= block.size
+
+
+def _blocks(ids: NDArray[np.unsignedinteger]) -> Iterator[NDArray[np.unsignedinteger]]:
+    for start in range(0, ids.size, _BLOCK_TOKENS):
+        yield np.asarray(ids[start : start + _BLOCK_TOKENS])
+
+
+def _files_of(path: str) -> list[Path]:
+    found = Path(path).expanduser()
+    files = sorted(found.glob("*.bin")) if found.is_dir() else [found]
+    if not files:
+        raise UserError("data.path", f"{path} holds no .bin file", "name the files")
+    return files
+
+
+def _look_at(facts: FileFacts) -> _Bin:
+    with open(facts.path, "rb") as file:
+        header = np.frombuffer(file.read(4 * _HEADER_INTS), dtype="<i4")
+    if header.size == _HEADER_INTS and int(header[0]) in (magic for magic, _ in _LLM_C):
+        magic, version, num_tokens = header[:3].tolist()
+        dtype = _LLM_C.get((magic, version))
+        if dtype is None:
+            raise UserError("data.path", f"{facts.path} is of llm.c's version {version}", "write it again with llm.c")
+        expected = header.nbytes + num_tokens * np.dtype(dtype).itemsize
+        if facts.num_bytes != expected:
+            what = f"{facts.path} has {facts.num_bytes:,} bytes where its header says {expected:,}"
+            raise UserError("data.path", what, "copy it again")
+        return _Bin(facts, dtype, header.nbytes)
+    if facts.num_bytes % 2:
+        raise UserError("data.path", f"{facts.path} has an odd number of bytes, and ids have two", "copy it again")
+    return _Bin(facts, "<u2", 0)

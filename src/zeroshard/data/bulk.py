@@ -1,0 +1,404 @@
+"""Tokens of corpora that are larger than memory, by several processes, whatever interrupts them.
+
+    corpus -> parts -> workers, each one part -> WORK/parts/00000017.bin -> in order of parts -> WORK/draft/train/tokens-00000.bin
+
+A part's tokens depend on nothing but the part, and parts are joined in their order, so the bytes are the same for any
+number of workers and of interruptions. Everything lies in a hidden folder beside the one that is made:
+
+    lock          one process at a time; the kernel lets go of it when that ends, however it ends
+    plan.json     what is prepared: another plan never goes on with this work
+    tokenizer.json  where the tokenizer is a file, or was trained here
+    parts/        finished parts that are not joined yet: a bounded number
+    draft/        the folder in the making
+    state.json    how much of draft/ is good: parts joined, tokens of each split. What lies beyond is cut off
+
+A part appears by a rename, and so does `state.json`, after what it speaks of is on the disk.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroshard.data.meta import DTYPES, SPLITS, ShardMeta, SplitMeta
+from zeroshard.data.pool import Workers
+from zeroshard.data.tables import Part, PartReader, Tables, validates
+from zeroshard.data.tokenizer import Tokenizer, make_tokenizer, read_tokenizer
+from zeroshard.errors import UserError
+
+TRAINING_BYTES = 256 << 20  # of text that a tokenizer learns from
+_HEADER = struct.Struct("<6q")  # magic; tokens that train, that validate; documents; bytes of text, bytes of the file
+_MAGIC = 0x5A53_5041_5254_0001
+_SAVE_BYTES, _SAVE_S = 256 << 20, 10.0  # of work that an interruption may cost, beside parts that are finished
+_RETRIES_S = (1.0, 3.0, 9.0)  # waits before a file that failed is opened again
+
+
+@dataclass(frozen=True)
+class Told:
+    """How far it is.
+
+    Attributes:
+        num_tokens: of both splits, joined.
+        fraction: of all there will be, in [0, 1].
+        tokens_per_s: since this process began.
+    """
+
+    num_tokens: int
+    fraction: float
+    tokens_per_s: float
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it is done at this pace; 0 where that is not known."""
+        rate = self.num_tokens / self.fraction if self.fraction else 0.0
+        return rate * (1 - self.fraction) / self.tokens_per_s if self.tokens_per_s else 0.0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What lies in ``WORK/draft``."""
+
+    splits: dict[str, SplitMeta]
+    num_documents: int
+    num_bytes: int
+
+
+@dataclass
+class _State:
+    """What `state.json` says."""
+
+    next_part: int = 0
+    train: int = 0
+    val: int = 0
+    num_documents: int = 0
+    num_bytes: int = 0
+    num_read: int = 0  # bytes of the current file, as it lies
+    file: str = ""
+    num_before: int = 0  # bytes of the files before it
+
+
+@contextmanager
+def work_folder(out: Path, plan: dict[str, Any]) -> Generator[Path]:
+    """The hidden folder beside ``out``, held by this process; begun for ``plan`` or gone on with.
+
+    Raises:
+        UserError: another process works in it, it was begun for another plan, or it cannot be written.
+    """
+    work = out.parent / f".{out.name}.partial"
+    text = json.dumps(plan, indent=2, sort_keys=True) + "\n"
+    try:
+        (work / "parts").mkdir(parents=True, exist_ok=True)
+        lock = (work / "lock").open("w")
+    except OSError as error:
+        todo = "name a folder that can be written, by --data.dir"
+        raise UserError("data.dir", f"cannot write {work}: {error.strerror}", todo) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            todo = "wait for it, or name another folder by --data.dir"
+            raise UserError("data.dir", f"another process is preparing {out}", todo) from None
+        begun = work / "plan.json"
+        if begun.exists() and begun.read_text(encoding="utf-8") != text:
+            what = f"{work} holds the half of something else: {_difference(json.loads(begun.read_text()), plan)}"
+            raise UserError("data.dir", what, "finish that, delete it, or name another folder by --data.dir")
+        _write_whole(begun, text.encode())
+        yield work
+
+
+def tokenizer_of(name: str, tables: Tables, val_fraction: float, work: Path) -> Tokenizer:
+    """The tokenizer; ``bpe:N`` is trained once, on the first `TRAINING_BYTES` of what trains."""
+    kept = work / "tokenizer.json"
+    if kept.exists():
+        return read_tokenizer(kept, name if name.startswith("bpe:") else "json")
+    tokenizer = make_tokenizer(name, _training_texts(tables, val_fraction))
+    if not _is_by_name(name):
+        _write_whole(kept, tokenizer.to_json().encode())  # ty: ignore[unresolved-attribute]
+    return tokenizer
+
+
+def join_parts(
+    tables: Tables,
+    tokenizer_name: str,
+    dtype: str,
+    val_fraction: float,
+    max_tokens: int,
+    shard_tokens: int,
+    work: Path,
+    *,
+    num_workers: int,
+    progress: Callable[[Told], None],
+) -> Joined:
+    """Write the shards of both splits into ``work/draft``, going on from where an earlier process was.
+
+    Raises:
+        UserError: a file or a row cannot be read.
+        OSError: the disk failed or is full; what was done stays for the next time.
+    """
+    draft = work / "draft"
+    state = _State(**_read_json(work / "state.json"))
+    limits = {"train": -1, "val": -1}
+    if max_tokens:
+        limits["val"] = int(max_tokens * val_fraction)
+        limits["train"] = max_tokens - limits["val"]
+    shards = {
+        split: _Shards(draft, split, DTYPES[dtype], shard_tokens, limits[split], getattr(state, split))
+        for split in SPLITS
+    }
+    make = (work, tables.column, tokenizer_name, dtype, val_fraction)
+    began, began_with = time.monotonic(), state.train + state.val
+    saved_at, unsaved = began, 0
+    with ExitStack() as stack:
+        for each in shards.values():
+            stack.callback(each.close)
+        parts = islice(tables.parts(), state.next_part, None)
+        for part, file in _made(parts, make, num_workers, stack):
+            if part.file.path != state.file:
+                state.num_before += _size_of(tables, state.file)
+                state.file = part.file.path
+            made = _read_part(file, DTYPES[dtype])
+            for split in SPLITS:
+                shards[split].write(made.tokens[split])
+            state.next_part, state.train, state.val = (
+                part.index + 1,
+                shards["train"].num_tokens,
+                shards["val"].num_tokens,
+            )
+            state.num_documents += made.num_documents
+            state.num_bytes += made.num_bytes
+            state.num_read = made.position
+            unsaved += made.num_tokens
+            now = time.monotonic()
+            progress(_told(state, tables, max_tokens, began_with, now - began))
+            if unsaved * DTYPES[dtype].itemsize > _SAVE_BYTES or now - saved_at > _SAVE_S:
+                _save(state, shards, work)
+                saved_at, unsaved = now, 0
+            if max_tokens and all(each.is_full for each in shards.values()):
+                break
+        _save(state, shards, work)
+    splits = {split: each.describe() for split, each in shards.items()}
+    return Joined(splits, state.num_documents, state.num_bytes)
+
+
+def remove(work: Path) -> None:
+    """Take the work folder away, when what it was for is in its place."""
+    shutil.rmtree(work, ignore_errors=True)
+
+
+class _Shards:
+    """The files of a split: as many tokens as are known to be good, and room for more."""
+
+    def __init__(
+        self, draft: Path, split: str, dtype: np.dtype[Any], shard_tokens: int, limit: int, num_tokens: int
+    ) -> None:
+        self._folder, self._split, self._dtype = draft / split, split, dtype
+        self._shard_tokens, self._limit, self.num_tokens = shard_tokens, limit, num_tokens
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file: Any = None
+        num_files, in_last = divmod(num_tokens, shard_tokens)
+        for path in sorted(self._folder.iterdir()):
+            number = int(path.stem.removeprefix("tokens-"))
+            if number > num_files or (number == num_files and not in_last):
+                path.unlink()
+            elif number == num_files:
+                os.truncate(path, in_last * dtype.itemsize)
+
+    @property
+    def is_full(self) -> bool:
+        return 0 <= self._limit <= self.num_tokens
+
+    def write(self, ids: NDArray[np.unsignedinteger]) -> None:
+        if self._limit >= 0:
+            ids = ids[: self._limit - self.num_tokens]
+        while ids.size:
+            number, at = divmod(self.num_tokens, self._shard_tokens)
+            if self._file is None or at == 0:
+                self.sync()
+                self.close()
+                self._file = self._path(number).open("ab")
+            piece, ids = ids[: self._shard_tokens - at], ids[self._shard_tokens - at :]
+            self._file.write(piece.data)
+            self.num_tokens += piece.size
+
+    def sync(self) -> None:
+        """Wait until all that was written is on the disk."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def describe(self) -> SplitMeta:
+        """Read all files once more and hash them."""
+        found = []
+        for number in range(-(-self.num_tokens // self._shard_tokens)):
+            count = min(self._shard_tokens, self.num_tokens - number * self._shard_tokens)
+            with self._path(number).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found.append(ShardMeta(f"{self._split}/{self._path(number).name}", count, digest))
+        return SplitMeta(self.num_tokens, tuple(found))
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"tokens-{number:05d}.bin"
+
+
+@dataclass(frozen=True)
+class _MadePart:
+    tokens: dict[str, NDArray[np.unsignedinteger]]
+    num_documents: int
+    num_bytes: int
+    position: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(ids.size for ids in self.tokens.values())
+
+
+class _PartMaker:
+    """Makes parts of tokens in files, in a worker; a part that is there is not made again."""
+
+    def __init__(self, work: Path, column: str, tokenizer_name: str, dtype: str, val_fraction: float) -> None:
+        kept = work / "tokenizer.json"
+        self._tokenizer = read_tokenizer(kept) if kept.exists() else make_tokenizer(tokenizer_name, ())
+        self._work, self._dtype, self._val_fraction = work, DTYPES[dtype], val_fraction
+        self._reader = PartReader(column)
+
+    def __call__(self, part: Part) -> str:
+        """The path of the part's file."""
+        path = self._work / "parts" / f"{part.index:08d}.bin"
+        if not path.exists():
+            for wait_s in (*_RETRIES_S, None):
+                try:
+                    self._make(part, path)
+                    break
+                except UserError:
+                    raise
+                except OSError as error:
+                    self._reader.close()
+                    if isinstance(error, FileNotFoundError) and not self._work.exists():
+                        raise
+                    if wait_s is None or "://" not in part.file.path:
+                        what = f"{part.file.path} failed ({error.strerror or error})"
+                        raise UserError("data", what, "run the same command again: it goes on from here") from None
+                    time.sleep(wait_s)
+        return str(path)
+
+    def _make(self, part: Part, path: Path) -> None:
+        ids: dict[str, list[NDArray[np.unsignedinteger]]] = {split: [] for split in SPLITS}
+        num_documents = num_bytes = 0
+        for row, text in enumerate(self._reader.texts(part)):
+            split = "val" if validates(part.index, row, self._val_fraction) else "train"
+            ids[split].append(document_ids(self._tokenizer, text).astype(self._dtype))
+            num_documents += 1
+            num_bytes += len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        counts = [sum(each.size for each in ids[split]) for split in SPLITS]
+        header = _HEADER.pack(_MAGIC, *counts, num_documents, num_bytes, self._reader.position(part))
+        _write_whole(path, header, *(each.data for split in SPLITS for each in ids[split]))
+
+
+def document_ids(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
+    """A document's ids with what ends it: the end-of-text id, or a newline where the tokenizer has none."""
+    if tokenizer.eos_id is None:
+        return tokenizer.encode(text if text.endswith("\n") else text + "\n")
+    return np.append(tokenizer.encode(text), tokenizer.eos_id)
+
+
+def _made(
+    parts: Iterator[Part], make: tuple[Any, ...], num_workers: int, stack: ExitStack
+) -> Iterator[tuple[Part, str]]:
+    if num_workers == 1:
+        maker = _PartMaker(*make)
+        yield from ((part, maker(part)) for part in parts)
+    else:
+        workers: Workers[Part, str] = Workers(_PartMaker, make, num_workers)
+        stack.callback(workers.close)
+        yield from workers.in_order(parts)
+
+
+def _read_part(path: str, dtype: np.dtype[Any]) -> _MadePart:
+    data = np.fromfile(path, dtype=np.uint8)
+    magic, num_train, num_val, num_documents, num_bytes, position = _HEADER.unpack_from(data.data)
+    ids = data[_HEADER.size :].view(dtype)
+    if magic != _MAGIC or ids.size != num_train + num_val:
+        raise UserError("data.dir", f"{path} is damaged", f"delete the folder {Path(path).parents[1]}")
+    return _MadePart({"train": ids[:num_train], "val": ids[num_train:]}, num_documents, num_bytes, position)
+
+
+def _save(state: _State, shards: dict[str, _Shards], work: Path) -> None:
+    """Have the disk hold what was joined, then say so, then take away the parts that it was joined from."""
+    for each in shards.values():
+        each.sync()
+    _write_whole(work / "state.json", json.dumps(asdict(state)).encode())
+    for path in (work / "parts").iterdir():
+        if int(path.name.partition(".")[0]) < state.next_part:
+            path.unlink(missing_ok=True)
+
+
+def _told(state: _State, tables: Tables, max_tokens: int, began_with: int, elapsed_s: float) -> Told:
+    num_tokens = state.train + state.val
+    fraction = (state.num_before + state.num_read) / tables.num_bytes
+    if max_tokens:
+        fraction = max(fraction, num_tokens / max_tokens)
+    return Told(num_tokens, min(fraction, 1.0), (num_tokens - began_with) / max(elapsed_s, 1e-9))
+
+
+def _size_of(tables: Tables, path: str) -> int:
+    return next((file.num_bytes for file in tables.files if file.path == path), 0)
+
+
+def _training_texts(tables: Tables, val_fraction: float) -> Iterator[str]:
+    reader, left = PartReader(tables.column), TRAINING_BYTES
+    try:
+        for part in tables.parts():
+            for row, text in enumerate(reader.texts(part)):
+                if left <= 0:
+                    return
+                if not validates(part.index, row, val_fraction):
+                    left -= len(text)
+                    yield text
+    finally:
+        reader.close()
+
+
+def _is_by_name(name: str) -> bool:
+    """Whether a name alone says what the tokenizer is."""
+    return not name.startswith(("bpe:", "json:"))
+
+
+def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    if keys == ["files"]:
+        return "other files"
+    return ", ".join(f"{key} {before.get(key)!r} where {now.get(key)!r} is asked for" for key in keys if key != "files")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _write_whole(path: Path, *pieces: Any) -> None:
+    """A file that is there whole or not at all, even if the machine stops."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with unfinished.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)

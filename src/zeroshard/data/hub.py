@@ -1,0 +1,121 @@
+"""Data sets of the Hugging Face hub by name: which files they are, at which revision.
+
+`datasets` resolves name, configuration and split to files, as it does for its own streaming; `tables` reads them, so
+that an address of the hub and a file on this disk go the same way. The files' addresses name a commit: what is read
+today is what is read when the command is run again.
+
+The hub is asked once, with a short time limit, before any loader is: those try for half a minute without a word.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroshard.data.files import FileFacts, answers, facts_of, require_package
+from zeroshard.data.tables import TABLE_SUFFIXES, Tables, is_table
+from zeroshard.errors import UserError
+
+# name -> on the hub
+KNOWN = {
+    "fineweb-edu": "HuggingFaceFW/fineweb-edu:sample-10BT",
+    "openwebtext": "Skylion007/openwebtext",
+}
+_AS_PARQUET = "refs/convert/parquet"  # where the hub keeps its own conversion of what was a script
+
+
+@dataclass(frozen=True)
+class HubName:
+    """``OWNER/NAME:CONFIGURATION@SPLIT``; the last two may be left out."""
+
+    repo: str
+    configuration: str = ""
+    split: str = "train"
+
+    def __str__(self) -> str:
+        return self.repo + (f":{self.configuration}" if self.configuration else "")
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether ``name`` is one of the hub's: a known one, ``OWNER/NAME``, or anything after ``hf:``."""
+    return name in KNOWN or name.startswith("hf:") or name.partition(":")[0].count("/") == 1
+
+
+def parse_hub_name(name: str) -> HubName:
+    """The parts of a name; a UserError where it has none."""
+    rest = KNOWN.get(name, name).removeprefix("hf:")
+    rest, _, split = rest.partition("@")
+    repo, _, configuration = rest.partition(":")
+    if not repo or repo.count("/") > 1:
+        raise UserError("data.source", f"{name!r} names no data set", "write OWNER/NAME[:CONFIGURATION][@SPLIT]")
+    return HubName(repo, configuration, split or "train")
+
+
+def open_hub(name: str, column: str) -> Tables:
+    """The files of a data set on the hub.
+
+    Raises:
+        UserError: `datasets` is not installed, the hub cannot be reached, there is no such data set, configuration or
+            split, or its files are of another kind than `tables` reads; within seconds.
+    """
+    wanted = parse_hub_name(name)
+    require_package("datasets", f"{name} on the Hugging Face hub")
+    _require_hub(wanted)
+    files = _data_files(wanted)
+    others = [path for path in files if not is_table(path)]
+    if others:
+        todo = f"download it and write its text as one of {', '.join(TABLE_SUFFIXES)}"
+        raise UserError("data.source", f"{wanted} has files that are no tables of text ({others[0]})", todo)
+    return Tables(tuple(_facts(path) for path in files), column)
+
+
+def _require_hub(wanted: HubName) -> None:
+    from huggingface_hub import constants
+
+    todo = "go online, or give files by --data text --data.path"
+    if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+        raise UserError("data.source", f"{wanted} is on the Hugging Face hub, and HF_HUB_OFFLINE is set", todo)
+    address = f"{constants.ENDPOINT}/api/datasets/{wanted.repo}"
+    try:
+        answers(address, "data.source", todo)
+    except UserError as error:
+        if any(f"({status} " in error.what for status in (401, 403, 404)):  # the hub hides what is not for everybody
+            todo = "check its name, or set HF_TOKEN if it is private or gated"
+            raise UserError("data.source", f"the hub shows no data set {wanted.repo} ({address})", todo) from None
+        raise
+
+
+def _data_files(wanted: HubName) -> Sequence[str]:
+    """Addresses of the split's files, in order."""
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError
+
+    datasets.disable_progress_bars()
+    configuration = wanted.configuration or None
+    try:
+        try:
+            builder = datasets.load_dataset_builder(wanted.repo, configuration)
+        except RuntimeError as error:
+            if "script" not in str(error):
+                raise
+            builder = datasets.load_dataset_builder(wanted.repo, configuration, revision=_AS_PARQUET)
+    except (ValueError, RuntimeError, OSError, HfHubHTTPError) as error:  # no such configuration, above all
+        first_line = next(iter(str(error).splitlines()), "")
+        todo = "write OWNER/NAME:CONFIGURATION"
+        raise UserError("data.source", f"{wanted} cannot be opened ({first_line or error!r})", todo) from None
+    by_split = builder.config.data_files or {}
+    if wanted.split not in by_split:
+        splits = ", ".join(map(str, by_split)) or "none that are files"
+        raise UserError("data.source", f"{wanted} has no split {wanted.split!r}", f"it has {splits}; write ...@SPLIT")
+    return [str(path) for path in by_split[wanted.split]]
+
+
+def _facts(path: str) -> FileFacts:
+    """An address that names a commit is its content's identity."""
+    if not path.startswith("hf://"):
+        return facts_of(path)
+    from huggingface_hub import HfFileSystem
+
+    size = HfFileSystem().info(path)["size"]
+    return FileFacts(path, int(size or 0), path.removeprefix("hf://"))

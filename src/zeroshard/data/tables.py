@@ -1,0 +1,259 @@
+"""Files with a text in each row, cut into parts that any worker can read alone: the same parts on every machine.
+
+    .parquet                  row groups, so many together that they hold about `PART_BYTES`
+    .jsonl                    lines that begin in a range of `PART_BYTES`
+    .jsonl.gz, .jsonl.zst     the same of what they hold uncompressed; who reads parts in order reads the file once
+
+A part is all that a process needs to know to make its tokens, so tokens depend neither on who makes them nor on when.
+Rows that are null or empty are no documents. Which documents validate is decided inside a part, see `validates`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from zeroshard.data.files import FileFacts, is_address, open_binary, require_package, suffix_of
+from zeroshard.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
+PART_BYTES = 8 << 20  # of text
+ROW_BATCH = 256
+TABLE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson")
+_MOST_COMPRESSED = 16  # times that a compressed file may grow before its last part becomes longer than the others
+_WEYL = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the multiples mod 2^64 are spread most evenly
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive rows of one file.
+
+    Attributes:
+        index: its place among all parts of the corpus.
+        file: whose rows.
+        begin, end: row groups of a ``.parquet``, else bytes that lines begin in; ``end`` -1: to the end of the file.
+    """
+
+    index: int
+    file: FileFacts
+    begin: int
+    end: int
+
+
+def is_table(path: str) -> bool:
+    """Whether a path names a file with a text in each row."""
+    name = Path(path).name.lower().partition("?")[0] if is_address(path) else path.lower()
+    return name.endswith(TABLE_SUFFIXES)
+
+
+def validates(part: int, row: int, val_fraction: float) -> bool:
+    """Whether document ``row`` of part ``part`` validates: spread evenly inside parts, and over parts of one document.
+
+    ``floor(row * f + phase)`` steps up at the rows that validate, and the phases of parts are a Weyl sequence.
+    """
+    phase = (part * _WEYL % (1 << 64)) / (1 << 64)
+    return int((row + 1) * val_fraction + phase) > int(row * val_fraction + phase)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A corpus of files in a stable order; ``column`` holds the text."""
+
+    files: tuple[FileFacts, ...]
+    column: str = "text"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files, as they lie."""
+        return sum(file.num_bytes for file in self.files)
+
+    def parts(self) -> Iterator[Part]:
+        """All parts, file after file; a file is looked at when its turn comes.
+
+        Raises:
+            UserError: a file cannot be read, or has no such column.
+        """
+        index = 0
+        for file in self.files:
+            for begin, end in _ranges(file, self.column):
+                yield Part(index, file, begin, end)
+                index += 1
+
+
+@dataclass
+class PartReader:
+    """Reads parts, best in order: the file of the last part stays open."""
+
+    column: str = "text"
+    _path: str = ""
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _table: Any = None  # pyarrow's ParquetFile
+    _raw: BinaryIO | None = None  # what _lines are read from, as it lies
+    _lines: _Lines | None = None
+
+    def texts(self, part: Part) -> Iterator[str]:
+        """The documents of a part.
+
+        Raises:
+            UserError: a row cannot be read, or is no text.
+            OSError: the file failed.
+        """
+        if part.file.path != self._path:
+            self.close()
+        if suffix_of(part.file.path) == ".parquet":
+            yield from self._rows(part)
+        else:
+            yield from self._json_lines(part)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._stack.close()
+        self._path, self._table, self._raw, self._lines = "", None, None, None
+
+    def position(self, part: Part) -> int:
+        """Bytes of the file, as it lies, that are read when ``part`` is: for those who wait."""
+        if self._table is not None:
+            return part.file.num_bytes * part.end // self._table.metadata.num_row_groups
+        return min(self._raw.tell(), part.file.num_bytes) if self._raw is not None else 0
+
+    def _rows(self, part: Part) -> Iterator[str]:
+        if self._table is None:
+            self._table, self._path = self._stack.enter_context(open_parquet(part.file.path)), part.file.path
+        groups = range(part.begin, part.end)
+        for batch in self._table.iter_batches(ROW_BATCH, row_groups=groups, columns=[self.column], use_threads=False):
+            yield from (text for text in batch.column(0).to_pylist() if text)
+
+    def _json_lines(self, part: Part) -> Iterator[str]:
+        path = part.file.path
+        if self._lines is not None and not self._lines.can_reach(part.begin):
+            self.close()
+        if self._lines is None:
+            self._raw, self._path = self._stack.enter_context(open_binary(path)), path
+            self._lines = _Lines(_uncompressed(path, self._raw, self._stack))
+        for position, line in self._lines.within(part.begin, part.end):
+            if line.isspace():
+                continue
+            try:
+                text = json.loads(line)[self.column]
+                if not isinstance(text, str | None):
+                    raise TypeError(f"{self.column} is {type(text).__name__}, not a string")
+                if text and not text.isascii():
+                    text.encode()  # half of a surrogate pair is no text
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                what = f"has no key {self.column!r}" if isinstance(error, KeyError) else f"cannot be read ({error})"
+                todo = 'write each line as {"text": "..."}, or name its key by --data.column'
+                raise UserError("data.path", f"the line at byte {position:,} of {path} {what}", todo) from None
+            if text:
+                yield text
+
+
+class _Lines:
+    """The lines of a stream that is read once, from front to back."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._position, self._no_line_from = file, 0, 0
+
+    def can_reach(self, begin: int) -> bool:
+        """Whether all lines that begin at ``begin`` or later are still ahead."""
+        return self._no_line_from <= begin
+
+    def within(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Lines that begin in ``[begin, end)``, with where they begin; ``end`` -1 has no end."""
+        if self._position < begin:
+            self._skip_to(begin)
+        while end < 0 or self._position < end:
+            line = self._file.readline()
+            if not line:
+                break
+            self._no_line_from = self._position + 1
+            position, self._position = self._position, self._position + len(line)
+            yield position, line
+
+    def _skip_to(self, begin: int) -> None:
+        """To the first line that begins at ``begin`` or later."""
+        before = begin - 1  # the byte that ends a line, if one begins at ``begin``
+        if self._file.seekable() and not isinstance(self._file, gzip.GzipFile):
+            self._file.seek(before)
+        else:
+            left = before - self._position
+            while left and (skipped := len(self._file.read(min(left, _BLOCK_BYTES)))):
+                left -= skipped
+        self._position = before + len(self._file.readline())
+        self._no_line_from = begin
+
+
+def open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
+    """Open a parquet file.
+
+    Raises:
+        UserError: it is none, or is damaged.
+    """
+    require_package("pyarrow", "a .parquet file")
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = path if not is_address(path) else open_binary(path, whole_ranges=True)
+        return pyarrow.parquet.ParquetFile(file, memory_map=False, pre_buffer=False)
+    except pyarrow.ArrowInvalid as error:
+        raise UserError("data.path", f"{path} is no parquet file ({error})", "fetch it again") from None
+
+
+def _ranges(file: FileFacts, column: str) -> Iterable[tuple[int, int]]:
+    suffix = suffix_of(file.path)
+    if suffix == ".parquet":
+        return _row_groups(file.path, column)
+    size, ends = file.num_bytes, file.num_bytes
+    if suffix in (".gz", ".zst"):
+        size, ends = file.num_bytes * _MOST_COMPRESSED, -1
+    cuts = [*range(0, size, PART_BYTES), ends]
+    return zip(cuts, cuts[1:], strict=False)
+
+
+def _row_groups(path: str, column: str) -> Iterable[tuple[int, int]]:
+    with open_parquet(path) as table:
+        names = table.schema_arrow.names
+        if column not in names:
+            has = f"it has {', '.join(names)}"
+            raise UserError("data.column", f"{path} has no column {column!r}", f"name one by --data.column; {has}")
+        kind = str(table.schema_arrow.field(column).type)
+        if kind not in ("string", "large_string", "string_view", "null"):
+            raise UserError("data.column", f"{column!r} of {path} is {kind}, not text", "name a column of text")
+        meta = table.metadata
+        place = next(i for i in range(meta.num_columns) if meta.schema.column(i).path == column)
+        cuts, held = [0], 0
+        for group in range(meta.num_row_groups):
+            held += meta.row_group(group).column(place).total_uncompressed_size
+            if held >= PART_BYTES:
+                cuts.append(group + 1)
+                held = 0
+        if cuts[-1] < meta.num_row_groups:
+            cuts.append(meta.num_row_groups)
+    return zip(cuts, cuts[1:], strict=False)
+
+
+def _uncompressed(path: str, raw: BinaryIO, stack: ExitStack) -> BinaryIO:
+    suffix = suffix_of(path)
+    if suffix == ".gz":
+        return stack.enter_context(gzip.GzipFile(fileobj=raw))
+    if suffix == ".zst":
+        require_package("zstandard", "a .zst file")
+        import zstandard
+
+        stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        return io.BufferedReader(stack.enter_context(stream), _BLOCK_BYTES)  # ty: ignore[invalid-argument-type]
+    return raw
+
+
+def corpus_identity(files: Sequence[FileFacts]) -> str:
+    """One string for the content of files in order, wherever they lie."""
+    return "\n".join(f"{Path(file.path).name} {file.num_bytes} {file.identity}" for file in files)
