@@ -30,7 +30,7 @@ from zeroshard.errors import UserError
 from zeroshard.kernels import choose, describe
 from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig, build_model, nearest_preset
 from zeroshard.models.presets import model_config
-from zeroshard.optim import FusedAdamW, LossScaler, decay_groups, learning_rate
+from zeroshard.optim import FusedAdamW, LossScaler, MuonAdamW, decay_groups, learning_rate, muon_groups
 from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
 from zeroshard.parallel.zero import ZeroStrategy
 from zeroshard.profiling.clock import Clock
@@ -345,6 +345,10 @@ def _model_and_strategy(
     agree_on(comm, model_facts(model))
 
     def groups(module: nn.Module) -> list[dict[str, Any]]:
+        if config.optimizer == "muon":
+            blocks = {id(block) for block in model.blocks}
+            names = [name for name, each in module.named_modules() if id(each) in blocks]
+            return muon_groups(module.named_parameters(), config.weight_decay, names)
         return decay_groups(module.named_parameters(), config.weight_decay)
 
     optimizer_cls, optimizer_kwargs = _optimizer(config, device)
@@ -383,7 +387,7 @@ def _contract(
     predict: Predict | None,
     saves_passes: bool,
 ) -> Contract | None:
-    if predict is None or config.strategy not in PLANNED:
+    if predict is None or config.strategy not in PLANNED or config.optimizer != "adamw":
         return None
     job = Job(
         model=make_model(config, vocab_size, "meta"),
@@ -421,6 +425,8 @@ def _automatic_stage(
 def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Our kernel's AdamW where Triton serves and torch does not shard, else torch's; their states are alike."""
     kwargs: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2)}
+    if config.optimizer == "muon":
+        return MuonAdamW, {**kwargs, "momentum": config.momentum, "fused": config.fused}
     if config.fused and config.strategy in PLAIN_PIECES and choose("adamw", device, config.kernels) == "triton":
         return FusedAdamW, {**kwargs, "kernels": "triton"}
     return torch.optim.AdamW, {**kwargs, "fused": config.fused}

@@ -27,6 +27,7 @@ from zeroshard.train.validate import validate
 SHORTHANDS = {"model": "name", "data": "source"}  # `model = "NAME"` stands for `model.name = "NAME"`
 StrategyName = Literal["auto", "zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2"]
 SHARDING = ("zero1", "zero2", "zero3")  # by our engine
+MUON_STRATEGIES = ("ddp", "zero0", *SHARDING)
 PLANNED = ("auto", "zero0", *SHARDING)
 OVER_TORCH = ("ddp", "zero1-torch", "fsdp2")  # they talk through torch.distributed whatever communicator there is
 Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M
@@ -255,7 +256,10 @@ class TrainConfig(_Config):
     )
     max_steps: int = Field(500, ge=1, description="Optimizer steps in the whole run.")
 
-    optimizer: Literal["adamw"] = Field("adamw", description="Update rule.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="Update rule. muon: of the blocks' matrices, and AdamW for the rest."
+    )
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon: decay of its mean gradient.")
     fused: bool = Field(True, description="The optimizer's fused kernel.")
     lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="Peak learning rate.")
     min_lr: float = Field(1e-4, ge=0, allow_inf_nan=False, description="Learning rate at the last step.")
@@ -317,9 +321,15 @@ class TrainConfig(_Config):
         if not self.reshard_after_forward and self.strategy not in ("zero3", "fsdp2"):
             what = f"{self.strategy} has whole weights all the time, and none to keep or free"
             raise UserError("reshard_after_forward", what, "leave it out, or use --strategy zero3 or fsdp2")
+        if self.optimizer == "muon" and self.strategy not in MUON_STRATEGIES:
+            what = f"muon needs whole matrices, and {self.strategy} cuts them or cannot tell its groups apart"
+            raise UserError("optimizer", what, f"use adamw, or --strategy {', '.join(MUON_STRATEGIES)}")
         if self.keep_every and not self.keep_checkpoints:
             what = f"{self.keep_every} keeps nothing that keep_checkpoints = 0 does not"
             raise UserError("keep_every", what, "set keep_checkpoints too, to how many of the newest stay")
+        if self.plan.enforce and self.optimizer != "adamw":
+            what = f"{self.optimizer} lays matrices out whole, which no plan foresees"
+            raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw")
         if self.plan.enforce and self.strategy not in PLANNED:
             what = f"{self.strategy} has no plan to be held to"
             raise UserError("plan.enforce", what, f"leave it out, or use --strategy {', '.join(PLANNED)}")

@@ -1,0 +1,107 @@
+"""Muon for the blocks' matrices and AdamW for the rest, as one optimizer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from zeroshard import Zero
+from zeroshard.comm import run_threads
+from zeroshard.optim import MuonAdamW, muon_groups
+
+SETTINGS = {"lr": 0.01, "betas": (0.8, 0.9), "momentum": 0.9}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(3, 4, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(2))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def _net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def _groups(net, weight_decay=0.1):
+    return muon_groups(net.named_parameters(), weight_decay, ["blocks.0", "blocks.1"])
+
+
+def _rows(step):
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+
+
+def _train(net, optims, num_steps=3, state_dict=None):
+    for step in range(num_steps):
+        net(_rows(step)).square().mean().backward()
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    return dict((state_dict or net.state_dict)())
+
+
+def _assert_same(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_the_blocks_matrices_are_muon_s():
+    groups = _groups(_net())
+    assert [(group["matrices"], group["weight_decay"], len(group["params"])) for group in groups] == [
+        (True, 0.1, 4),
+        (False, 0.1, 2),
+        (False, 0.0, 5),
+    ]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_it_steps_as_torch_s_two_do_side_by_side(fused):
+    net, other = _net(), _net()
+    together = _train(net, [MuonAdamW(_groups(net), fused=fused, **SETTINGS)])
+    muon, *adamw = [{**g, "params": list(g["params"])} for g in _groups(other)]
+    apart = [
+        torch.optim.Muon(muon["params"], 0.01, 0.1, 0.9, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(adamw, 0.01, (0.8, 0.9), fused=fused),
+    ]
+    _assert_same(together, _train(other, apart))
+
+
+def test_a_saved_state_goes_on_where_it_stopped():
+    net = _net()
+    optim = MuonAdamW(_groups(net), **SETTINGS)
+    _train(net, [optim], 2)
+    other = copy.deepcopy(net)
+    again = MuonAdamW(_groups(other), **SETTINGS)
+    again.load_state_dict(copy.deepcopy(optim.state_dict()))
+    _assert_same(_train(net, [optim]), _train(other, [again]))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sharded_it_has_the_bits_of_one_process(stage):
+    net = _net()
+    expected = _train(net, [MuonAdamW(_groups(net), **SETTINGS)])
+
+    def rank_main(comm):
+        net = _net()
+        zero = Zero(net, stage=stage, comm=comm)
+        optim = zero.optimizer(MuonAdamW, _groups(net), **SETTINGS)
+        return _train(net, [optim], state_dict=zero.state_dict)
+
+    for state in run_threads(rank_main, 2):  # each rank sees the same rows: the mean is exact
+        _assert_same(state, expected)
+
+
+def test_what_is_no_matrix_is_refused():
+    with pytest.raises(ValueError, match=r"params: Muon updates matrices, and one has the shape \(3,\)"):
+        MuonAdamW([{"params": [nn.Parameter(torch.ones(3))], "matrices": True}])
