@@ -436,7 +436,10 @@ def _kernels(config: TrainConfig, model: LanguageModel, strategy: Strategy, devi
     """Who serves each operation of this run."""
     optimizer = ("adamw", "sum_of_squares") if isinstance(strategy.optimizer, FusedAdamW) else ()
     served: dict[str, str] = dict(describe(device, config.kernels, (*model.operations, *optimizer)))
-    return served if optimizer else {**served, "AdamW": "torch fused" if config.fused else "torch"}
+    if optimizer:
+        return served
+    adamw = "torch fused" if config.fused else "torch"
+    return {**served, **({"Muon": "torch"} if config.optimizer == "muon" else {}), "AdamW": adamw}
 
 
 def model_overrides(model: ModelConfig) -> dict[str, object]:
