@@ -7,10 +7,11 @@ from torch import nn
 
 from zeroshard.errors import UserError
 from zeroshard.lab import plan
+from zeroshard.lab.advice import recommended
 from zeroshard.lab.explain import explain
 from zeroshard.lab.hardware import Device, Link
 from zeroshard.lab.inverse import crossover, fewest, largest_micro_batch, largest_model, lowest_bandwidth
-from zeroshard.lab.planner import planner_for, recommended
+from zeroshard.lab.planner import planner_for
 from zeroshard.lab.show import text
 from zeroshard.lab.traffic import bytes_by_op
 from zeroshard.models import build_model
