@@ -90,6 +90,8 @@ def _assert_equal(predicted, listed, measured):
     assert predicted.before_update == measured.before_update
     assert predicted.start == measured.start
     assert abs(predicted.peak.total - measured.peak_bytes) <= PEAK_SLACK_BYTES
+    for category in ("params", "master", "optimizer"):
+        assert predicted.peak.by_category[category] == measured.peak_by_category.get(category, 0)
 
 
 # Worlds 1-8, both models, all dtypes, both ways to accumulate, three depths of prefetch: each with each stage, and each

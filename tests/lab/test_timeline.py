@@ -1,10 +1,10 @@
 import pytest
 
+from zeroshard.lab.actions import Compute, Issue, Moment, Step, Wait
 from zeroshard.lab.hardware import Device, Link
-from zeroshard.lab.step import Compute, Issue, Moment, Step, Wait
 from zeroshard.lab.timeline import Cluster, operation_s, simulate
-from zeroshard.lab.trace import Work
 from zeroshard.lab.traffic import Message
+from zeroshard.lab.work import Work
 
 DEVICE = Device("test", 10**9, {"float32": 1e12}, 1e9, "invented", kernel_s=1e-6)
 WITHIN = Link("within", 1e-6, 100e9, "invented", call_s=0.0, share=1.0)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.lab.advice import describe
 from zeroshard.lab.config import PlanConfig
 from zeroshard.lab.dry_run import dry_run
 from zeroshard.lab.explain import explain
 from zeroshard.lab.hardware import Calibration, Device, find_device
 from zeroshard.lab.inverse import Answer, crossover, fewest, largest_micro_batch, largest_model, lowest_bandwidth
-from zeroshard.lab.planner import Planner, Row, describe, plan, planner_for
+from zeroshard.lab.planner import Planner, Row, plan, planner_for
 from zeroshard.lab.show import seconds, size, text
 from zeroshard.models import LanguageModel
 from zeroshard.train.build import model_overrides

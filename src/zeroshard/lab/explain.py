@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from zeroshard.lab.planner import Planner, Row, describe
+from zeroshard.lab.actions import Compute, Issue, Step
+from zeroshard.lab.advice import describe
+from zeroshard.lab.planner import Planner, Row
 from zeroshard.lab.show import seconds, size
-from zeroshard.lab.step import Compute, Issue, Step
 from zeroshard.lab.timeline import TimedSpan, simulate
 
 ZERO = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054"

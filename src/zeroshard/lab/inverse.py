@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from zeroshard.errors import UserError
-from zeroshard.lab.planner import Planner, Row, describe, fewest_gpus
+from zeroshard.lab.advice import describe, fewest_gpus
+from zeroshard.lab.planner import Planner, Row
 from zeroshard.lab.workload import Workload
 from zeroshard.models import LanguageModel
 

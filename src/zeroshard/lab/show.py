@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroshard.lab.planner import GIB, Plan, Row
+from zeroshard.lab.advice import GIB
+from zeroshard.lab.planner import Plan, Row
 
 COLUMNS = (
     "stage",

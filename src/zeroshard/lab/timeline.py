@@ -27,9 +27,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from zeroshard.lab.actions import Action, Compute, Issue, Step, Wait
 from zeroshard.lab.hardware import Device, Link
-from zeroshard.lab.step import Action, Compute, Issue, Step, Wait
-from zeroshard.lab.trace import Work
+from zeroshard.lab.work import Work
 
 Algorithm = Literal["auto", "ring", "tree"]
 
