@@ -34,7 +34,9 @@ TOLERANCE = 0.15
 NAMES = [f"zero{stage}" for stage in STAGES]
 
 
-def measure(found: dict[str, Any], worlds: list[int], shapes: list[str], rounds: int, steps: int, path: Path | None) -> None:
+def measure(
+    found: dict[str, Any], worlds: list[int], shapes: list[str], rounds: int, steps: int, path: Path | None
+) -> None:
     """Adds calibrations and steps to ``found``, which is written whenever there is more in it."""
     comm = found["comm"]
     for world in worlds:
@@ -66,7 +68,12 @@ def predict(found: dict[str, Any]) -> list[dict[str, Any]]:
         for row in (row for row in found["steps"] if row["world"] == int(world)):
             shape = step.SHAPES[row["shape"]]
             timing = predicted_step(
-                step.make_model(shape, "meta"), STAGES[row["stage"]], int(world), shape.batch, shape.seq_len, calibration
+                step.make_model(shape, "meta"),
+                STAGES[row["stage"]],
+                int(world),
+                shape.batch,
+                shape.seq_len,
+                calibration,
             )
             measured = row["wall_s"]["median"]
             rows.append(
@@ -91,7 +98,9 @@ def misordered(rows: list[dict[str, Any]]) -> list[str]:
             slow, fast = sorted((one, other), key=lambda row: -row["wall_s"]["median"])
             apart = slow["wall_s"]["median"] / fast["wall_s"]["median"] - 1
             if apart > TOLERANCE and slow["predicted_s"] <= fast["predicted_s"]:
-                wrong.append(f"{shape} on {world} ranks: stage {slow['stage']} is slower than {fast['stage']} by {apart:.0%}")
+                wrong.append(
+                    f"{shape} on {world} ranks: stage {slow['stage']} is slower than {fast['stage']} by {apart:.0%}"
+                )
     return wrong
 
 

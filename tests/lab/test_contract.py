@@ -29,7 +29,9 @@ def _step_s(stage, link, device=DEVICE, **kwargs):
     return predicted_step(_model(), STAGES[stage], 2, 1, 8, Calibration(device, link), **kwargs).step_s
 
 
-@pytest.mark.parametrize(("op", "stage", "count"), [("all_reduce", 0, 4), ("all_gather", 1, 4), ("reduce_scatter", 1, 4)])
+@pytest.mark.parametrize(
+    ("op", "stage", "count"), [("all_reduce", 0, 4), ("all_gather", 1, 4), ("reduce_scatter", 1, 4)]
+)
 def test_collectives_take_what_they_were_measured_to_take(op, stage, count):
     free = dict.fromkeys(OPS, (0.0, 0.0))
     without = _step_s(stage, replace(LINK, collectives=free))
@@ -40,13 +42,13 @@ def test_collectives_take_what_they_were_measured_to_take(op, stage, count):
 
 
 def test_measured_collectives_are_for_as_many_ranks_alone():
-    measured = {op: (1.0, 0.0) for op in OPS}
+    measured = dict.fromkeys(OPS, (1.0, 0.0))
     assert _step_s(0, replace(LINK, collectives=measured, num_ranks=4)) < 1.0
     assert _step_s(0, replace(LINK, collectives=measured)) > 4.0
 
 
 def test_what_computation_does_not_hide_is_paid_for():
-    collectives = {op: (1e-3, 0.0) for op in OPS}
+    collectives = dict.fromkeys(OPS, (0.001, 0.0))
     slow = replace(DEVICE, kernel_s=1.0)  # computation takes far longer: all could be hidden
     hidden, paid = (_step_s(0, replace(LINK, collectives=collectives, hides=h), slow) for h in (1.0, 0.0))
     # The root's reduction and the control message are not beside computation in any case.
@@ -54,7 +56,7 @@ def test_what_computation_does_not_hide_is_paid_for():
 
 
 def test_clipping_takes_time():
-    link = replace(LINK, collectives={op: (1.0, 0.0) for op in OPS})
+    link = replace(LINK, collectives=dict.fromkeys(OPS, (1.0, 0.0)))
     assert _step_s(1, link, clips=True) - _step_s(1, link) == pytest.approx(1.0, rel=0.01)  # an all-gather of the norms
 
 

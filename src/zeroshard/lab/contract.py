@@ -77,12 +77,8 @@ def predicted_step(
     return _timing(_step(model, buffers, micro_batch_size, seq_len, settings), calibration, world_size)
 
 
-def _step(
-    model: LanguageModel, buffers: list[Buffer], micro_batch_size: int, seq_len: int, settings: Settings
-) -> Step:
-    trace = trace_language_model(
-        model, micro_batch_size, seq_len, settings.precision, device_type=settings.device_type
-    )
+def _step(model: LanguageModel, buffers: list[Buffer], micro_batch_size: int, seq_len: int, settings: Settings) -> Step:
+    trace = trace_language_model(model, micro_batch_size, seq_len, settings.precision, device_type=settings.device_type)
     return step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings)
 
 

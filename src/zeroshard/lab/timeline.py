@@ -2,8 +2,8 @@
 
 There are two clocks, and they are the engine's on a GPU: the stream that computes, and for each group of ranks the one
 on which collectives run one after the other. A collective begins when what was computed before it is done and the one
-before it is over; a wait holds computation until it ends, and what it holds it for is *exposed* communication. On a CPU
-the cores that compute move the bytes too: there a link that was measured says what of it computation really hides.
+before it is over; a wait holds computation until it ends, and what it holds it for is *exposed* communication. On a
+CPU the cores that compute move the bytes too: a link that was measured says what of it computation really hides there.
 
 An operation takes the longest of its FLOPs over the device's rate, its bytes over the memory's, and the least time of a
 kernel (Williams et al. 2009, "Roofline", https://doi.org/10.1145/1498765.1498785). A collective takes a latency for

@@ -1,8 +1,8 @@
 """What a run measures of itself beside its records: memory at three points and at its peak, overlap, a trace.
 
-The three points cost three sums in the first step and are always there. The others are asked for (``--profile.*``) and
-last for the steps that they need: the peak one step, the second, because the first makes the optimizer's states; a trace
-as many as were asked for, after that one; how long communication was under way, every step.
+The three points cost three sums in the first step and are always there. The others are asked for (``--profile.*``)
+and last for the steps that they need: the peak one step, the second, because the first makes the optimizer's states; a
+trace as many as were asked for, after that one; how long communication was under way, every step.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ YARDSTICKS = ("copy", "tcp")
 def run(
     worlds: list[int], sizes: dict[str, int], dtypes: list[str], comms: list[str], num_rounds: int, device: str
 ) -> Report:
-    """Measure; ``sizes`` by name, in bytes of the whole tensor; the first of ``comms`` is what others are held against."""
+    """Measure; ``sizes`` by name, in bytes of the whole tensor; the others are held against ``comms[0]``."""
     rows: list[Row] = []
     for world in worlds:
         seen = on_ranks(_measure, world, sizes, dtypes, comms, num_rounds, device=device)

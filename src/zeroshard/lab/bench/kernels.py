@@ -62,6 +62,8 @@ class Case:
 
 @dataclass
 class Row:
+    """What was measured of one contestant in one mode of one case; ``captured``: in a CUDA graph."""
+
     operation: str
     shape: str
     dtype: str
@@ -80,10 +82,12 @@ class Row:
 
 
 def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Standard normal numbers on the device."""
     return torch.randn(*shape, dtype=torch.float32, device=DEVICE).to(dtype)
 
 
 def norm_cases(name: str, dtype: str) -> Iterator[Case]:
+    """Norms of rows, with their residual and without."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     rows, widths = (16384, (768, 1600, 4096, 8192)) if ON_GPU else (24, (64,))
     for width in widths:
@@ -109,6 +113,7 @@ def norm_cases(name: str, dtype: str) -> Iterator[Case]:
 
 
 def rope_cases(dtype: str) -> Iterator[Case]:
+    """Rotary positions of queries and keys, in place."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     shapes = ((8, 12, 12, 1024, 64), (4, 32, 8, 4096, 128)) if ON_GPU else ((1, 2, 1, 4, 8),)
     for B, H, K, T, D in shapes:
@@ -128,6 +133,7 @@ def rope_cases(dtype: str) -> Iterator[Case]:
 
 
 def gated_cases(name: str, dtype: str) -> Iterator[Case]:
+    """Gated activations."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     for rows, width in ((16384, 2048), (8192, 11008), (8192, 14336)) if ON_GPU else ((8, 32),):
 
@@ -143,6 +149,7 @@ def gated_cases(name: str, dtype: str) -> Iterator[Case]:
 
 
 def cross_entropy_cases(dtype: str) -> Iterator[Case]:
+    """The loss of logits, which become their own gradient."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     for rows, vocab in ((8192, 50257), (8192, 50304), (4096, 128256)) if ON_GPU else ((4, 97),):
 
@@ -158,6 +165,7 @@ def cross_entropy_cases(dtype: str) -> Iterator[Case]:
 
 
 def linear_cross_entropy_cases(dtype: str) -> Iterator[Case]:
+    """The projection to the vocabulary and its loss."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     shapes = ((16384, 768, 50304), (8192, 2048, 128256)) if ON_GPU else ((8, 16, 97),)
     for rows, width, vocab in shapes:
@@ -174,6 +182,7 @@ def linear_cross_entropy_cases(dtype: str) -> Iterator[Case]:
 
 
 def sum_of_squares_cases(dtype: str) -> Iterator[Case]:
+    """For the norm of the gradients."""
     numel = 124_000_000 if ON_GPU else 5000
 
     def call(who: str, flat: Tensor) -> Any:
@@ -223,6 +232,7 @@ def adamw_cases(dtype: str) -> Iterator[Case]:
 
 
 def with_both(moved: dict[str, int]) -> dict[str, int]:
+    """Forward and backward together too."""
     return {**moved, "both": moved["forward"] + moved["backward"]}
 
 
@@ -243,6 +253,7 @@ CASES: dict[str, Callable[[str], Iterator[Case]]] = {
 
 
 def outputs_of(result: Any) -> list[Tensor]:
+    """The tensors that a call gave."""
     return [result] if isinstance(result, Tensor) else list(result or ())
 
 
@@ -316,6 +327,7 @@ def timer(functions: list[Callable[[], None]], min_s: float) -> tuple[Callable[[
 
 
 def copy_bytes_per_s() -> float:
+    """Bytes that a large copy reads and writes in a second."""
     source = torch.empty(COPY_BYTES // 2, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     measure, _ = timer([lambda: target.copy_(source)], 0.02)
@@ -323,6 +335,7 @@ def copy_bytes_per_s() -> float:
 
 
 def peak_bytes(function: Callable[[], None]) -> int | None:
+    """What a call takes beyond what is there; None without a GPU."""
     if not ON_GPU:
         return None
     torch.cuda.synchronize()
@@ -334,6 +347,7 @@ def peak_bytes(function: Callable[[], None]) -> int | None:
 
 
 def measure_case(case: Case, num_rounds: int, copy_rate: float, order: random.Random) -> list[Row]:
+    """Every mode of every contestant that is here, in interleaved rounds."""
     names = [n for n in case.contestants if n != "liger" or (ON_GPU and find_spec("liger_kernel"))]
     names = [n for n in names if n != "compile" or ON_GPU]  # on the CPU it takes minutes to tell nothing
     rows = []
