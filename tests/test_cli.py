@@ -20,6 +20,7 @@ import torch
 
 import zeroshard
 from zeroshard.cli import VERBS, main
+from zeroshard.errors import ExitStatus
 from zeroshard.flags import flags_of
 from zeroshard.train import loop
 from zeroshard.train.config import SHORTHANDS, TrainConfig
@@ -305,3 +306,67 @@ def test_a_reader_that_stops_reading_ends_the_command_in_silence():
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait(60) == 128 + signal.SIGPIPE
+
+
+# -- plan ------------------------------------------------------------------------------------------------------------
+
+SMALL_PLAN = ["plan", "--model", "gpt2-demo", "--gpus", "16", "--micro-batch", "2"]
+
+
+def test_plan_prints_a_table_and_its_advice(capsys):
+    assert main(SMALL_PLAN) == ExitStatus.OK
+    told = capsys.readouterr().out
+    assert "tokens/s" in told
+    assert told.splitlines()[-1].startswith("Take stage ")
+
+
+def test_plan_prints_json(capsys):
+    assert main([*SMALL_PLAN, "--json", "--stage", "2"]) == ExitStatus.OK
+    content = json.loads(capsys.readouterr().out)
+    assert {row["stage"] for row in content["rows"]} == {2}
+    assert content["gpu"]["source"]
+
+
+def test_plan_explains_a_step(capsys):
+    assert main([*SMALL_PLAN, "--explain", "--stage", "3"]) == ExitStatus.OK
+    assert "blocks.0/weights" in capsys.readouterr().out
+
+
+def test_plan_answers_a_question(capsys):
+    assert main([*SMALL_PLAN, "--ask", "lowest-bandwidth", "--stage", "1"]) == ExitStatus.OK
+    assert "Gbit/s" in capsys.readouterr().out
+
+
+def test_plan_where_nothing_fits_ends_with_status_3_and_the_nearest_change(capsys):
+    assert main(["plan", "--model", "llama-7b", "--gpu", "t4-16gb", "--dtype", "float16"]) == ExitStatus.CHECK_FAILED
+    assert "GPUs would fit" in capsys.readouterr().out
+
+
+def test_a_dry_run_stands_beside_its_prediction(capsys):
+    assert main([*SMALL_PLAN, "--dry-run", "--stage", "3", "--dtype", "float32", "--json"]) == ExitStatus.OK
+    compared = json.loads(capsys.readouterr().out)["compared"]
+    for name in ("params", "grads", "optimizer", "messages", "message bytes"):
+        assert compared[name]["ratio"] == 1.0
+    assert compared["peak"]["ratio"] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--gpu", "h100-80bg"], "gpu: 'h100-80bg' is not a known device; did you mean h100-80gb?"),
+        (["--gpus", "0"], "gpus: 0 is below 1; give 1 or more"),
+        (
+            ["--network", "400"],
+            "network: '400' is not a bandwidth; write a number and a unit, as 400Gbit/s or 1.25GB/s",
+        ),
+        (["--model", "gpt2-demo", "--model.n-head", "3"], "model.n_head: 3 does not divide n_embd 128;"),
+        (["--model", "resnet"], "model: there is no preset 'resnet';"),
+        (["--ask", "crossover"], "ask: crossover needs two stages"),
+        (["--seq-len", "100000"], "seq_len: 100000 is above the model's 128;"),
+    ],
+)
+def test_nonsense_is_one_line_and_status_2(words, line, capsys):
+    assert main(["plan", *words]) == ExitStatus.USAGE
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {line}")
+    assert said.count("\n") == 1

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 import zeroshard
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import flags_of, read_flags, take_option
+from zeroshard.lab.config import PlanConfig
 from zeroshard.train.config import (
     SHORTHANDS,
     ExportConfig,
@@ -211,6 +212,12 @@ def _written(out: str, write: Callable[[], int]) -> int:
         return ExitStatus.STORAGE
 
 
+def _plan(config: PlanConfig, argv: Sequence[str]) -> int:
+    from zeroshard.lab.command import run_plan
+
+    return run_plan(config)
+
+
 def _checkpoint(config: None, words: Sequence[str]) -> int:
     from zeroshard.train.checkpoints import run_checkpoint
 
@@ -263,6 +270,11 @@ VERBS: dict[str, Verb] = {
     "generate": Verb("Write text with the model of a run.", _generate, GenerateConfig, ("run",)),
     "export": Verb("Write a model for Hugging Face's transformers.", _export, ExportConfig, ("source", "out")),
     "import": Verb("Make a run of a Hugging Face GPT-2 or LLaMA.", _import, ImportConfig, ("source", "out")),
+    "plan": Verb(
+        "Say before a run what fits, how fast it will be and what to choose; status 3 if nothing fits.",
+        _plan,
+        PlanConfig,
+    ),
     "checkpoint": Verb(
         "ls: the checkpoints of a run. show: what one holds. verify: whether every byte is what was written; status 3 "
         "if not. diff: what differs between two; status 3 if anything does.",

@@ -203,7 +203,8 @@ def rope(
 
 def _begin_together(q: Tensor, k: Tensor) -> bool:
     """Whether they begin at one place of one memory; asked without addresses, which fake tensors have not."""
-    return torch._C._is_alias_of(q, k) and q.storage_offset() == k.storage_offset()
+    same_memory = q.untyped_storage()._cdata == k.untyped_storage()._cdata
+    return same_memory and q.storage_offset() == k.storage_offset()
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -1,13 +1,14 @@
 """A rank of a world of any size, run for a few steps on this machine: what it holds and sends, measured.
 
 The engine is the real one, over `NullCommunicator`: every buffer is allocated and written, forward and backward are
-computed, and nothing travels. What it allocates is followed operation by operation (`zeroshard.lab.recorder`).
+computed, and nothing travels. What it allocates is followed operation by operation (`zeroshard.profiling.memory`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.comm import CONTROL, CommRecord, NullCommunicator, ObservedCommunicator
-from zeroshard.lab.recorder import AllocationRecorder
 from zeroshard.lab.trace import Inputs
+from zeroshard.profiling.memory import AllocationRecorder
 from zeroshard.zero import MixedPrecision, ShardingStrategy, Zero
 from zeroshard.zero.engine import Accumulate
 
@@ -32,6 +33,7 @@ class Measured:
     Attributes:
         start, before_update, after_update: resident bytes by category at these points, of the last step.
         peak_bytes: the most that was live at once, training state, activations and all.
+        peak_by_category: of that, where allocations were followed.
         messages: collectives of the last step in order, without control messages.
         step_s: wall time of each step, the first left out; the recorder's own share is in it.
     """
@@ -40,6 +42,7 @@ class Measured:
     before_update: dict[str, int]
     after_update: dict[str, int]
     peak_bytes: int
+    peak_by_category: dict[str, int]
     messages: list[CommRecord]
     step_s: list[float] = field(default_factory=list)
 
@@ -95,17 +98,12 @@ def dry_run(
     optimizers = make(zero)
     given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs(micro_batch))
     start = zero.memory_bytes()
-    ledger = _Ledger(_storages(zero, given))
     seconds: list[float] = []
     before_update = after_update = start
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    recorder = AllocationRecorder(ledger.heard) if record else None
-    if recorder is not None:
-        recorder.ignore([*model.buffers(), *(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))])
-        recorder.watch(_flat(zero))
-        recorder.__enter__()
-    try:
+    recorder = AllocationRecorder(zero.holdings).follow(model, optimizers[0]) if record else None
+    with recorder or nullcontext():
         for step in range(num_steps):
             comm.drain()
             began = time.perf_counter()
@@ -119,29 +117,18 @@ def dry_run(
             after_update = zero.memory_bytes()
             for each in optimizers:
                 each.zero_grad()
-            if recorder is not None:
-                recorder.poll()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if step:
                 seconds.append(time.perf_counter() - began)
-    finally:
-        if recorder is not None:
-            recorder.__exit__(None, None, None)
-    peak = ledger.peak if recorder is not None else 0
-    if recorder is None and device.type == "cuda":
+    peak, by_category = 0, {}
+    if recorder is not None:
+        recorder.remove()
+        peak, by_category = recorder.peak.num_bytes, dict(recorder.peak.by_category)
+    elif device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
     sent = [each for each in comm.records if each.scope != CONTROL]
-    return Measured(start, before_update, after_update, peak, sent, seconds)
-
-
-class _Ledger:
-    def __init__(self, num_bytes: int) -> None:
-        self.live = self.peak = num_bytes
-
-    def heard(self, storage: int, change: int) -> None:
-        self.live += change
-        self.peak = max(self.peak, self.live)
+    return Measured(start, before_update, after_update, peak, by_category, sent, seconds)
 
 
 def _loss(model: nn.Module, given: tuple[Any, ...]) -> Tensor:
@@ -149,21 +136,6 @@ def _loss(model: nn.Module, given: tuple[Any, ...]) -> Tensor:
     loss = sum(leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
     assert isinstance(loss, Tensor), "no output of the model takes gradients"
     return loss
-
-
-def _flat(zero: Zero) -> list[Tensor]:
-    """The engine's own buffers of weights, each storage once."""
-    found: dict[int, Tensor] = {}
-    for unit in zero.units:
-        for group in unit.groups:
-            for tensor in (group.params.full, group.params.master):
-                found.setdefault(tensor.untyped_storage()._cdata, tensor)
-    return list(found.values())
-
-
-def _storages(zero: Zero, given: tuple[Any, ...]) -> int:
-    inputs = {leaf.untyped_storage()._cdata: leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
-    return sum(tensor.untyped_storage().nbytes() for tensor in (*_flat(zero), *inputs.values()))
 
 
 def _small(name: str, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The lowest ZeRO stage at which a model's training state fits in the memory that is free now."""
+"""The lowest ZeRO stage at which a model's training step fits in the memory that is free now."""
 
 from __future__ import annotations
 
@@ -6,53 +6,67 @@ import psutil
 import torch
 
 from zeroshard.lab.buffers import buffers_of
-from zeroshard.lab.memory import OPTIMIZER_STATES, state_bytes
+from zeroshard.lab.memory import OPTIMIZER_STATES
+from zeroshard.lab.step import Settings, step_of
+from zeroshard.lab.trace import trace_language_model
 from zeroshard.models import LanguageModel
 from zeroshard.zero import STAGES, MixedPrecision
 
 GIB = 2**30
-FOR_ACTIVATIONS = 0.2  # of what is free; no prediction of theirs is made here
+HEADROOM = 0.1  # of what is free: neighbours, fragments, communication's own
 
 
-def stage_bytes(model: LanguageModel, world_size: int, dtype: torch.dtype, device_type: str = "cpu") -> dict[int, int]:
-    """Bytes of training state on the fullest rank by stage, for AdamW; at stage 3 with two whole units under way.
+def stage_bytes(
+    model: LanguageModel,
+    world_size: int,
+    dtype: torch.dtype,
+    device_type: str = "cpu",
+    *,
+    micro_batch: int,
+    seq_len: int,
+) -> dict[int, int]:
+    """Bytes at the fullest moment of a step by stage, for AdamW: the planner's, activations and all.
 
     Args:
         model: on any device, the meta device too.
         world_size: ranks that shard.
         dtype: of forward and backward.
         device_type: ``"cpu"`` or ``"cuda"``.
+        micro_batch, seq_len: rows and tokens of a forward.
     """
     precision = MixedPrecision(param_dtype=dtype) if dtype != torch.float32 else MixedPrecision()
     buffers = buffers_of(model, world_size, list(model.blocks))
-    largest = max(buffer.layout.padded_numel * buffer.dtype.itemsize for buffer in buffers)
+    trace = trace_language_model(model, micro_batch, seq_len, precision, device_type=device_type)
     found = {}
     for stage, row in STAGES.items():
-        by_rank = (
-            state_bytes(buffers, row, rank, OPTIMIZER_STATES["AdamW"], precision, device_type=device_type)
-            for rank in range(world_size)
-        )
-        transient = 0 if stage < 2 else largest if stage == 2 else 2 * largest
-        found[stage] = max(sum(each.values()) for each in by_rank) + transient
+        # Two micro-batches hold what any number of them does.
+        settings = Settings(row, precision, num_micro=2, device_type=device_type, uniform_order=device_type == "cpu")
+        found[stage] = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings).peak.total
     return found
 
 
 def fitting_stage(
-    model: LanguageModel, world_size: int, dtype: torch.dtype, device: torch.device, free_bytes: int | None = None
+    model: LanguageModel,
+    world_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    micro_batch: int,
+    seq_len: int,
+    free_bytes: int | None = None,
 ) -> tuple[int, str]:
     """The lowest stage that fits, else 3, and why.
 
     Args:
-        model, world_size, dtype: as `stage_bytes`.
+        model, world_size, dtype, micro_batch, seq_len: as `stage_bytes`.
         device: this rank's.
         free_bytes: for this rank; None: what the device has free, on CPUs shared out to ``world_size`` ranks.
     """
     free = num_free_bytes(device, world_size) if free_bytes is None else free_bytes
-    room = free * (1 - FOR_ACTIVATIONS)
-    needed = stage_bytes(model, world_size, dtype, device.type)
+    room = free * (1 - HEADROOM)
+    needed = stage_bytes(model, world_size, dtype, device.type, micro_batch=micro_batch, seq_len=seq_len)
     stage = next((stage for stage, num_bytes in needed.items() if num_bytes <= room), max(needed))
     fits = "" if needed[stage] <= room else ", which does not fit either"
-    return stage, f"state of {needed[stage] / GIB:.2f}GiB{fits} in {free / GIB:.2f}GiB free, 20% for activations"
+    return stage, f"a step of {needed[stage] / GIB:.2f}GiB{fits} in {free / GIB:.2f}GiB free, {HEADROOM:.0%} to spare"
 
 
 def num_free_bytes(device: torch.device, num_ranks: int) -> int:

@@ -1,8 +1,8 @@
-"""Every allocation that operations make, and every end of one, in order: on fake tensors to predict, on real to measure.
+"""Every allocation that operations make, every end of one, and every operation, in order: what a trace is made of.
 
 A storage begins with the first operation that returns a tensor on it, and ends when its last reference goes. What an
-operation takes and gives back within itself is not seen. A storage that is resized in place by hand (the engine's full
-weights are) must be named by `watch`, and is then looked at whenever an operation has run.
+operation takes and gives back within itself is not seen. `zeroshard.profiling.memory` measures by the same rules, and
+shares no code with this: predictions are held against it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Heard = Callable[[int, int], None]  # which storage, and its change in bytes
 Ran = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
 
-class AllocationRecorder(TorchDispatchMode):
+class StorageEvents(TorchDispatchMode):
     """Tells of each change of live bytes in this block.
 
     Args:
@@ -33,37 +33,17 @@ class AllocationRecorder(TorchDispatchMode):
         self._heard, self._ran = heard, ran
         self._numbers: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._next = 0
-        self._watched: list[tuple[int, weakref.ref[Any], int]] = []
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """These were there before; their ends are not told either."""
         for tensor in tensors:
             self._know(tensor.untyped_storage(), silent=True)
 
-    def watch(self, tensors: Iterable[Tensor]) -> None:
-        """The storages of these change their sizes by hand; what they hold now was there before."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._know(storage, silent=True)
-            self._next += 1
-            self._watched.append((self._next, weakref.ref(storage), storage.nbytes()))
-
-    def poll(self) -> None:
-        """Look at what is watched."""
-        for index, (number, ref, before) in enumerate(self._watched):
-            storage = ref()
-            now = 0 if storage is None else storage.nbytes()
-            if now != before:
-                self._heard(number, now - before)
-                self._watched[index] = (number, ref, now)
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._watched:
-            self.poll()
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 self._know(leaf.untyped_storage())

@@ -15,146 +15,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
+from zeroshard.lab.actions import CATEGORIES, Action, Compute, Issue, Moment, Phase, Settings, Step, Wait
 from zeroshard.lab.buffers import Buffer
+from zeroshard.lab.doubles import GroupDouble, UnitDouble
 from zeroshard.lab.memory import OptimizerState, state_bytes
 from zeroshard.lab.trace import ROOT as ROOT_PLACE
-from zeroshard.lab.trace import Span, Trace, Work
+from zeroshard.lab.trace import Span, Trace
 from zeroshard.lab.traffic import Accumulate, Message
-from zeroshard.zero import MixedPrecision, ShardingStrategy
+from zeroshard.lab.work import Work, dtype_name
 from zeroshard.zero.runtime import MAX_REDUCTIONS_IN_FLIGHT
 from zeroshard.zero.schedule import ROOT, Cursor, Op, backward_ops, forward_ops
 from zeroshard.zero.strategy import SHARD
 
-CATEGORIES = (
-    "params",
-    "master",
-    "optimizer",
-    "grads",
-    "unit_buffers",
-    "prefetch",
-    "activations",
-    "temporaries",
-)
-Phase = Literal["forward", "backward", "optimizer"]
-
-
-@dataclass(frozen=True)
-class Compute:
-    """Operations, one after the other; ``unit``: during whose turn."""
-
-    unit: str
-    phase: Phase
-    work: tuple[Work, ...]
-
-
-@dataclass(frozen=True)
-class Issue:
-    """A collective is started, after what was computed before it; ``number`` names it.
-
-    ``replicas``: among the ranks that hold the same shard. ``control``: a few bytes that all ranks must hear.
-    """
-
-    number: int
-    message: Message
-    unit: str
-    phase: Phase
-    replicas: bool = False
-    control: bool = False
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Nothing is computed until that collective is done."""
-
-    number: int
-    unit: str
-    phase: Phase
-
-
-Action = Compute | Issue | Wait
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The fullest moment of a step.
-
-    Attributes:
-        by_category: bytes by `CATEGORIES`.
-        where: the unit and the phase.
-    """
-
-    by_category: dict[str, int]
-    where: str
-
-    @property
-    def total(self) -> int:
-        """Bytes."""
-        return sum(self.by_category.values())
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step.
-
-    Attributes:
-        first, middle, last: actions of micro-batches; ``first`` and ``middle`` are empty where there are not as many.
-        num_middle: how many there are like ``middle``.
-        update: actions of the optimizer's step.
-        peak: of memory.
-        start, before_update, after_update: bytes by category after initialisation, before and after the optimizer's
-            first step: the three points at which `Zero.memory_bytes` may be compared.
-        tokens: of this rank.
-    """
-
-    first: list[Action]
-    middle: list[Action]
-    num_middle: int
-    last: list[Action]
-    update: list[Action]
-    peak: Moment
-    start: dict[str, int]
-    before_update: dict[str, int]
-    after_update: dict[str, int]
-    tokens: int
-
-    def messages(self) -> list[Message]:
-        """The collectives of the step in order of issue, without control messages."""
-        parts = [self.first, *[self.middle] * self.num_middle, self.last, self.update]
-        return [a.message for part in parts for a in part if isinstance(a, Issue) and not a.control]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How the engine is set; as `zeroshard.Zero` takes it.
-
-    Attributes:
-        strategy: the row.
-        precision: the dtype policy.
-        num_micro: micro-batches of a step.
-        accumulate: None: as the row's `grads` column says.
-        prefetch: units ahead.
-        num_replicas: the world size by the ``shard_size``.
-        uniform_order: of the communicator.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        fused_copies: whether the optimizer writes 16-bit weights beside their masters, as `FusedAdamW` does.
-        rank: among those that shard together.
-        clips: whether the norm of the gradients is taken, and they are scaled, before the optimizer's step.
-    """
-
-    strategy: ShardingStrategy
-    precision: MixedPrecision = field(default_factory=MixedPrecision)
-    num_micro: int = 1
-    accumulate: Accumulate | None = None
-    prefetch: int = 1
-    num_replicas: int = 1
-    uniform_order: bool = True
-    device_type: str = "cpu"
-    fused_copies: bool = False
-    rank: int = 0
-    clips: bool = True
+__all__ = ["Settings", "Step", "step_of"]
 
 
 def step_of(
@@ -191,10 +65,8 @@ def step_of(
     each_reduces = (settings.accumulate or by_column) == "sharded"
     before_update = resident(settings.num_micro if each_reduces else 1)
     engine.hold(before_update)
-    parts: list[list[Action]] = []
     num_taken = min(settings.num_micro, 3)
-    for micro in range(num_taken):
-        parts.append(engine.micro_batch(sync=each_reduces or micro == num_taken - 1))
+    parts = [engine.micro_batch(sync=each_reduces or micro == num_taken - 1) for micro in range(num_taken)]
     update = engine.update(optimizer)
     start = {**before_update, "grads": 0, "optimizer": 0}
     return Step(
@@ -211,210 +83,6 @@ def step_of(
     )
 
 
-class _Double:
-    """A `FlatGroup` without tensors: what of it is there, and what is under way."""
-
-    def __init__(self, buffer: Buffer, engine: _Engine) -> None:
-        settings, layout = engine.settings, buffer.layout
-        precision = settings.precision
-        self.buffer, self.engine = buffer, engine
-        self.world_size = layout.world_size
-        several = self.world_size > 1
-        self.shard_params = settings.strategy.params is SHARD and several
-        self.shard_optim = settings.strategy.optim is SHARD and several
-        self.compute, self.master = precision.compute_dtype(buffer.dtype), buffer.dtype
-        self.reduce = precision.gradient_dtype(buffer.dtype)
-        self.full_bytes = layout.padded_numel * self.compute.itemsize
-        self.seen_numel = layout.shard_numel if self.shard_optim else layout.padded_numel
-        self.local_bytes = layout.padded_numel * self.reduce.itemsize
-        self.reduced_bytes = self.seen_numel * self.master.itemsize
-        # weights
-        self.whole = not self.shard_params
-        self.copy_due = self.compute != self.master and not settings.fused_copies
-        self.stale = buffer.trained and self.whole and (self.shard_optim or self.copy_due)
-        self.work: int | None = None
-        # gradients; "view" of the local buffer, or memory of its "own"
-        self.keep_local = settings.strategy.grads is not SHARD or not several
-        self.has_local = False
-        self.written: set[int] = set()
-        self.reduced: Literal["view", "own"] | None = None
-        self.arriving: Literal["view", "own"] | None = None
-        self.grads_work: int | None = None
-        self.across = False
-        scale_by = self.world_size * settings.num_replicas
-        self.scale_is_exact = scale_by & (scale_by - 1) == 0
-
-    @property
-    def name(self) -> str:
-        return self.buffer.name
-
-    # -- weights: `zeroshard.zero.flat` -----------------------------------------------------------------------
-
-    def gather(self, *, again: bool = False) -> None:
-        if self.work is not None or (self.whole and not self.stale and not again):
-            return
-        if not self.whole:
-            self.whole = True
-            self.engine.change("unit_buffers", self.full_bytes)
-        self.stale = False
-        copies = (self.copy_due or self.shard_params) and self.compute != self.master
-        self.copy_due = False
-        if copies:
-            numel = self.seen_numel
-            self.engine.compute(Work(0, numel * (self.compute.itemsize + self.master.itemsize), _name(self.compute)))
-        if self.shard_optim:
-            message = Message("all_gather", self.full_bytes, self.name, "weights", self.world_size)
-            self.work = self.engine.issue(message)
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.engine.wait(self.work)
-            self.work = None
-
-    def release(self) -> None:
-        if not self.shard_params or not self.whole:
-            return
-        self.wait()
-        self.whole = False
-        self.engine.change("unit_buffers", -self.full_bytes)
-
-    def after_update(self) -> None:
-        """`mark_stale`, and no gradients."""
-        self.release()
-        self.copy_due = self.compute != self.master and not self.engine.settings.fused_copies
-        self.stale = self.whole and (self.shard_optim or self.copy_due)
-
-    # -- gradients: `zeroshard.zero.reduction` ----------------------------------------------------------------
-
-    def accumulate(self, slot: int) -> None:
-        self._vacate_local()
-        self.have_local()
-        numel = self.buffer.layout.slots[slot].numel
-        grad_bytes, view_bytes = numel * self.compute.itemsize, numel * self.reduce.itemsize
-        if slot in self.written and not self.scale_is_exact:
-            cast = view_bytes if self.compute != self.reduce else 0
-            self.engine.change("temporaries", cast + view_bytes)
-            self.engine.change("temporaries", -cast - view_bytes)
-        passes = grad_bytes + view_bytes * (2 if slot in self.written else 1)
-        self.engine.compute(Work(0, passes, _name(self.reduce)))
-        self.written.add(slot)
-
-    def have_local(self) -> None:
-        if not self.has_local:
-            self.has_local = True
-            self.engine.change("grads" if self.keep_local else "unit_buffers", self.local_bytes)
-
-    def _vacate_local(self) -> None:
-        if self.across:
-            assert self.grads_work is not None
-            self.engine.wait(self.grads_work)
-            if self.arriving == "view":
-                self.arriving = "own"
-                self.engine.change("grads", self.seen_numel * self.reduce.itemsize)
-            return
-        self.settle()
-        if self.reduced == "view" and self.keep_local and not self.written:
-            self.reduced = "own"
-            self.engine.change("grads", self.reduced_bytes)
-
-    def start_reduction(self) -> None:
-        self.reduce_across()
-        self._vacate_local()
-        self.have_local()
-        self.written.clear()
-        self.arriving = "view"
-        if self.reduced is None and not self.keep_local and self.reduce == self.master:
-            self.arriving = "own"
-            self.engine.change("grads", self.reduced_bytes)
-        self.grads_work = self._collective()
-        self.across = self.engine.settings.num_replicas > 1
-
-    def reduce_across(self) -> None:
-        if not self.across:
-            return
-        assert self.grads_work is not None
-        self.engine.wait(self.grads_work)
-        num_bytes = self.buffer.layout.shard_numel * self.reduce.itemsize
-        message = Message("all_reduce", num_bytes, self.name, "grads", self.engine.settings.num_replicas)
-        self.grads_work = self.engine.issue(message, replicas=True)
-        self.across = False
-
-    def _collective(self) -> int:
-        def message(op: str) -> Message:
-            return Message(op, self.local_bytes, self.name, "grads", self.world_size)
-
-        settings = self.engine.settings
-        if settings.strategy.optim is SHARD:
-            if self.world_size == 1 and settings.num_replicas > 1:
-                return self.engine.nothing()
-            return self.engine.issue(message("reduce_scatter"))
-        if settings.uniform_order:
-            return self.engine.issue(message("all_reduce"))
-        self.engine.wait(self.engine.issue(message("reduce_scatter")))
-        return self.engine.issue(message("all_gather"))
-
-    def settle(self) -> None:
-        if self.grads_work is None:
-            return
-        self.reduce_across()
-        self.engine.wait(self.grads_work)
-        arrived, self.grads_work, self.arriving = self.arriving, None, None
-        arrived_bytes = self.seen_numel * self.reduce.itemsize
-        if self.reduced is not None:
-            self.engine.compute(Work(0, arrived_bytes + 2 * self.reduced_bytes, _name(self.master)))
-            if arrived == "own":
-                self.engine.change("grads", -arrived_bytes)
-        elif self.reduce != self.master:
-            self.engine.compute(Work(0, arrived_bytes + self.reduced_bytes, _name(self.master)))
-            self.engine.change("grads", self.reduced_bytes)
-            self.reduced = "own"
-            if arrived == "own":
-                self.engine.change("grads", -arrived_bytes)
-        else:
-            self.reduced = arrived
-        if not self.keep_local and not self.written:
-            if self.reduced == "view":
-                self.reduced = "own"
-                self.engine.change("grads", self.reduced_bytes)
-            self._let_local_go()
-
-    def _let_local_go(self) -> None:
-        if self.has_local:
-            self.has_local = False
-            self.engine.change("unit_buffers", -self.local_bytes)
-
-    def clear(self) -> None:
-        if self.reduced == "own":
-            self.engine.change("grads", -self.reduced_bytes)
-        self.reduced = None
-
-
-class _Unit:
-    """`zeroshard.zero.unit.Unit`, of doubles."""
-
-    def __init__(self, name: str, groups: list[_Double]) -> None:
-        self.name, self.groups = name, groups
-        self.trained = [group for group in groups if group.buffer.trained]
-        self.calls = self.active = 0
-        self.kept = self.held = self.used = False
-
-    def gather(self, *, again: bool = False) -> None:
-        for group in self.groups:
-            group.gather(again=again)
-
-    def wait(self) -> None:
-        for group in self.groups:
-            group.wait()
-
-    def unshard(self) -> None:
-        self.gather()
-        self.wait()
-
-    def release(self) -> None:
-        for group in self.groups:
-            group.release()
-
-
 class _Engine:
     """`zeroshard.zero.runtime.Runtime`, of doubles; writes down its actions and its memory."""
 
@@ -425,14 +93,15 @@ class _Engine:
         self.peak = Moment(dict(self._bytes), "")
         self._actions: list[Action] = []
         self._number = 0
-        self._place, self._phase = "root", "forward"
-        by_name: dict[str, list[_Double]] = {"root": []}
+        self._place = "root"
+        self._phase: Phase = "forward"
+        by_name: dict[str, list[GroupDouble]] = {"root": []}
         for buffer in buffers:
-            by_name.setdefault(buffer.unit, []).append(_Double(buffer, self))
-        self.root = _Unit("root", by_name.pop("root"))
+            by_name.setdefault(buffer.unit, []).append(GroupDouble(buffer, self))
+        self.root = UnitDouble("root", by_name.pop("root"))
         unknown = set(by_name) - set(trace.units)
         assert not unknown, f"units that the trace does not know: {unknown}"
-        self.units = [_Unit(name, by_name[name]) for name in trace.units if name in by_name]
+        self.units = [UnitDouble(name, by_name[name]) for name in trace.units if name in by_name]
         several = any(buffer.layout.world_size > 1 for buffer in buffers)
         self.shard_params = settings.strategy.params is SHARD and several
         self.shard_grads = settings.strategy.grads is SHARD and several
@@ -443,11 +112,11 @@ class _Engine:
             for group in unit.groups
             for index, slot in enumerate(group.buffer.layout.slots)
         }
-        self._in_flight: deque[_Unit] = deque()
-        self._to_replicas: deque[_Unit] = deque()
+        self._in_flight: deque[UnitDouble] = deque()
+        self._to_replicas: deque[UnitDouble] = deque()
         self._cursor: Cursor | None = None
 
-    def all_units(self) -> list[_Unit]:
+    def all_units(self) -> list[UnitDouble]:
         return [self.root, *self.units]
 
     # -- what is written down ---------------------------------------------------------------------------------
@@ -460,7 +129,7 @@ class _Engine:
             for group in unit.trained:
                 if group.keep_local:
                     group.have_local()
-        self.change("activations", self.trace.input_bytes)
+        self.change("others", self.trace.input_bytes)
 
     def change(self, category: str, num_bytes: int) -> None:
         self._bytes[category] += num_bytes
@@ -513,7 +182,7 @@ class _Engine:
         """Forward and backward; returns its actions."""
         self._actions = []
         self._sync = sync
-        self._ran: set[_Unit] = set()
+        self._ran: set[UnitDouble] = set()
         for span in self.trace.spans:
             event = span.event
             unit = self.root if event.unit == ROOT_PLACE else self.units[event.unit]
@@ -543,7 +212,7 @@ class _Engine:
             self._span(span)
         return self._actions
 
-    def _forward_begins(self, unit: _Unit, place: int) -> None:
+    def _forward_begins(self, unit: UnitDouble, place: int) -> None:
         last = len(self.units) - 1
         if unit is self.root:
             self._frees_after_forward = self.reshard_after_forward
@@ -561,7 +230,7 @@ class _Engine:
         unit.used = True
         unit.unshard()
 
-    def _forward_ends(self, unit: _Unit, *, grads_flow: bool, keep: bool) -> None:
+    def _forward_ends(self, unit: UnitDouble, *, grads_flow: bool, keep: bool) -> None:
         unit.kept |= keep
         unit.calls += grads_flow
         if unit is self.root:
@@ -577,7 +246,7 @@ class _Engine:
         if not keep and self._frees_after_forward:
             unit.release()
 
-    def _backward_begins(self, unit: _Unit) -> None:
+    def _backward_begins(self, unit: UnitDouble) -> None:
         self._backward()
         if unit is not self.root:
             unit.calls = max(unit.calls - 1, 0)
@@ -604,10 +273,10 @@ class _Engine:
         else:
             self._reduce(unit)
 
-    def _walk_before(self, unit: _Unit) -> None:
+    def _walk_before(self, unit: UnitDouble) -> None:
         self._backward().before(Op("reduce", self.units.index(unit)))
 
-    def _backward_ends(self, unit: _Unit) -> None:
+    def _backward_ends(self, unit: UnitDouble) -> None:
         cursor = self._backward()
         unit.active = max(unit.active - 1, 0)
         if unit is self.root or unit.active:
@@ -618,7 +287,7 @@ class _Engine:
             if not unit.kept:
                 unit.release()
 
-    def _reduce(self, unit: _Unit) -> None:
+    def _reduce(self, unit: UnitDouble) -> None:
         if self._sync:
             for group in unit.trained:
                 group.start_reduction()
@@ -670,22 +339,18 @@ class _Engine:
         self._place, self._phase = "root", "optimizer"
         trained = [group for unit in self.all_units() for group in unit.trained]
         if self.settings.clips:
-            self.compute(*(Work(0, group.reduced_bytes, _name(group.master)) for group in trained))
+            self.compute(*(Work(0, group.reduced_bytes, dtype_name(group.master)) for group in trained))
             if any(group.shard_optim for group in trained):
                 self._control("all_gather", 8 * trained[0].world_size, shard=True)
         if self.settings.clips and not self.settings.fused_copies:  # gradients are scaled in a pass of its own
-            self.compute(*(Work(0, 2 * group.reduced_bytes, _name(group.master)) for group in trained))
+            self.compute(*(Work(0, 2 * group.reduced_bytes, dtype_name(group.master)) for group in trained))
         # It reads gradient, master and states, and writes all but the gradient.
         passes = 1 + 2 * (1 + optimizer.num_per_element)
         for group in trained:
             num_bytes = passes * group.reduced_bytes
             num_bytes += self.settings.fused_copies * group.seen_numel * group.compute.itemsize
-            self.compute(Work(0, num_bytes, _name(group.master)))
+            self.compute(Work(0, num_bytes, dtype_name(group.master)))
         for group in trained:
             group.clear()
             group.after_update()
         return self._actions
-
-
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

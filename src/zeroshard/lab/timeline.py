@@ -8,8 +8,8 @@ CPU the cores that compute move the bytes too: a link that was measured says wha
 An operation takes the longest of its FLOPs over the device's rate, its bytes over the memory's, and the least time of a
 kernel (Williams et al. 2009, "Roofline", https://doi.org/10.1145/1498765.1498785). A collective takes a latency for
 each step of its algorithm and its bytes over the slowest link (Thakur et al. 2005, "Optimization of Collective
-Communication Operations in MPICH", https://doi.org/10.1177/1094342005051521; ring and double binary tree as NCCL reckons
-them, src/graph/tuning.cc)::
+Communication Operations in MPICH", https://doi.org/10.1177/1094342005051521; ring and double binary tree as NCCL
+reckons them, src/graph/tuning.cc)::
 
     all-gather, reduce-scatter    ring   call + (n - 1) a + (n - 1) / n  B / b
     all-reduce                    ring   call + 2 (n - 1) a + 2 (n - 1) / n  B / b
@@ -27,9 +27,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from zeroshard.lab.actions import Action, Compute, Issue, Step, Wait
 from zeroshard.lab.hardware import Device, Link
-from zeroshard.lab.step import Action, Compute, Issue, Step, Wait
-from zeroshard.lab.trace import Work
+from zeroshard.lab.work import Work
 
 Algorithm = Literal["auto", "ring", "tree"]
 

@@ -27,11 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
 
 from zeroshard.kernels.launch import traced
-from zeroshard.kernels.linear_cross_entropy import VOCAB_MULTIPLE
-from zeroshard.lab.recorder import AllocationRecorder
+from zeroshard.lab.recorder import StorageEvents
+from zeroshard.lab.work import Work, bytes_read, dtype_name, work_of, work_of_projected_loss
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.presets import nearest_preset
 from zeroshard.zero import MixedPrecision
@@ -72,16 +71,6 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Work:
-    """One operation: its FLOPs, the bytes that it reads and writes, the dtype that it computes in."""
-
-    flops: int
-    num_bytes: int
-    dtype: str
-    attention: bool = False
-
-
-@dataclass(frozen=True)
 class Span:
     """From one event to the next: changes of live bytes, their highest point on the way, and the work.
 
@@ -107,7 +96,7 @@ class Trace:
     Attributes:
         units: names in order of execution.
         spans: in order.
-        input_bytes: of the arguments, which are there all along.
+        input_bytes: of the arguments and the model's buffers, which are there all along.
         tokens: elements of the first argument where those are integers, else its rows.
     """
 
@@ -163,7 +152,8 @@ def tokens_and_targets(seq_len: int) -> Inputs:
     """The arguments of a language model."""
 
     def make(micro_batch: int) -> tuple[Tensor, Tensor]:
-        return tuple(torch.zeros(micro_batch, seq_len, dtype=torch.int64) for _ in range(2))  # ty: ignore[invalid-return-type]
+        tokens, targets = (torch.zeros(micro_batch, seq_len, dtype=torch.int64) for _ in range(2))
+        return tokens, targets
 
     return make
 
@@ -187,14 +177,14 @@ def trace_model(
         precision: the dtype policy.
         device_type: as `trace_language_model`.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+    with FakeTensorMode(allow_non_fake_inputs=True):
         fake, chosen = _fake(model, units, precision)
         root, specs = partition(fake, chosen)
         log = _Log([root, *specs])
         given = inputs(micro_batch)
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             given = tree_map(lambda x: _cast(x, precision.param_dtype), given)
-        recorder = AllocationRecorder(log.heard, log.ran)
+        recorder = StorageEvents(log.heard, log.ran)
         arguments = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         recorder.ignore([*fake.parameters(), *fake.buffers(), *arguments])
         with _kernels_of(device_type, log), recorder:
@@ -206,7 +196,7 @@ def trace_model(
             del loss
     first = arguments[0]
     tokens = first.numel() if not first.is_floating_point() else first.shape[0]
-    num_bytes = sum(leaf.untyped_storage().nbytes() for leaf in arguments)
+    num_bytes = sum(leaf.untyped_storage().nbytes() for leaf in (*arguments, *model.buffers()))
     return Trace(log.order(), tuple(log.spans()), num_bytes, tokens)
 
 
@@ -346,10 +336,10 @@ class _Log:
     def launched(self, name: str, args: tuple[Any, ...]) -> None:
         """A kernel of ours: it reads and writes each of its tensors once; the projected loss does more."""
         if name == "linear_cross_entropy":
-            self._entries += _projected_loss(*args)
+            self._entries += work_of_projected_loss(*args)
             return
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        self._entries.append(Work(0, sum(map(_bytes, tensors)), _dtype_name(tensors[0])))
+        self._entries.append(Work(0, sum(map(bytes_read, tensors)), dtype_name(tensors[0].dtype)))
 
     @property
     def backward_pass(self) -> object:
@@ -434,76 +424,3 @@ def _span(event: Event, entries: Sequence[Work | tuple[int, int]], kept: set[int
         if sum(now) > sum(peak):
             peak = (now[0], now[1])
     return Span(event, now[0], now[1], *peak, tuple(work))
-
-
-# -- work of an operation ---------------------------------------------------------------------------------------------
-
-_aten: Any = torch.ops.aten
-_FREE = {_aten.detach.default, _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default}
-
-
-def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work | None:
-    """What an operator costs; None for one that only looks at memory in another way, or reserves it."""
-    packet = func._overloadpacket
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if not outputs or func in _FREE:
-        return None
-    mutable = func._schema.is_mutable
-    given = {leaf.untyped_storage()._cdata for leaf in inputs}
-    if not mutable and given and all(leaf.untyped_storage()._cdata in given for leaf in outputs):
-        return None
-    attention = "attention" in str(packet)
-    flops = 0
-    if attention:
-        flops = _attention_flops(func, args, backward="backward" in str(packet))
-    elif packet in flop_registry:
-        flops = flop_registry[packet](*args, **kwargs, out_val=result)
-    num_bytes = sum(_bytes(leaf) for leaf in (*inputs, *outputs))
-    return Work(flops, num_bytes, _dtype_name(outputs[0]), attention)
-
-
-def _projected_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    scale: Tensor,
-    losses: Tensor,
-    d_hidden: Tensor | None,
-    d_weight: Tensor | None,
-    *options: Any,
-) -> list[Work]:
-    """`zeroshard.kernels.linear_cross_entropy`'s launcher: its chunk of logits is there meanwhile."""
-    (rows, width), vocab, at_once = hidden.shape, weight.shape[0], min(options[-1], hidden.shape[0])
-    padded_vocab = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    chunk = hidden.new_empty(at_once, padded_vocab)
-    wide = None if d_hidden is None else losses.new_empty(at_once, width)
-    del chunk, wide
-    num_products = 1 + (d_hidden is not None) + (d_weight is not None)
-    num_chunks, logit_bytes = -(-rows // at_once), rows * vocab * hidden.element_size()
-    product = Work(
-        2 * rows * width * vocab, logit_bytes + num_chunks * _bytes(weight) + _bytes(hidden), _dtype_name(hidden)
-    )
-    return [product] * num_products + [Work(0, 2 * logit_bytes, _dtype_name(hidden))]
-
-
-def _attention_flops(func: Any, args: tuple[Any, ...], *, backward: bool) -> int:
-    """Of a fused kernel: 4 B H T S D forward, 2.5 times that backward, where it computes the weights again.
-
-    Dao 2023, FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4.1. Half of it under a causal mask, whose
-    blocks it skips.
-    """
-    query, key = (args[1], args[2]) if backward else (args[0], args[1])
-    batch, heads, num_queries, width = query.shape
-    flops = 4 * batch * heads * num_queries * key.shape[-2] * width
-    causal = any(arg is True for arg in args)
-    return int(flops * (2.5 if backward else 1) * (0.5 if causal else 1))
-
-
-def _bytes(tensor: Tensor) -> int:
-    """What is read or written of it: an expanded tensor is read where it lies."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -37,6 +37,7 @@ class Workload:
         precision: the dtype policy.
         optimizer: a key of `zeroshard.lab.memory.OPTIMIZER_STATES`.
         kernels: as models take it.
+        ours: whether it is one of our language models, given tokens and targets.
     """
 
     model: nn.Module
@@ -47,6 +48,7 @@ class Workload:
     precision: MixedPrecision
     optimizer: str = "AdamW"
     kernels: Choice = "auto"
+    ours: bool = False
     _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
     _buffers: dict[int, list[Buffer]] = field(default_factory=dict)
 
@@ -87,7 +89,7 @@ class Workload:
         as_on = device_type if self.kernels != "reference" else "cpu"
         key = (micro_batch, as_on)
         if key not in self._traces:
-            if isinstance(self.model, LanguageModel) and self._is_ours:
+            if isinstance(self.model, LanguageModel) and self.ours:
                 self._traces[key] = trace_language_model(
                     self.model, micro_batch, self.seq_len, self.precision, device_type=as_on
                 )
@@ -96,10 +98,6 @@ class Workload:
                     self.model, micro_batch, self.units, self.inputs, self.precision, device_type=as_on
                 )
         return self._traces[key]
-
-    @property
-    def _is_ours(self) -> bool:
-        return self.inputs.__qualname__.startswith(tokens_and_targets.__qualname__)
 
     def buffers(self, num_shards: int) -> list[Buffer]:
         """As an engine lays them out over ``num_shards`` ranks."""
@@ -111,8 +109,10 @@ class Workload:
             self._buffers[num_shards] = buffers_of(self.model, num_shards, self.units, whole=whole)
         return self._buffers[num_shards]
 
-    def changed(self, *, seq_len: int | None = None, **overrides: object) -> Workload:
-        """The same with another sequence length or other fields of the model's configuration; ours alone.
+    def changed(
+        self, overrides: Mapping[str, object] = MappingProxyType({}), *, seq_len: int | None = None
+    ) -> Workload:
+        """The same with other fields of the model's configuration, or another sequence length; ours alone.
 
         Raises:
             UserError: values that do not go together.
@@ -161,6 +161,7 @@ def language_model(
         precision,
         known_optimizer(optimizer),
         kernels,
+        ours=True,
     )
 
 
@@ -194,7 +195,15 @@ def workload_of(
         chosen = list(model.blocks) if chosen is None else chosen
         make = inputs or tokens_and_targets(length)
         return Workload(
-            model, type(model).__name__, chosen, make, length, precision, known_optimizer(optimizer), model.kernels
+            model,
+            type(model).__name__,
+            chosen,
+            make,
+            length,
+            precision,
+            known_optimizer(optimizer),
+            model.kernels,
+            ours=inputs is None and units is None,
         )
     if inputs is None:
         what = f"a {type(model).__name__} is no language model of ours"

@@ -1,10 +1,10 @@
-"""``--strategy auto``: the lowest stage whose training state fits, and one more whenever memory ran out all the same.
+"""``--strategy auto``: the lowest stage whose step fits, and one more whenever memory ran out all the same.
 
 Lower stages send less, higher ones hold less. What fits is predicted before the run (by `zeroshard.lab.fit`, which the
-command line hands in); activations, fragments and neighbours are not, so a rank may still run out. It may do so alone,
-in the middle of a collective, where no rank can be asked to take another turn. So that rank leaves word in the run
-folder and ends, and the next start, at once under our launcher, goes on from the last checkpoint a stage higher:
-checkpoints know no stage.
+command line hands in); fragments and neighbours are not, so a rank may still run out. It may do so alone, in the
+middle of a collective, where no rank can be asked to take another turn. So that rank leaves word in the run folder and
+ends, and the next start, at once under our launcher, goes on from the last checkpoint a stage higher: checkpoints know
+no stage.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from zeroshard.models import LanguageModel
 from zeroshard.train.config import TrainConfig
 
 HIGHEST_STAGE = 3
-# From a model on the meta device, the number of ranks, the dtype that computes and the device: stage, and why.
-ChooseStage = Callable[[LanguageModel, int, torch.dtype, torch.device], tuple[int, str]]
+# From a model on the meta device, the number of ranks, the dtype that computes, the device, and rows and tokens of a
+# micro-batch: stage, and why.
+ChooseStage = Callable[[LanguageModel, int, torch.dtype, torch.device, int, int], tuple[int, str]]
 
 
 def lowest_stage(chosen: tuple[int, str], comm: Communicator, folder: Path, *, resuming: bool) -> tuple[int, str]:

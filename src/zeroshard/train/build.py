@@ -410,7 +410,9 @@ def _automatic_stage(
 ) -> int:
     chosen = 0, "where nobody predicts"
     if choose_stage is not None:
-        chosen = choose_stage(make_model(config, vocab_size, "meta"), comm.world_size, DTYPES[config.dtype], device)
+        model = make_model(config, vocab_size, "meta")
+        shapes = config.micro_batch_size, config.seq_len
+        chosen = choose_stage(model, comm.world_size, DTYPES[config.dtype], device, *shapes)
     stage, why = lowest_stage(chosen, comm, Path(config.out), resuming=config.resume != "none")
     if comm.rank == 0:
         print(f"strategy auto: zero{stage}: {why}")

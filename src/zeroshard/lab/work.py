@@ -1,0 +1,97 @@
+"""What an operation costs: its FLOPs and the bytes that it reads and writes, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from zeroshard.kernels.linear_cross_entropy import VOCAB_MULTIPLE
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operation: its FLOPs, the bytes that it reads and writes, the dtype that it computes in."""
+
+    flops: int
+    num_bytes: int
+    dtype: str
+    attention: bool = False
+
+
+_aten: Any = torch.ops.aten
+_FREE = {_aten.detach.default, _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default}
+
+
+def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work | None:
+    """What an operator costs; None for one that only looks at memory in another way, or reserves it."""
+    packet = func._overloadpacket
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not outputs or func in _FREE:
+        return None
+    mutable = func._schema.is_mutable
+    given = {leaf.untyped_storage()._cdata for leaf in inputs}
+    if not mutable and given and all(leaf.untyped_storage()._cdata in given for leaf in outputs):
+        return None
+    attention = "attention" in str(packet)
+    flops = 0
+    if attention:
+        flops = _attention_flops(func, args, backward="backward" in str(packet))
+    elif packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=result)
+    num_bytes = sum(bytes_read(leaf) for leaf in (*inputs, *outputs))
+    return Work(flops, num_bytes, dtype_name(outputs[0].dtype), attention)
+
+
+def work_of_projected_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    losses: Tensor,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    *options: Any,
+) -> list[Work]:
+    """`zeroshard.kernels.linear_cross_entropy`'s launcher: its chunk of logits is there meanwhile."""
+    (rows, width), vocab, at_once = hidden.shape, weight.shape[0], min(options[-1], hidden.shape[0])
+    padded_vocab = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    chunk = hidden.new_empty(at_once, padded_vocab)
+    wide = None if d_hidden is None else losses.new_empty(at_once, width)
+    del chunk, wide
+    num_products = 1 + (d_hidden is not None) + (d_weight is not None)
+    num_chunks, logit_bytes = -(-rows // at_once), rows * vocab * hidden.element_size()
+    product = Work(
+        2 * rows * width * vocab,
+        logit_bytes + num_chunks * bytes_read(weight) + bytes_read(hidden),
+        dtype_name(hidden.dtype),
+    )
+    return [product] * num_products + [Work(0, 2 * logit_bytes, dtype_name(hidden.dtype))]
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...], *, backward: bool) -> int:
+    """Of a fused kernel: 4 B H T S D forward, 2.5 times that backward, where it computes the weights again.
+
+    Dao 2023, FlashAttention-2, https://arxiv.org/abs/2307.08691, section 4.1. Half of it under a causal mask, whose
+    blocks it skips.
+    """
+    query, key = (args[1], args[2]) if backward else (args[0], args[1])
+    batch, heads, num_queries, width = query.shape
+    flops = 4 * batch * heads * num_queries * key.shape[-2] * width
+    causal = any(arg is True for arg in args)
+    return int(flops * (2.5 if backward else 1) * (0.5 if causal else 1))
+
+
+def bytes_read(tensor: Tensor) -> int:
+    """What is read or written of it: an expanded tensor is read where it lies."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` of ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,101 @@
+"""The figures that everybody knows come out, and where they are wrong it is said how (docs/accounting.md)."""
+
+import pytest
+import torch
+
+from zeroshard.lab.buffers import buffers_of
+from zeroshard.lab.memory import OPTIMIZER_STATES, state_bytes
+from zeroshard.lab.traffic import bytes_by_op, messages
+from zeroshard.models import build_model
+from zeroshard.zero import STAGES, FlatLayout, MixedPrecision
+
+ADAMW = OPTIMIZER_STATES["AdamW"]
+SIXTEEN = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+class _Shapes(torch.nn.Module):
+    """``numel`` parameters in 75 equal units, without memory."""
+
+    def __init__(self, numel):
+        super().__init__()
+        with torch.device("meta"):
+            self.blocks = torch.nn.ModuleList(torch.nn.Linear(numel // 75, 1, bias=False) for _ in range(75))
+
+
+def _states(model, stage, world_size, precision, optimizer=ADAMW):
+    buffers = buffers_of(model, world_size)
+    return state_bytes(buffers, STAGES[stage], 0, optimizer, precision, device_type="cuda")
+
+
+def test_sixteen_bytes_a_parameter():
+    """Weights and gradients in 16 bits, and in 32 bits master, mean and mean square: 2 + 2 + 4 + 4 + 4.
+
+    Our gradients, which the optimizer must have in the master's dtype, are 4 more once they are reduced, unless they
+    travel in it too: then 4 instead of 2.
+    """
+    numel = 75 * 10**6
+    found = _states(_Shapes(numel), 0, 1, SIXTEEN)
+    small = 75 * 4  # step counts
+    assert found["params"] == 2 * numel
+    assert found["master"] == 4 * numel
+    assert found["optimizer"] == 8 * numel + small
+    assert found["grads"] == (2 + 4) * numel
+    assert sum(found.values()) - 4 * numel - small == 16 * numel
+    wide = _states(_Shapes(numel), 0, 1, MixedPrecision(param_dtype=torch.bfloat16))
+    assert sum(wide.values()) - small == 18 * numel
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_zero_paper_s_table_for_seven_and_a_half_billion_parameters_on_64_gpus(stage, gigabytes):
+    """Rajbhandari et al. 2020, table 1 and figure 1, of 2 + 2 + 12 bytes.
+
+    The paper's gradients stay in 16 bits; ours are reduced into the master's dtype, whose shard is counted apart here.
+    """
+    numel, world_size = 75 * 10**8, 64
+    found = _states(_Shapes(numel), stage, world_size, SIXTEEN)
+    sharded = stage >= 1
+    reduced = 4 * numel // (world_size if sharded else 1)
+    grads = found["grads"] - reduced if stage < 2 else found["grads"] // 2
+    weights = (
+        found["params"] if stage < 3 else 2 * numel // world_size
+    )  # the paper keeps a 16-bit shard, we the master's
+    total = weights + grads + found["master"] + found["optimizer"]
+    assert total / 1e9 == pytest.approx(gigabytes, abs=0.06)
+
+
+@pytest.mark.parametrize(("stage", "volumes"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_two_volumes_of_traffic_and_three_at_stage_three(stage, volumes):
+    """Psi elements: an all-reduce sends 2 Psi, a reduce-scatter or an all-gather Psi; sections 7.1 and 7.2.
+
+    Stage 3 gathers twice but what is still there: the root unit, whose weights stay for the backward.
+    """
+    model = _Shapes(75 * 64)
+    found = bytes_by_op(messages(buffers_of(model, 64), STAGES[stage], SIXTEEN))
+    psi = 2 * 75 * 64
+    sent = 2 * found.get("all_reduce", 0) + found.get("reduce_scatter", 0) + found.get("all_gather", 0)
+    assert sent == volumes * psi
+
+
+def test_whole_parameters_cannot_be_shared_out_evenly():
+    """GPT-2's token embedding is 31% of 124M parameters: its owner among 8 holds 2.5 times an eighth."""
+    with torch.device("meta"):
+        model = build_model("gpt2-124m")
+    shapes = [(name, tuple(param.shape)) for name, param in model.named_parameters()]
+    whole, flat = FlatLayout.whole(shapes, 8), FlatLayout.of(shapes, 8)
+    assert whole.longest == 50257 * 768
+    assert whole.longest * 8 / flat.numel == pytest.approx(2.48, abs=0.01)
+    assert flat.shard_numel * 8 / flat.numel < 1.0001
+
+
+def test_sharding_the_optimizer_alone_saves_a_quarter_on_two_ranks_in_fp32():
+    """4 + 4 + 8 bytes: half of the 8 is half of the states, and 4 of 16 in all."""
+    model = _Shapes(75 * 10**6)
+    whole, shared = (sum(_states(model, stage, 2, None).values()) for stage in (0, 1))
+    states = [_states(model, stage, 2, None)["optimizer"] for stage in (0, 1)]
+    assert states[1] / states[0] == pytest.approx(0.5, abs=1e-4)
+    assert shared / whole == pytest.approx(0.75, abs=1e-4)
+
+
+def test_who_forgets_the_master_forgets_a_third_of_the_optimizer_s_states():
+    found = _states(_Shapes(75 * 10**6), 0, 1, SIXTEEN)
+    assert found["master"] / (found["master"] + found["optimizer"]) == pytest.approx(1 / 3, abs=1e-4)

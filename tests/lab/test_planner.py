@@ -1,0 +1,215 @@
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from zeroshard.errors import UserError
+from zeroshard.lab import plan
+from zeroshard.lab.advice import recommended
+from zeroshard.lab.explain import explain
+from zeroshard.lab.hardware import Device, Link
+from zeroshard.lab.inverse import crossover, fewest, largest_micro_batch, largest_model, lowest_bandwidth
+from zeroshard.lab.planner import planner_for
+from zeroshard.lab.show import text
+from zeroshard.lab.traffic import bytes_by_op
+from zeroshard.models import build_model
+
+SMALL = {"n_layer": 6, "n_head": 4, "n_embd": 64, "vocab_size": 512, "seq_len": 64}
+GIB = 2**30
+
+
+def _small_gpu(memory_bytes, **changes):
+    rates = {"float32": 1e12, "bfloat16": 4e12}
+    link = {"matmul_share": 1.0, "link": "pcie4", **changes}
+    return Device("small", memory_bytes, rates, 100e9, "invented", device_type="cpu", **link)
+
+
+def _plan(memory_bytes=10**9, **changes):
+    given = {"world_size": 4, "gpu": _small_gpu(memory_bytes), "overrides": SMALL, **changes}
+    return plan("gpt2-demo", **given)
+
+
+def test_a_higher_stage_never_needs_more_of_what_it_shards():
+    rows = {row.stage: row for row in _plan(micro_batch=1).rows}
+    resident = [sum(rows[stage].step.before_update.values()) for stage in range(4)]
+    assert resident == sorted(resident, reverse=True)
+    assert all(row.fits for row in rows.values())
+
+
+def test_rows_have_the_traffic_of_the_stage_table():
+    rows = {row.stage: row for row in _plan(micro_batch=1).rows}
+    total = rows[0].messages_bytes["all_reduce"]
+    assert rows[1].messages_bytes == {"reduce_scatter": total, "all_gather": total // 2}  # weights travel in bf16
+    assert rows[2].messages_bytes == rows[1].messages_bytes
+    assert rows[3].messages_bytes["all_gather"] > rows[2].messages_bytes["all_gather"]
+    assert bytes_by_op(rows[3].step.messages()) == rows[3].messages_bytes
+
+
+def test_micro_batches_grow_until_they_do_not_fit_and_the_fastest_is_recommended():
+    found = _plan(memory_bytes=60 * 2**20)
+    for stage in range(4):
+        rows = [row for row in found.rows if row.stage == stage]
+        assert [row.fits for row in rows[:-1]] == [True] * (len(rows) - 1)
+        assert [row.micro_batch for row in rows] == [2**i for i in range(len(rows))]
+    assert found.best == recommended(found.rows)
+    assert found.best.tokens_per_s >= 0.99 * max(row.tokens_per_s for row in found.rows if row.fits)
+    assert found.advice.startswith(f"Take stage {found.best.stage}")
+
+
+def test_a_fixed_global_batch_is_shared_out_and_moves_the_same_tokens():
+    found = _plan(global_batch=64)
+    for row in found.rows:
+        assert row.micro_batch * row.num_micro * 4 == 64
+        assert row.step.tokens * 4 == 64 * 64
+    with pytest.raises(UserError, match=r"^global_batch: 66 sequences cannot be shared out to 4 GPUs"):
+        _plan(global_batch=66)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"memory_bytes": 3 * 2**20, "micro_batch": 8, "stage": 3}, "micro-batch"),
+        ({"memory_bytes": 7 * 2**20, "micro_batch": 16, "stage": 3, "world_size": 8}, "would fit"),
+        ({"memory_bytes": 2**16}, "no single change helps"),
+    ],
+)
+def test_where_nothing_fits_the_nearest_change_is_named(changes, said):
+    found = _plan(**changes)
+    assert not found.fits
+    assert found.advice.startswith("Nothing fits: stage ")
+    assert said in found.advice
+
+
+def test_one_gpu_too_few_is_answered_with_how_many():
+    memory = 8 * 2**20
+    found = _plan(memory_bytes=memory, world_size=1, micro_batch=1)
+    assert not found.fits
+    planner = planner_for("gpt2-demo", world_size=1, gpu=_small_gpu(memory), overrides=SMALL)
+    needed = fewest(planner, (0, 1, 2, 3), 1)
+    assert needed.value is not None
+    assert _plan(memory_bytes=memory, world_size=int(needed.value), micro_batch=1).fits
+    assert not _plan(memory_bytes=memory, world_size=int(needed.value) - 1, micro_batch=1).fits
+
+
+def test_the_largest_micro_batch_fits_and_one_more_does_not():
+    planner = planner_for("gpt2-demo", world_size=4, gpu=_small_gpu(50 * 2**20), overrides=SMALL)
+    most = int(largest_micro_batch(planner, 2).value)
+    assert planner.row(2, most).fits
+    assert not planner.row(2, most + 1).fits
+
+
+def test_the_largest_model_fits():
+    planner = planner_for("gpt2-demo", world_size=4, gpu=_small_gpu(200 * 2**20), overrides=SMALL)
+    answer = largest_model(planner, 3, 1)
+    assert answer.value > 0
+    assert "layers" in answer.sentence
+
+
+def _on_a_network(bytes_per_s=1e9, **changes):
+    link = Link("net", 5e-6, bytes_per_s, "invented")
+    return planner_for("gpt2-demo", world_size=16, gpu=_small_gpu(10**9), network=link, overrides=SMALL, **changes)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_at_the_lowest_bandwidth_a_stage_keeps_nine_tenths_of_its_speed(stage):
+    planner = _on_a_network()
+    found = lowest_bandwidth(planner, stage, 4).value
+    fast = _on_a_network(1e13).row(stage, 4).tokens_per_s
+    assert _on_a_network(found).row(stage, 4).tokens_per_s >= 0.9 * fast
+    assert _on_a_network(0.97 * found).row(stage, 4).tokens_per_s < 0.9 * fast
+
+
+def test_at_the_crossover_two_stages_are_as_fast_as_each_other():
+    """Stage 3 sends more than stage 1, and never wins with the same micro-batch."""
+    planner = _on_a_network()
+    assert crossover(planner, 3, 1, 4).value is None
+    tight = planner_for("gpt2-demo", world_size=16, gpu=_small_gpu(24 * 2**20), overrides=SMALL)
+    filled = crossover(tight, 3, 1)
+    if filled.value is not None:
+        sizes = [int(largest_micro_batch(tight, stage).value) for stage in (3, 1)]
+        link = Link("net", tight.cluster.between.latency_s, filled.value, "", share=tight.cluster.between.share)
+        rows = [tight.on(between=link).row(stage, size) for stage, size in zip((3, 1), sizes, strict=True)]
+        assert rows[0].tokens_per_s == pytest.approx(rows[1].tokens_per_s, rel=0.02)
+
+
+def test_in_many_nodes_sharding_within_one_is_shown_too():
+    found = plan("gpt2-demo", world_size=64, gpu=_small_gpu(10**9), overrides=SMALL, micro_batch=2)
+    sizes = {row.shard_size for row in found.rows}
+    assert sizes == {8, 32, 64}
+    hybrid = [row for row in found.rows if row.shard_size == 8]
+    assert [row.stage for row in hybrid] == [1, 2, 3]
+    assert all(any(m.world_size == 8 and m.op == "all_reduce" for m in row.step.messages()) for row in hybrid)
+
+
+def test_a_hundred_thousand_gpus_take_seconds_and_are_told_to_shard_less():
+    start = time.process_time()
+    found = plan("llama-7b", world_size=100_000, network="400Gbit/s")
+    assert time.process_time() - start < 20  # 1 to 2 on an idle machine
+    assert found.best.shard_size < 100_000
+
+
+def test_any_module_is_planned_from_its_inputs():
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    found = plan(net, world_size=2, gpu=_small_gpu(10**8), inputs=lambda rows: (torch.zeros(rows, 8),), micro_batch=4)
+    assert found.fits
+    assert found.workload.num_params == 8 * 16 + 16 + 16 + 1
+    assert all(param.grad is None for param in net.parameters())
+
+
+def test_a_model_of_ours_may_be_given_itself():
+    with torch.device("meta"):
+        model = build_model("gpt2-demo", overrides=SMALL)
+    ours = plan(model, world_size=4, gpu=_small_gpu(10**9), micro_batch=2)
+    named = _plan(micro_batch=2)
+    assert [row.needed_bytes for row in ours.rows] == [row.needed_bytes for row in named.rows]
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "said"),
+    [
+        (5, {}, r"^model: 5 is a int and no nn.Module"),
+        ("gpt2-125m", {}, r"^model: there is no preset 'gpt2-125m'; did you mean gpt2-124m\?"),
+        (nn.Linear(2, 2), {}, r"^inputs: a Linear is no language model of ours"),
+        (nn.ReLU(), {}, r"^model: ReLU has no parameters to train"),
+        ("gpt2-demo", {"world_size": 0}, r"^gpus: 0 is not a whole number of at least 1"),
+        ("gpt2-demo", {"gpu": "h100"}, r"^gpu: 'h100'"),
+        ("gpt2-demo", {"network": "400"}, r"^network: '400' is not a bandwidth"),
+        ("gpt2-demo", {"overrides": {"n_head": 3}}, r"^model.n_head: 3 does not divide n_embd 128"),
+        (
+            "gpt2-demo",
+            {"gpu": "v100-32gb"},
+            r"^dtype: a v100-32gb does not compute in bfloat16; choose float32, float16",
+        ),
+        ("gpt2-demo", {"optimizer": "lion"}, r"^optimizer: nothing is known of 'lion'"),
+        ("gpt2-demo", {"dtype": "int8"}, r"^dtype: 'int8' is not a choice"),
+        ("gpt2-demo", {"stage": 4}, r"^stage: 4 is not a ZeRO stage"),
+        ("gpt2-demo", {"world_size": 6, "shard_size": 4}, r"^shard_size: 4 does not divide a world of 6"),
+        ("gpt2-demo", {"seq_len": 4096}, r"^seq_len: 4096 is above the model's 128"),
+        ("gpt2-demo", {"micro_batch": 0}, r"^micro_batch: 0 is below 1"),
+    ],
+)
+def test_nonsense_is_refused_in_a_line(model, changes, said):
+    with pytest.raises(UserError, match=said):
+        plan(model, **changes)
+
+
+def test_the_text_and_the_json_say_the_same():
+    found = _plan()
+    told = text(found)
+    assert found.advice in told
+    assert told.count("\n>") == 1
+    content = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert content["rows"][content["best"]]["stage"] == found.best.stage
+    assert len(content["rows"]) == len(found.rows)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_is_explained_with_units_bytes_formulas_and_papers(stage):
+    planner = planner_for("gpt2-demo", world_size=16, gpu=_small_gpu(10**9), overrides=SMALL)
+    row = planner.row(stage, 2)
+    told = explain(planner, row)
+    for word in ("blocks.0/grads", "root/grads", "(W-1)/W P", "arXiv:1910.02054", "Fullest in the"):
+        assert word in told
+    assert ("blocks.0/weights" in told) == (stage > 0)

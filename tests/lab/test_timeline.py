@@ -1,0 +1,98 @@
+import pytest
+
+from zeroshard.lab.actions import Compute, Issue, Moment, Step, Wait
+from zeroshard.lab.hardware import Device, Link
+from zeroshard.lab.timeline import Cluster, operation_s, simulate
+from zeroshard.lab.traffic import Message
+from zeroshard.lab.work import Work
+
+DEVICE = Device("test", 10**9, {"float32": 1e12}, 1e9, "invented", kernel_s=1e-6)
+WITHIN = Link("within", 1e-6, 100e9, "invented", call_s=0.0, share=1.0)
+BETWEEN = Link("between", 10e-6, 1e9, "invented", call_s=0.0, share=1.0)
+SECOND = Work(10**12, 0, "float32")
+
+
+def _step(actions, first=(), middle=(), num_middle=0, update=()):
+    nothing = Moment({}, "")
+    return Step(list(first), list(middle), num_middle, list(actions), list(update), nothing, {}, {}, {}, 1)
+
+
+def _issue(number, num_bytes, op="all_gather", world_size=2):
+    return Issue(number, Message(op, num_bytes, "u", "weights", world_size), "u", "forward")
+
+
+def _compute(*work):
+    return Compute("u", "forward", work)
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds", "limit"),
+    [
+        (Work(2 * 10**12, 1, "float32"), 2.0, "flops"),
+        (Work(1, 3 * 10**9, "float32"), 3.0, "bytes"),
+        (Work(1, 1, "float32"), 1e-6, "kernels"),
+        (Work(10**12, 0, "int64"), 1.0, "flops"),
+    ],
+)
+def test_an_operation_takes_as_long_as_what_limits_it(work, seconds, limit):
+    assert operation_s(work, DEVICE) == (pytest.approx(seconds), limit)
+
+
+def test_ring_collectives_are_latency_and_bytes_over_bandwidth():
+    node = Cluster(8, 8, WITHIN, BETWEEN, "ring")
+    assert node.collective_s("all_gather", 800, 8) == pytest.approx(7e-6 + 7 / 8 * 800 / 100e9)
+    assert node.collective_s("reduce_scatter", 800, 8) == node.collective_s("all_gather", 800, 8)
+    assert node.collective_s("all_reduce", 800, 8) == pytest.approx(2 * node.collective_s("all_gather", 800, 8))
+    assert node.collective_s("all_reduce", 800, 1) == 0.0
+
+
+def test_between_nodes_the_network_links_of_a_node_work_together():
+    cluster = Cluster(16, 4, WITHIN, BETWEEN, "ring")
+    steps = 12 * 1e-6 + 3 * 10e-6
+    assert cluster.collective_s("all_gather", 10**9, 16) == pytest.approx(steps + 15 / 16 * 1e9 / 4e9)
+
+
+def test_replicas_have_the_network_links_of_their_own_ranks():
+    cluster = Cluster(16, 4, WITHIN, BETWEEN, "ring")
+    # Groups of 4 shard, so one rank of each node is a replica of the others: one link each.
+    seconds = cluster.collective_s("all_reduce", 10**9, 4, replicas=True)
+    assert seconds == pytest.approx(2 * (3 * 10e-6 + 3 / 4 * 1.0))
+    # Groups of 2: two replicas in a node.
+    seconds = cluster.collective_s("all_reduce", 10**9, 8, replicas=True)
+    assert seconds == pytest.approx(2 * (4 * 1e-6 + 3 * 10e-6 + 7 / 8 * 0.5))
+
+
+def test_a_tree_wins_where_latency_does():
+    ring, tree = (Cluster(4096, 8, WITHIN, BETWEEN, how) for how in ("ring", "tree"))
+    auto = Cluster(4096, 8, WITHIN, BETWEEN)
+    assert tree.collective_s("all_reduce", 8, 4096) == pytest.approx(2 * (7e-6 + 9 * 10e-6), rel=1e-3)
+    for num_bytes in (8, 10**12):
+        both = [each.collective_s("all_reduce", num_bytes, 4096) for each in (ring, tree)]
+        assert auto.collective_s("all_reduce", num_bytes, 4096) == min(both)
+
+
+def test_what_computation_covers_is_hidden_and_the_rest_exposed():
+    """A gather of 1.5 s (half of 300e9 bytes over 100e9) beside 1 s of computation: 0.5 s are seen."""
+    cluster = Cluster(2, 2, Link("l", 0.0, 100e9, "", call_s=0.0, share=1.0), BETWEEN, "ring")
+    timing = simulate(_step([_issue(1, 300 * 10**9), _compute(SECOND), Wait(1, "u", "forward")]), DEVICE, cluster)
+    assert timing.step_s == pytest.approx(1.5)
+    assert timing.compute_s == pytest.approx(1.0)
+    assert timing.comm_s == pytest.approx(1.5)
+    assert timing.exposed_s == pytest.approx(0.5)
+    assert timing.exposed_by == {"u/weights/forward": pytest.approx(0.5)}
+    assert timing.bound_s == {"flops": pytest.approx(1.0)}
+
+
+def test_collectives_run_one_after_the_other_and_not_before_they_are_issued():
+    cluster = Cluster(2, 2, Link("l", 0.0, 100e9, "", call_s=0.0, share=1.0), BETWEEN, "ring")
+    one = 200 * 10**9  # takes a second
+    actions = [_compute(SECOND), _issue(1, one), _issue(2, one), _compute(SECOND), Wait(2, "u", "forward")]
+    timing = simulate(_step(actions), DEVICE, cluster, with_spans=True)
+    assert timing.step_s == pytest.approx(3.0)
+    assert [(s.start_s, s.end_s) for s in timing.spans if s.kind == "comm"] == [(1.0, 2.0), (2.0, 3.0)]
+
+
+def test_micro_batches_in_the_middle_count_as_often_as_they_are_there():
+    cluster = Cluster(2, 2, WITHIN, BETWEEN)
+    step = _step([_compute(SECOND)], first=[_compute(SECOND)], middle=[_compute(SECOND)], num_middle=6)
+    assert simulate(step, DEVICE, cluster).step_s == pytest.approx(8.0)

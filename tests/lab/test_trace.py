@@ -1,0 +1,102 @@
+import pytest
+import torch
+from torch import nn
+
+from zeroshard.lab.trace import repeat_blocks, tokens_and_targets, trace_language_model, trace_model
+from zeroshard.models import build_model
+from zeroshard.zero import MixedPrecision
+
+FP32, BF16 = MixedPrecision(), MixedPrecision(param_dtype=torch.bfloat16)
+SEQ_LEN = 32
+
+
+def _model(name="llama-tiny", **overrides):
+    sizes = {"n_layer": 7, "n_head": 4, "n_embd": 32, **({"n_kv_head": 2} if name.startswith("llama") else {})}
+    with torch.device("meta"):
+        return build_model(name, vocab_size=97, seq_len=SEQ_LEN, overrides={**sizes, **overrides})
+
+
+def _whole(model, micro_batch, precision, device_type="cpu"):
+    inputs = tokens_and_targets(SEQ_LEN)
+    return trace_model(model, micro_batch, list(model.blocks), inputs, precision, device_type=device_type)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("recomputed", ["none", "full", "selective", "every:2"])
+@pytest.mark.parametrize("name", ["gpt2-demo", "llama-tiny"])
+def test_a_few_blocks_tell_all_of_a_deep_model(name, recomputed, device_type):
+    """A period of 2 needs 7 of 7 blocks; all others need 4."""
+    model = _model(name, activation_checkpointing=recomputed, n_layer=9)
+    few = trace_language_model(model, 2, SEQ_LEN, BF16, device_type=device_type)
+    assert few == _whole(model, 2, BF16, device_type)
+
+
+def test_blocks_that_differ_are_not_repeated():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) if i != 2 else nn.Sequential(nn.Linear(4, 4)) for i in range(4))
+
+        def forward(self, x):
+            for i, block in enumerate(self.blocks):
+                x = block(x).tanh() if i == 2 else block(x)
+            return x.square().mean()
+
+    trace = trace_model(Odd(), 3, None, lambda rows: (torch.zeros(rows, 4),), FP32)
+    assert trace.units == tuple(f"blocks.{i}" for i in range(4))
+    assert repeat_blocks(trace, 6) is None
+
+
+def test_what_was_allocated_is_given_back_and_nothing_is_left():
+    trace = _whole(_model(), 2, FP32)
+    assert sum(span.kept + span.temporary for span in trace.spans) == 0
+    assert trace.input_bytes == 2 * 2 * SEQ_LEN * 8
+    assert trace.tokens == 2 * SEQ_LEN
+
+
+def test_recomputation_keeps_the_inputs_of_blocks_alone():
+    kept = {how: _whole(_model(activation_checkpointing=how), 4, FP32).activation_bytes for how in ("none", "full")}
+    stream = 4 * SEQ_LEN * 32 * 4  # bytes of the residual stream between two blocks
+    assert kept["full"] < kept["none"] / 4
+    per_block = kept["full"] - _whole(_model(activation_checkpointing="full", n_layer=6), 4, FP32).activation_bytes
+    assert per_block == stream
+
+
+def test_events_are_those_of_the_engine_in_their_order():
+    names = [(span.event.name, span.event.unit) for span in _whole(_model(n_layer=2), 1, FP32).spans]
+    told = [each for each in names if each[0] != "grad"]
+    assert told == [
+        ("start", -1),
+        ("forward_begins", -1),
+        ("forward_begins", 0),
+        ("forward_ends", 0),
+        ("forward_begins", 1),
+        ("forward_ends", 1),
+        ("forward_ends", -1),
+        ("backward_begins", -1),
+        ("backward_begins", 1),
+        ("backward_begins", 0),
+        ("backward_ends", 1),
+        ("backward_ends", 0),
+        ("backward_over", -1),
+    ]
+    model = _model(n_layer=2)
+    assert len(names) - len(told) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["gpt2-demo", "llama-tiny"])
+def test_flops_are_those_of_the_formula_but_for_the_mask(name):
+    """The formula credits attention in full, 12 L d T a token; under the mask half of it is computed, 7 of 12 units
+    with flash attention's second look at the weights."""
+    model = _model(name)
+    computed = sum(work.flops for span in _whole(model, 2, FP32).spans for work in span.work) / (2 * SEQ_LEN)
+    attention = 12 * 7 * 32 * SEQ_LEN
+    assert computed == pytest.approx(model.num_flops_per_token(SEQ_LEN) - attention + attention * 7 / 12, rel=0.02)
+
+
+def test_the_model_stays_as_it_was():
+    model = build_model("gpt2-demo", vocab_size=31, seq_len=8, overrides={"n_layer": 2, "n_head": 3, "n_embd": 9})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trace_model(model, 1, list(model.blocks), tokens_and_targets(8), BF16)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(param.grad is None and not param._backward_hooks for param in model.parameters())
