@@ -1,4 +1,4 @@
-"""Is the time of a step what the planner says after `zeroshard bench device`? Worlds x models x stages, on this machine.
+"""Is the time of a step what the planner says after `zeroshard bench device`? Worlds x models x stages.
 
     python benchmarks/plan_step_time.py --json step_time.json           # measures, then predicts
     python benchmarks/plan_step_time.py --again step_time.json          # predicts anew from what was measured
