@@ -112,7 +112,8 @@ def show(rows: list[dict[str, Any]]) -> bool:
         print(
             f"{row['world']:5} {row['shape']:6} {row['stage']:5} {wall['median'] * 1e3:12.1f} "
             f"{wall['low'] * 1e3:8.1f}-{wall['high'] * 1e3:<8.1f} {row['predicted_s'] * 1e3:10.1f} "
-            f"{row['compute_s'] * 1e3:8.1f} {row['comm_s'] * 1e3:8.1f} {row['exposed_s'] * 1e3:8.1f} {row['error']:+7.1%}"
+            f"{row['compute_s'] * 1e3:8.1f} {row['comm_s'] * 1e3:8.1f} {row['exposed_s'] * 1e3:8.1f} "
+            f"{row['error']:+7.1%}"
         )
     wrong = misordered(rows)
     within = sum(abs(row["error"]) <= TOLERANCE for row in rows)

@@ -181,9 +181,9 @@ def read_calibration(path: str | Path, field: str = "gpu") -> Calibration:
     return Calibration(replace(device, matmul_flops_per_s=dict(device.matmul_flops_per_s)), link)
 
 
-def _read_link(content: Mapping[str, Any]) -> Link:
+def _read_link(content: dict[str, Any]) -> Link:
     """JSON knows no tuples."""
-    costs = {
+    costs: dict[str, Any] = {
         key: {op: (float(constant), float(rate)) for op, (constant, rate) in content.get(key, {}).items()}
         for key in ("collectives", "beside")
     }

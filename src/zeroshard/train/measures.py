@@ -48,7 +48,8 @@ class Measures:
         device: of this rank.
 
     Attributes:
-        peak_bytes: at the worst moment of `PEAK_STEP`, or on CUDA since then; None where it was not measured.
+        peak_bytes: at the worst moment of `PEAK_STEP`, or on CUDA since then, without what communicators keep for
+            themselves; None where it was not measured.
     """
 
     def __init__(
@@ -141,9 +142,10 @@ class Measures:
         recorder.remove()
         peak = recorder.peak
         own = 0 if self._comm is None else buffer_bytes(self._comm)
-        self.peak_bytes = peak.num_bytes + own
+        self.peak_bytes = peak.num_bytes
         by_category = in_order({**peak.by_category, COMM_BUFFERS: own})
-        self._peak = {"bytes": self.peak_bytes, "by_category": by_category, "phase": peak.phase, "at": peak.operation}
+        where = {"phase": peak.phase, "at": peak.operation}
+        self._peak = {"bytes": peak.num_bytes + own, "by_category": by_category, **where}
 
     def _end_trace(self) -> None:
         trace, self._trace = self._trace, None

@@ -24,7 +24,7 @@ import torch._functorch.config
 from torch import Tensor
 
 from zeroshard import kernels
-from zeroshard.kernels import AdamWOptions
+from zeroshard.kernels import AdamWOptions, Choice
 from zeroshard.kernels.adamw import Pieces
 from zeroshard.lab.bench.report import Chart, Column, Report, environment, spread_of
 
@@ -98,7 +98,7 @@ def norm_cases(name: str, dtype: str) -> Iterator[Case]:
                 made = [normal(rows, width, dtype=kind), *(normal(width, dtype=kind) for _ in range(2))]
                 return [*made, normal(rows, width, dtype=kind)] if fused else made
 
-            def call(who: str, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Any:
+            def call(who: Choice, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Any:
                 if name == "layer_norm":
                     return kernels.layer_norm(x, weight, bias, residual=residual, kernels=who)
                 return kernels.rms_norm(x, weight, residual=residual, kernels=who)
@@ -123,7 +123,7 @@ def rope_cases(dtype: str) -> Iterator[Case]:
             angles = torch.rand(T, D // 2, device=DEVICE)
             return [*(x.transpose(1, 2) for x in qk), angles.cos(), angles.sin()]
 
-        def call(who: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        def call(who: Choice, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
             # A view is no leaf: what a model turns in place is a projection's output.
             return kernels.rope(q.view_as(q), k.view_as(k), cos, sin, inplace=True, kernels=who)
 
@@ -140,7 +140,7 @@ def gated_cases(name: str, dtype: str) -> Iterator[Case]:
         def inputs(rows: int = rows, width: int = width) -> list[Tensor]:
             return [normal(rows, width, dtype=kind) for _ in range(2)]
 
-        def call(who: str, gate: Tensor, up: Tensor) -> Any:
+        def call(who: Choice, gate: Tensor, up: Tensor) -> Any:
             return getattr(kernels, name)(gate, up, kernels=who)
 
         n = rows * width * size
@@ -156,7 +156,7 @@ def cross_entropy_cases(dtype: str) -> Iterator[Case]:
         def inputs(rows: int = rows, vocab: int = vocab) -> list[Tensor]:
             return [normal(rows, vocab, dtype=kind), torch.randint(vocab, (rows,), device=DEVICE)]
 
-        def call(who: str, logits: Tensor, targets: Tensor) -> Any:
+        def call(who: Choice, logits: Tensor, targets: Tensor) -> Any:
             logits = logits.view_as(logits)  # no leaf, as a projection's output is none
             return kernels.cross_entropy(logits, targets, inplace=True, check_targets=False, kernels=who)
 
@@ -174,7 +174,7 @@ def linear_cross_entropy_cases(dtype: str) -> Iterator[Case]:
             weight = normal(vocab, width, dtype=kind) * 0.02
             return [normal(rows, width, dtype=kind), weight, torch.randint(vocab, (rows,), device=DEVICE)]
 
-        def call(who: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
+        def call(who: Choice, hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
             return kernels.linear_cross_entropy(hidden, weight, targets, check_targets=False, kernels=who)
 
         moved = {"both": 2 * (rows + vocab) * width * size}  # it is bound by its products: a share of copy says little
@@ -185,7 +185,7 @@ def sum_of_squares_cases(dtype: str) -> Iterator[Case]:
     """For the norm of the gradients."""
     numel = 124_000_000 if ON_GPU else 5000
 
-    def call(who: str, flat: Tensor) -> Any:
+    def call(who: Choice, flat: Tensor) -> Any:
         return kernels.sum_of_squares(flat, kernels=who)
 
     def inputs() -> list[Tensor]:
@@ -209,7 +209,7 @@ def adamw_cases(dtype: str) -> Iterator[Case]:
             made += [torch.rand(numel, device=DEVICE), torch.full((), 0.5, device=DEVICE)]
             return [*made, made[0].bfloat16()] if copies else made
 
-        def call(who: str, *tensors: Tensor, kept: dict[int, Any] = kept) -> Any:
+        def call(who: Choice, *tensors: Tensor, kept: dict[int, Any] = kept) -> Any:
             param, grad, m, v, scale, *copy = tensors
             if who == "triton":
                 pieces = kept.setdefault(param.data_ptr(), Pieces())
@@ -257,18 +257,19 @@ def outputs_of(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result or ())
 
 
-def prepare(case: Case, contestant: str, mode: str, sets: list[list[Tensor]]) -> list[Callable[[], None]]:
+def prepare(case: Case, contestant: str, mode: str, sets: list[list[Tensor]]) -> list[Callable[[], object]]:
     """One function without arguments for each set of tensors."""
     who = {"eager": "reference", "compile": "reference"}.get(contestant, contestant)
 
-    def forward(*tensors: Tensor) -> Any:
+    def eager(*tensors: Tensor) -> Any:
         return case.call(who, *tensors)
 
+    forward: Callable[..., Any] = eager
     if contestant == "compile":
         torch.compiler.reset()
-        forward = torch.compile(forward, dynamic=False)
+        forward = torch.compile(eager, dynamic=False)
 
-    def one(tensors: list[Tensor]) -> Callable[[], None]:
+    def one(tensors: list[Tensor]) -> Callable[[], object]:
         tensors = [x.detach().requires_grad_(i in case.wanted) for i, x in enumerate(tensors)]
         wanted = [tensors[i] for i in case.wanted]
         grads = [torch.randn_like(y) if y.ndim else torch.ones_like(y) for y in outputs_of(forward(*tensors))]
@@ -282,7 +283,7 @@ def prepare(case: Case, contestant: str, mode: str, sets: list[list[Tensor]]) ->
     return [one(tensors) for tensors in sets]
 
 
-def timer(functions: list[Callable[[], None]], min_s: float) -> tuple[Callable[[], float], bool]:
+def timer(functions: list[Callable[[], object]], min_s: float) -> tuple[Callable[[], float], bool]:
     """A function that measures seconds a call, and whether the calls could be captured."""
 
     def run() -> None:
@@ -334,7 +335,7 @@ def copy_bytes_per_s() -> float:
     return COPY_BYTES / min(measure() for _ in range(5))
 
 
-def peak_bytes(function: Callable[[], None]) -> int | None:
+def peak_bytes(function: Callable[[], object]) -> int | None:
     """What a call takes beyond what is there; None without a GPU."""
     if not ON_GPU:
         return None
@@ -404,13 +405,10 @@ def run(
         num_rounds: 0: 7 on a GPU, else 1.
     """
     torch.manual_seed(0)
-    donates = torch._functorch.config.donated_buffer
-    torch._functorch.config.donated_buffer = False  # a compiled backward is to run again and again
-    try:
-        with torch.cuda.stream(STREAM) if STREAM else nullcontext():
-            return _measured(operations, dtypes, num_rounds or (7 if ON_GPU else 1), seen)
-    finally:
-        torch._functorch.config.donated_buffer = donates
+    compiling: Any = torch._functorch.config
+    # A compiled backward is to run again and again.
+    with compiling.patch(donated_buffer=False), torch.cuda.stream(STREAM) if STREAM else nullcontext():
+        return _measured(operations, dtypes, num_rounds or (7 if ON_GPU else 1), seen)
 
 
 def _measured(operations: Sequence[str], dtypes: Sequence[str], num_rounds: int, seen: Callable[[Row], None]) -> Report:
