@@ -26,9 +26,9 @@ def predict(job: Job) -> Planned:
     themselves.
 
     Raises:
-        UserError: the calibration that was named is not there, or is none.
+        UserError: the calibration that was named is not there, or is none, or knows no link where ranks talk.
     """
-    calibration = read_calibration(job.calibration, "plan.device") if job.calibration else None
+    calibration = _calibration(job) if job.calibration else None
     precision = MixedPrecision(param_dtype=job.compute_dtype) if job.compute_dtype != torch.float32 else None
     buffers = buffers_of(job.model, job.shard_size, list(job.model.blocks))
     rank = job.rank % job.shard_size
