@@ -86,3 +86,12 @@ def test_an_average_is_held_too():
 def test_a_calibration_that_is_not_there_is_named():
     with pytest.raises(UserError, match=r"plan.device: cannot read nowhere.json"):
         predict(_job(calibration="nowhere.json"))
+
+
+def test_a_calibration_of_one_rank_says_nothing_of_several(tmp_path):
+    path = tmp_path / "device.json"
+    write_calibration(path, Calibration(DEVICE))
+    with pytest.raises(UserError, match=r"was measured on one rank, and this run has 2; write one by zeroshard bench"):
+        predict(_job(calibration=str(path)))
+    alone = predict(_job(calibration=str(path), rank=0, world_size=1, shard_size=1))
+    assert alone.step_s > 0
