@@ -101,7 +101,7 @@ def _collectives(settings: CollectivesBench) -> Report:
     comms = [name for name in settings.comms if device == "cpu" or name == "torch"]
     if len(comms) < len(settings.comms) and "comms" in settings.model_fields_set:
         raise UserError("comms", "ring and shm move CPU tensors", "use torch, or --device cpu")
-    return collectives.run(list(settings.worlds), sizes, list(settings.dtypes), comms, settings.rounds, device)
+    return collectives.run(settings.worlds, sizes, settings.dtypes, comms, settings.rounds, device)
 
 
 def _device_bench(settings: DeviceBench) -> Report:
