@@ -1,0 +1,23 @@
+import pytest
+
+from zeroshard.lab.explain import explain
+from zeroshard.lab.hardware import Device
+from zeroshard.lab.planner import planner_for
+
+SMALL = {"n_layer": 6, "n_head": 4, "n_embd": 64, "vocab_size": 512, "seq_len": 64}
+
+
+def _small_gpu(memory_bytes, **changes):
+    rates = {"float32": 1e12, "bfloat16": 4e12}
+    link = {"matmul_share": 1.0, "link": "pcie4", **changes}
+    return Device("small", memory_bytes, rates, 100e9, "invented", device_type="cpu", **link)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_is_explained_with_units_bytes_formulas_and_papers(stage):
+    planner = planner_for("gpt2-demo", world_size=16, gpu=_small_gpu(10**9), overrides=SMALL)
+    row = planner.row(stage, 2)
+    told = explain(planner, row)
+    for word in ("blocks.0/grads", "root/grads", "(W-1)/W P", "arXiv:1910.02054", "Fullest in the"):
+        assert word in told
+    assert ("blocks.0/weights" in told) == (stage > 0)

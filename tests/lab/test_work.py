@@ -1,0 +1,48 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeroshard.lab.work import work_of
+
+
+class _Works(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.found.append(work_of(func, args, kwargs or {}, result))
+        return result
+
+
+def _works(call):
+    with _Works() as works:
+        call()
+    return [work for work in works.found if work is not None]
+
+
+def test_a_product_of_matrices_is_two_flops_for_each_multiplication():
+    a, b = torch.zeros(3, 5), torch.zeros(5, 7)
+    (work,) = _works(lambda: a @ b)
+    assert (work.flops, work.num_bytes, work.dtype) == (2 * 3 * 5 * 7, 4 * (15 + 35 + 21), "float32")
+
+
+def test_views_and_empty_tensors_cost_nothing():
+    x = torch.zeros(4, 6)
+    assert _works(lambda: (x.t(), x[1:], x.view(-1), torch.empty(5), x.detach())) == []
+
+
+def test_what_is_expanded_is_read_where_it_lies():
+    x = torch.zeros(1).expand(1000)
+    (work,) = _works(lambda: x + 1)
+    assert work.num_bytes == 4 + 4000
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_four_flops_for_each_pair_and_feature_and_half_of_it_under_the_mask(causal):
+    q = torch.zeros(2, 3, 16, 8)
+    (work,) = _works(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=causal))
+    assert work.attention
+    assert work.flops == 4 * 2 * 3 * 16 * 16 * 8 // (2 if causal else 1)
