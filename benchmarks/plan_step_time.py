@@ -1,4 +1,4 @@
-"""Is the time of a step what the planner says after `zeroshard bench device`? Worlds x models x stages, on this machine.
+"""Is the time of a step what the planner says after `zeroshard bench device`? Worlds x models x stages.
 
     python benchmarks/plan_step_time.py --json step_time.json           # measures, then predicts
     python benchmarks/plan_step_time.py --again step_time.json          # predicts anew from what was measured
@@ -112,7 +112,8 @@ def show(rows: list[dict[str, Any]]) -> bool:
         print(
             f"{row['world']:5} {row['shape']:6} {row['stage']:5} {wall['median'] * 1e3:12.1f} "
             f"{wall['low'] * 1e3:8.1f}-{wall['high'] * 1e3:<8.1f} {row['predicted_s'] * 1e3:10.1f} "
-            f"{row['compute_s'] * 1e3:8.1f} {row['comm_s'] * 1e3:8.1f} {row['exposed_s'] * 1e3:8.1f} {row['error']:+7.1%}"
+            f"{row['compute_s'] * 1e3:8.1f} {row['comm_s'] * 1e3:8.1f} {row['exposed_s'] * 1e3:8.1f} "
+            f"{row['error']:+7.1%}"
         )
     wrong = misordered(rows)
     within = sum(abs(row["error"]) <= TOLERANCE for row in rows)

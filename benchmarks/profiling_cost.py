@@ -1,9 +1,10 @@
-"""What measuring costs: one step of the engine bare, with what every run measures, and with each thing that may be asked.
+"""What measuring costs: a step bare, with what every run measures, and with each thing that may be asked for.
 
     python benchmarks/profiling_cost.py --json cost.json
 
-One rank of a world of two without a peer (`NullCommunicator`), so that nothing but the engine, the model and what watches
-them is timed. A round takes a step with each contestant in a shuffled order; costs are medians of ratios round by round.
+One rank of a world of two without a peer (`NullCommunicator`), so that nothing but the engine, the model and what
+watches them is timed. A round takes a step with each contestant in a shuffled order; costs are medians of ratios round
+by round.
 
     bare        the engine's own communicator, no clock
     off         as a run is by default: collectives counted, exposed communication, spans, the plan compared
@@ -11,7 +12,7 @@ them is timed. A round takes a step with each contestant in a shuffled order; co
     trace       in a step that torch's profiler records (`--profile.trace-steps`), with the units' names
     recorder    in the step in which every operation is looked at (`--profile.memory`)
 
-The first two are bound to 1 % and 3 %: exit status 3 where they cost more. The last two are for a few steps, and are told.
+The first two are bound to 1 % and 3 %: exit status 3 where they cost more. The last two are for a few steps, and told.
 """
 
 from __future__ import annotations
