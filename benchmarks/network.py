@@ -91,11 +91,12 @@ def steps(folder: Path, repeats: int) -> list[dict[str, object]]:
     for num_nodes in (2, 4):
         for strategy in ("zero0", "zero2", "zero3"):
             for bandwidth in BANDWIDTHS[:2] if num_nodes > 2 else BANDWIDTHS:
+                burst = network.shaper_burst(parse_bandwidth("bandwidth", bandwidth))
                 found: dict[str, list[float]] = {"simulated": [], "netns": []}
                 for _ in range(repeats):
                     for mode, times in found.items():
                         flags = ["--nproc", str(num_nodes), "--strategy", strategy, "--max-steps", "12"]
-                        link = ["--link.mode", mode, "--link.bandwidth", bandwidth]
+                        link = ["--link.mode", mode, "--link.bandwidth", bandwidth, "--link.burst", f"{burst}B"]
                         times.append(train(folder, *MODEL, *flags, *link).step_s)
                 simulated, netns = (sorted(times)[len(times) // 2] for times in found.values())
                 rows.append(

@@ -57,7 +57,7 @@ def as_before():
 def test_tc_is_told_bits_and_the_burst_in_bytes():
     (words,) = shaping(parse_bandwidth("x", "1Gbit/s"))
     assert words[words.index("rate") + 1] == "1000000000bit"
-    assert words[words.index("burst") + 1] == "375000b"
+    assert words[words.index("burst") + 1] == "500000b"
     assert shaping(parse_bandwidth("x", "125MB/s")) == [words]
     (words,) = shaping(parse_bandwidth("x", "1GB/s"), burst_bytes=4096)
     assert words[words.index("rate") + 1] == "8000000000bit"
@@ -65,7 +65,7 @@ def test_tc_is_told_bits_and_the_burst_in_bytes():
 
 
 def test_a_burst_covers_a_timers_tick():
-    assert [shaper_burst(rate) for rate in (1e6, 125e6, 625e6)] == [64 << 10, 375_000, 1_875_000]
+    assert [shaper_burst(rate) for rate in (1e6, 125e6, 625e6)] == [64 << 10, 500_000, 2_500_000]
 
 
 def test_a_latency_is_a_queue_around_the_bucket():
@@ -213,7 +213,7 @@ def test_an_interface_is_shaped_said_and_let_go(as_before, capsys):
         before = subprocess.run(["tc", "qdisc", "show"], capture_output=True, check=True).stdout
         assert main(["lab", "tc", "apply", "zstest0", "--bandwidth", "1Gbit/s"]) == 0
         assert shaped(None, "zstest0") == 1_000_000_000
-        words = "zstest0: sends at most 1 Gbit/s (125 MB/s), 375000 bytes at once after a pause, 0 us late\n"
+        words = "zstest0: sends at most 1 Gbit/s (125 MB/s), 500000 bytes at once after a pause, 0 us late\n"
         assert capsys.readouterr().out == words
         assert main(["lab", "tc", "apply", "zstest0", "--bandwidth", "1GB/s"]) == 0  # in place of the other
         assert shaped(None, "zstest0") == 8_000_000_000
