@@ -120,9 +120,8 @@ def cases_of(sweep: SweepConfig, extra_axes: Mapping[str, Sequence[Any]] | None 
         case = make_case(sweep.base, dict(zip(axes, values, strict=True)), sweep.fit_memory)
         found.setdefault(case.name, case)
     if all(case.config is None for case in found.values()):
-        raise UserError(
-            "axes", f"no case can run, the first because {next(iter(found.values())).refusal}", "change them"
-        )
+        first = next(iter(found.values())).refusal
+        raise UserError("axes", f"no case can run, the first because of {first}", "change base or axes")
     return list(found.values())
 
 

@@ -40,9 +40,9 @@ MAX_NETWORKS, MAX_NODES = 250, 250  # of an octet each
 MTU = 9000
 INTERFACE = "net0"
 HANDLE, INNER_HANDLE = "7a73:", "7a74:"  # "zs", "zt": which shaping is ours
-_QUEUE = "20ms"  # of what waits for tokens
+_QUEUE = "100ms"  # of what waits for tokens: nothing should be dropped, for TCP would then send less than it may
 _MIN_BURST_BYTES = 64 << 10
-_TICK_S = 3e-3
+_TICK_S = 4e-3
 
 
 def shaper_burst(bytes_per_s: float) -> int:
