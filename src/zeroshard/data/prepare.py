@@ -34,9 +34,9 @@ from zeroshard.data.tokenizer import (
     Tokenizer,
     check_tokenizer,
     eos_id_of,
+    known_vocab_size,
     make_tokenizer,
     read_tokenizer,
-    known_vocab_size,
     tokenizer_identity,
 )
 from zeroshard.data.tokens import DEFAULT_SHARD_TOKENS, TokenWriter

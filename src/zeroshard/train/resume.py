@@ -24,6 +24,7 @@ FREE = frozenset(
         *("micro_batch_size", "grad_accum_steps", "global_batch_size", "kernels", "fused"),
         *("compile", "compile_backend", "eval_interval", "eval_batches", "log_interval"),
         *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every"),
+        *("track.to", "track.project", "track.name", "track.mode"),
         *("data.dir", "data.path", "model.activation_checkpointing"),
     }
 )
@@ -84,7 +85,8 @@ def check_changes(
         raise UserError(named, f"{what}were {old_data[:8]})", "restore the data, or start another run on these")
     lines: list[str] = []
     for key, value in before.items():
-        if key in FREE or key.startswith(("model.", "data.")) or key not in now or now[key] == value:
+        told_otherwise = key.startswith(("model.", "data.")) and key != "data.document_mask"
+        if key in FREE or told_otherwise or key not in now or now[key] == value:
             continue
         if key in REFUSED:
             raise UserError(key, f"the checkpoint was saved with {value}, now it is {now[key]}", f"use {value}")

@@ -63,6 +63,7 @@ class Run:
         data_sha256: of the prepared tokens, to see that a resumed run trains on the same.
         lock: on the run folder; rank 0's alone.
         describe: writes into the folder what a run must say of itself.
+        release: lets go of data that are read ahead.
     """
 
     strategy: Strategy
@@ -86,6 +87,7 @@ class Run:
     data_sha256: str = ""
     lock: RunLock | None = None
     describe: Callable[[], None] = lambda: None
+    release: Callable[[], None] = lambda: None
 
     def require_folder(self) -> None:
         """Rank 0, before it gives a checkpoint its name: see that the run folder is still this run's.
@@ -109,6 +111,7 @@ class Run:
 
     def close(self) -> None:
         """Close the observers and let the folder go: the log is whole, whatever ended the run."""
+        self.release()
         for observer in self.observers:
             observer.close()
         if self.lock is not None:
