@@ -43,7 +43,8 @@ def zeroshard(endpoint: str, tmp_path, *words: str):
 def test_a_data_set_of_the_hub_gives_the_bytes_of_its_files(site, tmp_path):
     words = ("--data", "org/name", "--data.dir", str(tmp_path / "hub"), "--data.workers", "1")
     status, out, err, _ = zeroshard(site.address, tmp_path, *words)
-    assert (status, err) == (0, "")
+    assert status == 0
+    assert all("tok/s" in line for line in err.splitlines())  # how far it is, on a slow machine
     assert out.startswith(f"tokens in {tmp_path / 'hub'}: ")
     local = DataSpec("text", (str(site.folder / "org" / "name"),))
     assert files(tmp_path / "hub") == files(prepare(local, tmp_path / "local", num_workers=1))

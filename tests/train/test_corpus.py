@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def losses(config, world_size=1):
         run = build_run(config, comm, torch.device("cpu"))
         try:
             if comm.rank == 0:
-                object.__setattr__(run, "observers", [Listener()])
+                run = replace(run, observers=[*run.observers, Listener()])
             train(run)
         finally:
             run.close()
@@ -60,15 +61,17 @@ def test_a_run_trains_from_a_stream_and_writes_text_without_it(streamed):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_streamed_run_that_goes_on_has_the_losses_of_one_that_never_stopped(streamed, tmp_path, world_size):
-    changes = {"global_batch_size": 4, "max_steps": 12, "eval_interval": 0}
+    constant = {"lr": 1e-3, "min_lr": 1e-3, "warmup_steps": 0}  # a schedule would follow max_steps
+    changes = {"global_batch_size": 4, "max_steps": 12, "eval_interval": 0, **constant}
     whole = losses(streamed(**changes, out=str(tmp_path / "whole")))
     half = streamed(**changes, out=str(tmp_path / "half"))
     losses(half.model_copy(update={"max_steps": 5}))
     rest = losses(half.model_copy(update={"resume": "auto"}), world_size)
     assert sorted(rest) == list(range(6, 13))
-    for step, loss in rest.items():
-        # min_lr's schedule follows max_steps, so the steps before the stop had other rates: compare the data's own loss
-        assert loss == pytest.approx(whole[step], rel=0.05)
+    if world_size == 1:
+        assert rest == {step: whole[step] for step in rest}
+    else:  # sums over ranks are taken in another order
+        assert rest == pytest.approx({step: whole[step] for step in rest}, rel=1e-5)
 
 
 def test_other_tables_are_refused_when_a_run_goes_on(streamed, tmp_path):

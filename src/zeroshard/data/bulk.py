@@ -38,7 +38,7 @@ from zeroshard.data.files import patiently
 from zeroshard.data.meta import DTYPES, SPLITS, ShardMeta, SplitMeta
 from zeroshard.data.pool import Workers
 from zeroshard.data.tables import Part, PartReader, Tables, validates
-from zeroshard.data.tokenizer import Tokenizer, make_tokenizer, read_tokenizer
+from zeroshard.data.tokenizer import BpeTokenizer, Tokenizer, make_tokenizer, read_tokenizer
 from zeroshard.errors import UserError
 
 TRAINING_BYTES = 256 << 20  # of text that a tokenizer learns from
@@ -126,8 +126,8 @@ def tokenizer_of(name: str, tables: Tables, val_fraction: float, work: Path) -> 
     if kept.exists():
         return read_tokenizer(kept, name if name.startswith("bpe:") else "json")
     tokenizer = make_tokenizer(name, _training_texts(tables, val_fraction))
-    if not _is_by_name(name):
-        _write_whole(kept, tokenizer.to_json().encode())  # ty: ignore[unresolved-attribute]
+    if isinstance(tokenizer, BpeTokenizer):
+        _write_whole(kept, tokenizer.to_json().encode())
     return tokenizer
 
 
@@ -376,11 +376,6 @@ def _training_texts(tables: Tables, val_fraction: float) -> Iterator[str]:
                     yield text
     finally:
         reader.close()
-
-
-def _is_by_name(name: str) -> bool:
-    """Whether a name alone says what the tokenizer is."""
-    return not name.startswith(("bpe:", "json:"))
 
 
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:

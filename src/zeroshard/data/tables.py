@@ -251,7 +251,7 @@ def _uncompressed(path: str, raw: BinaryIO, stack: ExitStack) -> BinaryIO:
         import zstandard
 
         stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        return io.BufferedReader(stack.enter_context(stream), _BLOCK_BYTES)  # ty: ignore[invalid-argument-type]
+        return io.BufferedReader(stack.enter_context(stream), _BLOCK_BYTES)
     return raw
 
 

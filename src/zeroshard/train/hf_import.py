@@ -81,6 +81,8 @@ def load_hf(folder: Path, device: torch.device) -> tuple[LanguageModel, BpeToken
         params = dict(model.named_parameters(remove_duplicate=False))
         for shard in weights.named_shards():
             params[shard.name].copy_(shard.tensor.view(shard.shape))
+        for tied, name in weights.tied_names().items():  # to_empty made two of one
+            model.get_submodule(tied.rpartition(".")[0]).register_parameter("weight", model.get_parameter(name))
     return model.eval(), tokenizer
 
 
