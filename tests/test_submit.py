@@ -127,7 +127,8 @@ def test_a_run_that_is_pre_empted_saves_is_queued_again_and_goes_on(tmp_path, mo
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out, folder = tmp_path / "run", tmp_path / "jobs"
     words = f"""--data synthetic --data.dir {tmp_path / "data"} --data.max-tokens 6000 --model gpt2-demo
-        --model.n-layer 1 --model.n-embd 16 --model.n-head 2 --seq-len 16 --micro-batch-size 2 --max-steps 2000 --warmup-steps 2
+        --model.n-layer 1 --model.n-embd 16 --model.n-head 2 --seq-len 16 --micro-batch-size 2 --max-steps 2000
+        --warmup-steps 2
         --eval-interval 0 --eval-batches 1 --device cpu --comm ring --resume auto --out {out}""".split()
     config = SubmitConfig(cluster="local", tasks_per_node=2, folder=str(folder), time_min=5)
     assert submit(config, words).startswith("job ")

@@ -27,6 +27,7 @@ from zeroshard.lab.config import PlanConfig
 from zeroshard.submit import SubmitConfig
 from zeroshard.train.config import (
     SHORTHANDS,
+    EvalConfig,
     ExportConfig,
     GenerateConfig,
     ImportConfig,
@@ -224,6 +225,27 @@ def _generate(config: GenerateConfig, argv: Sequence[str]) -> int:
     return run_generate(config)
 
 
+def _eval(config: EvalConfig, argv: Sequence[str]) -> int:
+    from zeroshard.comm import launch
+
+    launch.prepare_torch()
+    if config.tasks:
+        from zeroshard.train.harness import run_tasks
+
+        if config.nproc > 1 or config.strategy != "none":
+            raise UserError("tasks", "they run in one process, on whole weights", "leave out --nproc and --strategy")
+        return run_tasks(config)
+    if launch.world_from_env() is None and config.nproc > 1:
+        ending = launch.launch_workers(argv, config.nproc, config.port)
+        if ending.line:
+            _say(ending.line)
+        return ending.status
+    with launch.ended_with_launcher():
+        from zeroshard.train.evaluation import run_eval
+
+        return run_eval(config)
+
+
 def _export(config: ExportConfig, argv: Sequence[str]) -> int:
     from zeroshard.train.hf_export import run_export
 
@@ -337,6 +359,12 @@ def _lab(config: None, words: Sequence[str]) -> int:
     return run_lab(read_flags(words, flags, WORDS))
 
 
+def _import_config(config: None, words: Sequence[str]) -> int:
+    from zeroshard.train.migrate import run_import_config
+
+    return run_import_config(words)
+
+
 def _doctor(config: None, words: Sequence[str]) -> int:
     from zeroshard import doctor
 
@@ -379,8 +407,19 @@ VERBS: dict[str, Verb] = {
     "train": Verb("Train a language model, on one rank or many.", _train, TrainConfig, reads_file=True),
     "prepare": Verb("Cut text into tokens once, for later runs.", _prepare, PrepareConfig, reads_file=True),
     "generate": Verb("Write text with the model of a run.", _generate, GenerateConfig, ("run",)),
+    "eval": Verb("Measure loss, perplexity and bits per byte on prepared text.", _eval, EvalConfig, ("run",)),
     "export": Verb("Write a model for Hugging Face's transformers.", _export, ExportConfig, ("source", "out")),
-    "import": Verb("Make a run of a Hugging Face GPT-2 or LLaMA.", _import, ImportConfig, ("source", "out")),
+    "import": Verb(
+        "Make a run of a Hugging Face GPT-2 or LLaMA, or of nanoGPT's ckpt.pt.",
+        _import,
+        ImportConfig,
+        ("source", "out"),
+    ),
+    "import-config": Verb(
+        "Print settings of nanoGPT or DeepSpeed as ours, with what became of each of them.",
+        _import_config,
+        usage="nanogpt [FILE.py] [--key=value ...] | deepspeed FILE.json",
+    ),
     "plan": Verb(
         "Say before a run what fits, how fast it will be and what to choose; status 3 if nothing fits.",
         _plan,
@@ -438,7 +477,7 @@ def _overview() -> str:
     lines = [
         "usage: zeroshard COMMAND [FLAGS]",
         "",
-        *(f"  {name:<12}{verb.summary}" for name, verb in VERBS.items()),
+        *(f"  {name:<15}{verb.summary}" for name, verb in VERBS.items()),
         "",
         "  --version  Print the version.",
         "",

@@ -51,7 +51,7 @@ def flags_of(config: type[BaseModel], shorthands: dict[str, str], positionals: S
             flags[f"--{name}"] = Flag(path, "many" if get_origin(field.annotation) is tuple else "one")
     for table, key in shorthands.items():
         if table in config.model_fields:
-            flags[f"--{table}"] = Flag((table, key), "one")
+            flags[f"--{table}"] = flags[f"--{table}.{key.replace('_', '-')}"]
     return flags
 
 

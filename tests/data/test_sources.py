@@ -196,7 +196,8 @@ def test_an_unknown_source_is_answered_with_the_nearest():
         check_source("tinyshakespear", ())
     assert str(caught.value) == (
         "data.source: 'tinyshakespear' is unknown; did you mean 'tinyshakespeare'? "
-        "choose one of python-stdlib, text, tinyshakespeare, synthetic"
+        "choose one of python-stdlib, text, tinyshakespeare, synthetic, bin, fineweb-edu, openwebtext, "
+        "OWNER/NAME of the Hugging Face hub"
     )
 
 

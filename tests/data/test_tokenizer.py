@@ -118,7 +118,8 @@ def test_an_unknown_tokenizer_is_answered_with_the_nearest():
     with pytest.raises(UserError) as caught:
         check_tokenizer("byte")
     assert str(caught.value) == (
-        "data.tokenizer: 'byte' is unknown; did you mean 'bytes'? choose one of bytes, gpt2, bpe:N, json:PATH"
+        "data.tokenizer: 'byte' is unknown; did you mean 'bytes'? choose one of bytes, gpt2, r50k_base, "
+        "p50k_base, cl100k_base, o200k_base, bpe:N, json:PATH"
     )
 
 

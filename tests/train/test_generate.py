@@ -1,10 +1,14 @@
 import pytest
 import torch
 
+from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.errors import UserError
+from zeroshard.models import build_model
+from zeroshard.models.cache import KVCache
 from zeroshard.train.build import make_model
-from zeroshard.train.config import GenerateConfig
-from zeroshard.train.generate import run_generate, sample
+from zeroshard.train.config import ExportConfig, GenerateConfig
+from zeroshard.train.generate import decoded, run_generate, sample
+from zeroshard.train.hf_export import run_export
 from zeroshard.train.loop import run_training
 
 
@@ -68,3 +72,65 @@ def test_a_folder_without_a_run_or_a_checkpoint_is_refused(tiny_config, tmp_path
     (tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"run: .* has no complete checkpoint"):
         run_generate(GenerateConfig(run=config.out))
+
+
+def test_top_p_draws_from_the_likeliest_that_suffice(model):
+    chances = torch.softmax(model(torch.tensor([[7]]))[0, -1] / 0.3, dim=-1)
+    sorted_chances, places = chances.sort(descending=True)
+    for top_p in (0.05, 0.3):
+        num = int((sorted_chances.cumsum(0) < top_p).sum()) + 1
+        drawn = {_draw(model, 1, seed=seed, top_p=top_p, temperature=0.3)[0] for seed in range(80)}
+        assert drawn <= set(places[:num].tolist())
+        assert len(drawn) > 1
+    assert _draw(model, top_p=1e-9) == _draw(model, temperature=0.0)
+
+
+@pytest.mark.parametrize("name", ["gpt2-demo", "llama-tiny"])
+def test_the_cache_changes_no_token(name):
+    shape = {"n_layer": 2, "n_head": 4, "n_embd": 32, "seq_len": 24, "vocab_size": 64}
+    model = build_model(name, overrides=shape).double()
+    prompt = torch.arange(5)
+    draws = [list(sample(model, prompt, 40, temperature=0.0, use_cache=use)) for use in (True, False)]
+    assert draws[0] == draws[1]
+    cache = KVCache(2, 24)
+    with torch.no_grad():
+        tokens = torch.randint(64, (2, 20))
+        pieces = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 7), (7, 8), (8, 15), (15, 20))]
+        torch.testing.assert_close(torch.cat(pieces, 1), model(tokens), rtol=1e-9, atol=1e-9)
+
+
+def test_a_token_costs_one_token(model):
+    lengths = []
+    model.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+    _draw(model, 6)
+    assert lengths == [1] * 6
+
+
+def test_a_model_that_keeps_documents_apart_forgets_the_last_one(model):
+    model.eos_id = 3
+    alone = list(sample(model, torch.tensor([3, 7]), 8, temperature=0.0))
+    assert list(sample(model, torch.tensor([5, 6, 3, 7]), 8, temperature=0.0)) == alone
+    assert list(sample(model, torch.tensor([5, 6, 3, 7]), 8, temperature=0.0, use_cache=False)) == alone
+
+
+def test_an_end_of_document_may_end_the_text(model):
+    tokens = _draw(model, 20)
+    assert _draw(model, 20, stop=tokens[4]) == tokens[: tokens.index(tokens[4]) + 1]
+
+
+def test_text_comes_as_it_is_drawn_and_characters_come_whole():
+    tokenizer = ByteTokenizer()
+    pieces = list(decoded(tokenizer, iter("aé☃\n!".encode() + b"\xc3")))
+    assert pieces == ["a", "é", "☃", "\n", "!", "\ufffd"]
+
+
+def test_a_hugging_face_folder_writes_what_the_run_writes(text_config, capsys, tmp_path):
+    config = text_config(max_steps=30, lr=0.02, eval_interval=0)
+    run_training(config)
+    run_export(ExportConfig(source=config.out, out=str(tmp_path / "hf")))
+    capsys.readouterr()
+    texts = []
+    for folder in (config.out, str(tmp_path / "hf")):
+        assert run_generate(GenerateConfig(run=folder, prompt="ab", max_new_tokens=12, seed=4, top_k=5, top_p=0.9)) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]

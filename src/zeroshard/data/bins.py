@@ -1,14 +1,15 @@
 """Tokens that others have written: nanoGPT's ``train.bin`` and ``val.bin``, llm.c's files with their header.
 
 nanoGPT: uint16 ids and nothing else. llm.c: 256 int32 (magic, version, number of tokens, zeros), then uint16 ids
-(20240520, version 1: GPT-2's) or uint32 ids (20240801, version 7: Llama 3's). Both little-endian. A file with ``val`` in
-its name validates. Beside its files nanoGPT has ``meta.pkl``, which is a pickle and is not read.
+(20240520, version 1: GPT-2's) or uint32 ids (20240801, version 7: Llama 3's). Both little-endian. A file with ``val``
+in its name validates. Beside its files nanoGPT has ``meta.pkl``, which is a pickle and is not read.
 
 https://github.com/karpathy/nanoGPT/tree/master/data, https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -98,16 +99,22 @@ def _blocks(ids: NDArray[np.unsignedinteger]) -> Iterator[NDArray[np.unsignedint
 
 def _files_of(path: str) -> list[Path]:
     found = Path(path).expanduser()
-    files = sorted(found.glob("*.bin")) if found.is_dir() else [found]
+    if found.is_dir():
+        files = sorted(found.glob("*.bin"))
+        if not files:
+            raise UserError("data.path", f"{path} holds no .bin file", "name the files")
+    else:
+        files = [found] if found.exists() else [Path(match) for match in sorted(glob.glob(str(found)))]
     if not files:
-        raise UserError("data.path", f"{path} holds no .bin file", "name the files")
+        raise UserError("data.path", f"{path} does not exist", "check the path")
     return files
 
 
 def _look_at(facts: FileFacts) -> _Bin:
     with open(facts.path, "rb") as file:
-        header = np.frombuffer(file.read(4 * _HEADER_INTS), dtype="<i4")
-    if header.size == _HEADER_INTS and int(header[0]) in (magic for magic, _ in _LLM_C):
+        start = file.read(4 * _HEADER_INTS)
+    header = np.frombuffer(start, dtype="<i4") if len(start) == 4 * _HEADER_INTS else np.zeros(1, "<i4")
+    if int(header[0]) in (magic for magic, _ in _LLM_C):
         magic, version, num_tokens = header[:3].tolist()
         dtype = _LLM_C.get((magic, version))
         if dtype is None:

@@ -1,6 +1,6 @@
 """Tokens of corpora that are larger than memory, by several processes, whatever interrupts them.
 
-    corpus -> parts -> workers, each one part -> WORK/parts/00000017.bin -> in order of parts -> WORK/draft/train/tokens-00000.bin
+    corpus -> parts -> workers -> WORK/parts/00000017.bin -> joined in order -> WORK/draft/train/tokens-00000.bin
 
 A part's tokens depend on nothing but the part, and parts are joined in their order, so the bytes are the same for any
 number of workers and of interruptions. Everything lies in a hidden folder beside the one that is made:
@@ -34,17 +34,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zeroshard.data.files import patiently
 from zeroshard.data.meta import DTYPES, SPLITS, ShardMeta, SplitMeta
 from zeroshard.data.pool import Workers
 from zeroshard.data.tables import Part, PartReader, Tables, validates
-from zeroshard.data.tokenizer import Tokenizer, make_tokenizer, read_tokenizer
+from zeroshard.data.tokenizer import BpeTokenizer, Tokenizer, make_tokenizer, read_tokenizer
 from zeroshard.errors import UserError
 
 TRAINING_BYTES = 256 << 20  # of text that a tokenizer learns from
 _HEADER = struct.Struct("<6q")  # magic; tokens that train, that validate; documents; bytes of text, bytes of the file
 _MAGIC = 0x5A53_5041_5254_0001
 _SAVE_BYTES, _SAVE_S = 256 << 20, 10.0  # of work that an interruption may cost, beside parts that are finished
-_RETRIES_S = (1.0, 3.0, 9.0)  # waits before a file that failed is opened again
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def tokenizer_of(name: str, tables: Tables, val_fraction: float, work: Path) -> 
     if kept.exists():
         return read_tokenizer(kept, name if name.startswith("bpe:") else "json")
     tokenizer = make_tokenizer(name, _training_texts(tables, val_fraction))
-    if not _is_by_name(name):
-        _write_whole(kept, tokenizer.to_json().encode())  # ty: ignore[unresolved-attribute]
+    if isinstance(tokenizer, BpeTokenizer):
+        _write_whole(kept, tokenizer.to_json().encode())
     return tokenizer
 
 
@@ -284,23 +284,23 @@ class _PartMaker:
         """The path of the part's file."""
         path = self._work / "parts" / f"{part.index:08d}.bin"
         if not path.exists():
-            for wait_s in (*_RETRIES_S, None):
-                try:
-                    self._make(part, path)
-                    break
-                except UserError:
-                    raise
-                except OSError as error:
-                    self._reader.close()
-                    if isinstance(error, FileNotFoundError) and not self._work.exists():
-                        raise
-                    if wait_s is None or "://" not in part.file.path:
-                        what = f"{part.file.path} failed ({error.strerror or error})"
-                        raise UserError("data", what, "run the same command again: it goes on from here") from None
-                    time.sleep(wait_s)
+            todo = "run the same command again: it goes on from here"
+            patiently(lambda: self._make(part, path), part.file.path, todo)
         return str(path)
 
+    def close(self) -> None:
+        """Let go of the file that was read last."""
+        self._reader.close()
+
     def _make(self, part: Part, path: Path) -> None:
+        try:
+            header, ids = self._tokens(part)
+        except BaseException:
+            self._reader.close()  # what is read again is opened again
+            raise
+        _write_whole(path, header, *ids)
+
+    def _tokens(self, part: Part) -> tuple[bytes, list[Any]]:
         ids: dict[str, list[NDArray[np.unsignedinteger]]] = {split: [] for split in SPLITS}
         num_documents = num_bytes = 0
         for row, text in enumerate(self._reader.texts(part)):
@@ -310,7 +310,7 @@ class _PartMaker:
             num_bytes += len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
         counts = [sum(each.size for each in ids[split]) for split in SPLITS]
         header = _HEADER.pack(_MAGIC, *counts, num_documents, num_bytes, self._reader.position(part))
-        _write_whole(path, header, *(each.data for split in SPLITS for each in ids[split]))
+        return header, [each.data for split in SPLITS for each in ids[split]]
 
 
 def document_ids(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
@@ -325,6 +325,7 @@ def _made(
 ) -> Iterator[tuple[Part, str]]:
     if num_workers == 1:
         maker = _PartMaker(*make)
+        stack.callback(maker.close)
         yield from ((part, maker(part)) for part in parts)
     else:
         workers: Workers[Part, str] = Workers(_PartMaker, make, num_workers)
@@ -375,11 +376,6 @@ def _training_texts(tables: Tables, val_fraction: float) -> Iterator[str]:
                     yield text
     finally:
         reader.close()
-
-
-def _is_by_name(name: str) -> bool:
-    """Whether a name alone says what the tokenizer is."""
-    return not name.startswith(("bpe:", "json:"))
 
 
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
 from zeroshard.errors import UserError
 
+Result = TypeVar("Result")
+
 EDGE_BYTES = 1 << 20
 CONNECT_S, SILENCE_S = 10.0, 60.0  # a server that does not let us in; one that lets us wait for bytes
+RETRIES_S = (1.0, 3.0, 9.0)  # waits before a file at an address that failed is read again
 _HEADERS = {"User-Agent": "zeroshard"}  # some servers turn Python's own name away
 
 
@@ -118,6 +123,24 @@ def answers(address: str, field: str, todo: str, *, timeout_s: float = 5.0) -> N
         if isinstance(failed[0], urllib.error.HTTPError):
             failed[0].close()  # it is the response as well, and holds its socket
         raise UserError(field, f"{address} cannot be had ({_reason(failed[0])})", todo)
+
+
+def patiently(read: Callable[[], Result], path: str, todo: str) -> Result:
+    """What ``read`` returns; at an address it is called again after a failure, from its beginning.
+
+    Raises:
+        UserError: it failed once too often, or once where nothing else can be expected.
+    """
+    for wait_s in (*RETRIES_S, None):
+        try:
+            return read()
+        except UserError:
+            raise
+        except OSError as error:  # what aiohttp and the hub raise is of this kind, time-outs too
+            if wait_s is None or not is_address(path):
+                raise UserError("data", f"{path} failed ({_reason(error)})", todo) from None
+            time.sleep(wait_s)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def require_package(name: str, what: str) -> None:

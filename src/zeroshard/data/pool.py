@@ -57,19 +57,17 @@ class Workers(Generic[Task, Result]):
         busy: dict[Connection, int] = {}
         next_out = 0
         while True:
+            while next_out in done:  # before more is handed out: these make room for it
+                yield waiting.pop(next_out), done.pop(next_out)
+                next_out += 1
             for pipe in self._pipes:
                 if pipe not in busy and len(waiting) < ahead:
                     for number, task in islice(source, 1):
                         waiting[number] = task
                         busy[pipe] = number
                         _send(pipe, task)
-            while next_out in done:
-                yield waiting.pop(next_out), done.pop(next_out)
-                next_out += 1
             if not busy:
-                if not waiting:
-                    return
-                continue
+                return
             for pipe in wait(list(busy)):
                 assert isinstance(pipe, Connection)
                 done[busy.pop(pipe)] = _receive(pipe)

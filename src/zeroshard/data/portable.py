@@ -3,8 +3,8 @@
 All of them are byte-level: a byte is written as one printable character (GPT-2's table), and merges build on those.
 
 - ``bytes``: the 256 bytes, each its own id, and no merges.
-- ``gpt2`` and others of tiktoken: it keeps ranks of byte strings and no merges. The merge that made a string is found by encoding it
-  with the ranks below its own: two parts are left.
+- ``gpt2`` and others of tiktoken: it keeps ranks of byte strings and no merges. The merge that made a string is found
+  by encoding it with the ranks below its own: two parts are left.
 - ``bpe:N``, ``json:PATH``: written as they were trained or read.
 """
 
@@ -82,7 +82,7 @@ def _encode(token: bytes, ranks: Mapping[bytes, int], below: int) -> list[bytes]
 def _byte_level(
     ranks: Mapping[bytes, int], *, words: str, specials: Mapping[str, int] | None = None
 ) -> tokenizers.Tokenizer:
-    """Byte-pair encoding by ranks, which are the ids; ``words`` matches what text is cut into before merging, if any."""
+    """Byte-pair encoding by ranks, which are the ids; ``words`` matches what text is cut into before that, if any."""
     import tokenizers
     from tokenizers import Regex, decoders, models, pre_tokenizers
 

@@ -16,8 +16,9 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from zeroshard.data.files import FileFacts, is_address, open_binary, require_package, suffix_of
 from zeroshard.errors import UserError
@@ -216,7 +217,7 @@ def _ranges(file: FileFacts, column: str) -> Iterable[tuple[int, int]]:
     if suffix in (".gz", ".zst"):
         size, ends = file.num_bytes * _MOST_COMPRESSED, -1
     cuts = [*range(0, size, PART_BYTES), ends]
-    return zip(cuts, cuts[1:], strict=False)
+    return pairwise(cuts)
 
 
 def _row_groups(path: str, column: str) -> Iterable[tuple[int, int]]:
@@ -238,19 +239,19 @@ def _row_groups(path: str, column: str) -> Iterable[tuple[int, int]]:
                 held = 0
         if cuts[-1] < meta.num_row_groups:
             cuts.append(meta.num_row_groups)
-    return zip(cuts, cuts[1:], strict=False)
+    return pairwise(cuts)
 
 
 def _uncompressed(path: str, raw: BinaryIO, stack: ExitStack) -> BinaryIO:
     suffix = suffix_of(path)
     if suffix == ".gz":
-        return stack.enter_context(gzip.GzipFile(fileobj=raw))
+        return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw)))
     if suffix == ".zst":
         require_package("zstandard", "a .zst file")
         import zstandard
 
         stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        return io.BufferedReader(stack.enter_context(stream), _BLOCK_BYTES)  # ty: ignore[invalid-argument-type]
+        return io.BufferedReader(stack.enter_context(stream), _BLOCK_BYTES)
     return raw
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice, cross_entropy, linear_cross_entropy
+from zeroshard.models.cache import KVCache
 from zeroshard.models.config import ModelConfig
 from zeroshard.models.recompute import recomputed_blocks
 
@@ -39,6 +40,8 @@ class LanguageModel(nn.Module, ABC):
         seed: of the initial values.
         kernels: who computes the ``operations``; see `zeroshard.kernels.dispatch`.
         operations: what it has kernels for, as in `zeroshard.kernels.OPERATIONS`.
+        eos_id: the id between documents that attention does not cross, see `zeroshard.models.documents`; None: it
+            sees all that came before.
     """
 
     blocks: nn.ModuleList
@@ -46,6 +49,7 @@ class LanguageModel(nn.Module, ABC):
     seed: int
     kernels: Choice
     operations: ClassVar[tuple[str, ...]]
+    eos_id: int | None = None
 
     @property
     @abstractmethod
@@ -53,12 +57,13 @@ class LanguageModel(nn.Module, ABC):
         """The configuration that the model was built from."""
 
     @abstractmethod
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """The mean loss where targets are given, else the logits.
 
         Args:
             tokens_BT: token ids [B, T], int64.
             targets_BT: the token that follows each one [B, T], int64; -100 marks a position without a target.
+            cache: has seen what came before ``tokens_BT``, and sees them too; without gradients and ``eos_id``.
 
         Returns:
             With targets: :func:`next_token_loss`, a scalar. Without: logits [B, T, V] in the model's dtype.

@@ -28,7 +28,9 @@ from zeroshard.models.base import (
     materialize,
     projected_loss,
 )
+from zeroshard.models.cache import KVCache, LayerCache
 from zeroshard.models.config import check_counts, check_divides, check_types
+from zeroshard.models.documents import separate
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
 
 INIT_STD = 0.02
@@ -83,13 +85,18 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix each position with the ones before it: [B, T, C] -> [B, T, C]."""
+    def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+        """Mix each position with those before it, or of those with the ones in ``mask``: [B, T, C] -> [B, T, C]."""
         B, T, C = x.shape  # (8, 1024, 768)
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)  # (8, 1024, 36, 64)
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # each [B, H, T, D]: (8, 12, 1024, 64)
+        causal = mask is None and cache is None
+        if cache is not None:
+            k, v, mask = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)  # (8, 12, 1024, 64)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout
+        )  # (8, 12, 1024, 64)
         return self.drop(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))  # (8, 1024, 768)
 
 
@@ -117,9 +124,9 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd, LAYER_NORM_EPS, bias=config.bias, kernels=kernels)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, C] -> [B, T, C]."""
-        mixed = self.attn(self.ln_1(x))
+    def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+        """[B, T, C] -> [B, T, C]; ``mask`` from `zeroshard.models.documents.separate`."""
+        mixed = self.attn(self.ln_1(x), mask, cache)
         normed, x = self.ln_2(mixed.to(x.dtype), x)  # x + mixed on the way; autocast makes mixed narrower than x
         return x + self.mlp(normed)
 
@@ -157,18 +164,22 @@ class GPT2(LanguageModel):
         """The configuration that the model was built from."""
         return self._config
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """Loss where targets are given, else logits; see :meth:`LanguageModel.forward`.
 
         Raises:
             UserError: for sequences longer than the position table.
         """
-        num_tokens = tokens_BT.shape[1]
+        num_seen = cache.num_tokens if cache is not None else 0
+        num_tokens = num_seen + tokens_BT.shape[1]
         self.check_seq_len(num_tokens)
-        positions_T = torch.arange(num_tokens, device=tokens_BT.device)
-        x = self.drop(self.wte(tokens_BT) + self.wpe(positions_T))  # [B, T, C]: (8, 1024, 768)
-        for block in self.blocks:
-            x = block(x)
+        positions, masks = torch.arange(num_seen, num_tokens, device=tokens_BT.device), ()
+        if self.eos_id is not None and cache is None:
+            positions, mask = separate(tokens_BT, self.eos_id)
+            masks = (mask,)
+        x = self.drop(self.wte(tokens_BT) + self.wpe(positions))  # [B, T, C]: (8, 1024, 768)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, *masks) if cache is None else block(x, None, cache.layers[layer])
         x = self.ln_f(x)
         if targets_BT is None:
             return self.lm_head(x)  # (8, 1024, 50257)

@@ -29,7 +29,9 @@ from zeroshard.models.base import (
     materialize,
     projected_loss,
 )
+from zeroshard.models.cache import KVCache, LayerCache
 from zeroshard.models.config import check_counts, check_divides, check_types
+from zeroshard.models.documents import separate
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
 
 INIT_STD = 0.02
@@ -103,16 +105,19 @@ class LlamaConfig:
         return -(-(8 * self.n_embd // 3) // FFN_MULTIPLE) * FFN_MULTIPLE
 
 
-def rope_tables(num_tokens: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    num_tokens: int, head_dim: int, theta: float, device: torch.device, first: int = 0
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles position * theta^(-2 i / D), i < D / 2 (RoFormer, arXiv:2104.09864).
 
-    Made anew in each forward pass: they cost next to nothing, and a buffer would be stuck on the meta device.
+    Positions begin at ``first``. Made anew in each forward pass: they cost next to nothing, and a buffer would be
+    stuck on the meta device.
 
     Returns:
         Two fp32 tensors [T, D / 2].
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    positions = torch.arange(num_tokens, device=device, dtype=torch.float32)
+    positions = torch.arange(first, first + num_tokens, device=device, dtype=torch.float32)
     angles = torch.outer(positions, theta**-exponents)
     return angles.cos(), angles.sin()
 
@@ -131,14 +136,21 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.n_embd, kv_width, bias=False)
         self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Mix each position with the ones before it: [B, T, C] -> [B, T, C]."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """Mix each position with those before it, or of those with the ones in ``mask``: [B, T, C] -> [B, T, C]."""
         B, T, C = x.shape  # (8, 2048, 1152)
         q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, H, T, D]: (8, 18, 2048, 64)
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
         q, k = rope(q, k, cos, sin, inplace=self.turns_in_place, kernels=self.kernels)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # (8, 18, 2048, 64)
+        causal = mask is None and cache is None
+        if cache is not None:
+            k, v, mask = cache.extend(k, v)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
+        )  # (8, 18, 2048, 64)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, C))  # (8, 2048, 1152)
 
 
@@ -167,9 +179,14 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps, kernels=kernels)
         self.mlp = MLP(config, kernels)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, T, C] -> [B, T, C]; ``cos`` and ``sin`` [T, D / 2] from :func:`rope_tables`."""
-        mixed = self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """[B, T, C] -> [B, T, C].
+
+        ``cos`` and ``sin`` [T, D / 2] are from :func:`rope_tables`, ``mask`` from `separate`.
+        """
+        mixed = self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
         # x + mixed on the way; autocast makes mixed narrower than x
         normed, x = self.post_attention_layernorm(mixed.to(x.dtype), x)
         return x + self.mlp(normed)
@@ -206,13 +223,16 @@ class Llama(LanguageModel):
         """The configuration that the model was built from."""
         return self._config
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """Loss where targets are given, else logits; see :meth:`LanguageModel.forward`."""
         config = self._config
-        cos, sin = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device)
+        num_seen = cache.num_tokens if cache is not None else 0
+        cos, sin = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device, num_seen)
+        # Rotary positions are differences, so those of a document may begin anywhere.
+        masks = () if self.eos_id is None or cache is not None else (separate(tokens_BT, self.eos_id)[1],)
         x = self.embed_tokens(tokens_BT)  # [B, T, C]: (8, 2048, 1152)
-        for block in self.blocks:
-            x = block(x, cos, sin)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, cos, sin, *masks) if cache is None else block(x, cos, sin, None, cache.layers[layer])
         x = self.norm(x)
         if targets_BT is None:
             return self.lm_head(x)  # (8, 2048, 32000)

@@ -7,7 +7,6 @@ data, make the run folder) while the others learn how it went; then every rank b
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -23,9 +22,6 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint.together import largest
 from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.comm.launch import World, num_restarts, world_from_env
-from zeroshard.data import EvalBatches, TokenBatches, TokenDataset, require_enough
-from zeroshard.data.meta import DataMeta, read_meta
-from zeroshard.data.prepare import prepare
 from zeroshard.errors import UserError
 from zeroshard.kernels import choose, describe
 from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig, build_model, nearest_preset
@@ -41,14 +37,15 @@ from zeroshard.train.auto import ChooseStage, lowest_stage
 from zeroshard.train.compiled import compile_blocks
 from zeroshard.train.config import PLANNED, ModelConfig, TrainConfig, dump_toml
 from zeroshard.train.contract import Contract, Job, Predict
+from zeroshard.train.corpus import Corpus, open_corpus
 from zeroshard.train.guard import StepGuard
 from zeroshard.train.links import Links
 from zeroshard.train.lock import RunLock
 from zeroshard.train.measures import Measures
-from zeroshard.train.prepare import data_folder, data_spec
 from zeroshard.train.ranks import join
 from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
 from zeroshard.train.run import Run, Schedule, checkpoint_folder
+from zeroshard.train.trackers import require_trackers, trackers
 from zeroshard.zero import STAGES
 
 PLAIN_PIECES = ("zero0", "zero1", "zero2", "zero3", "ddp")  # whose optimizer sees tensors and no DTensors
@@ -98,6 +95,7 @@ def build_run(
         UserError: as `built`.
     """
     check_model(config)
+    require_trackers(config.track)
     check_shard_size(config, comm.world_size)
     describe(device, config.kernels)  # refuses what cannot be had
     grad_accum_steps = accumulation_steps(config, comm.world_size)
@@ -123,24 +121,17 @@ def _build_in(
     choose_stage: ChooseStage | None,
     predict: Predict | None,
 ) -> Run:
-    spec = data_spec(config.data)
-    tokens_folder = data_folder(config.data)
     resume_from = resume.choose(comm, config.resume, checkpoint_folder(folder))
-    first_rank_does(comm, lambda: prepare(spec, tokens_folder, num_workers=config.data.workers))
-
-    agree_on(comm, data_facts(read_meta(tokens_folder)))
-    train_tokens, val_tokens = (TokenDataset.open(tokens_folder, split) for split in ("train", "val"))
+    corpus = open_corpus(config, comm, grad_accum_steps)
     rows_per_step = config.micro_batch_size * grad_accum_steps * comm.world_size
-    require_enough(train_tokens, config.seq_len, rows_per_step)
-    require_enough(val_tokens, config.seq_len, 1, split="val")
-    data_sha256 = read_meta(tokens_folder).tokens_sha256
 
     observed = ObservedCommunicator(comm, timed=config.profile.overlap or config.profile.trace_steps > 0)
     as_given, stage = config, None
     if config.strategy == "auto":
-        stage = _automatic_stage(config, train_tokens.vocab_size, comm, device, choose_stage)
+        stage = _automatic_stage(config, corpus.vocab_size, comm, device, choose_stage)
         config = config.model_copy(update={"strategy": f"zero{stage}"})
-    model, strategy = _model_and_strategy(config, train_tokens.vocab_size, observed, device)
+    eos_id = separating_id(config, corpus.eos_id)
+    model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device)
     scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
     guard = StepGuard(config.optim.max_not_finite, config.optim.skip_spikes)
     first_step = 0
@@ -149,7 +140,7 @@ def _build_in(
             checkpoint.read_manifest(resume_from).extra,
             config.model_dump(mode="json"),
             rows_per_step * config.seq_len,
-            data_sha256,
+            corpus.sha256,
         )
         try:
             saved = checkpoint.load(resume_from, strategy, verified=config.resume == "auto")
@@ -163,20 +154,17 @@ def _build_in(
             todo = "resume with the model and optimizer that the checkpoint was saved with"
             raise UserError("resume", f"{resume_from}: {error}", todo) from None
         resume.say_start(comm, resume_from, changes)
-    describe_run = partial(_describe, folder, as_given, tokens_folder)
+    describe_run = partial(_describe, folder, as_given, corpus)
     first_rank_does(comm, describe_run)  # from here on the folder holds a run
     observed.drain()
 
     measures = Measures(config.profile, strategy, observed, _named_units(strategy), folder, device)
     saves = isinstance(strategy.optimizer, FusedAdamW)
-    contract = _contract(config, train_tokens.vocab_size, observed, device, grad_accum_steps, predict, saves)
-    ranks = {"rank": comm.rank, "world_size": comm.world_size}
-    shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
-    accumulation = {"grad_accum_steps": grad_accum_steps, "seed": config.seed}
+    contract = _contract(config, corpus.vocab_size, observed, device, grad_accum_steps, predict, saves)
     return Run(
         strategy=strategy,
-        batches=TokenBatches(train_tokens, **shapes, **accumulation, **ranks),
-        eval_batches=EvalBatches(val_tokens, **shapes, num_batches=config.eval_batches, **ranks),
+        batches=corpus.batches,
+        eval_batches=corpus.eval_batches,
         learning_rate=partial(
             learning_rate,
             lr=config.lr,
@@ -192,7 +180,8 @@ def _build_in(
             checkpoint_async=config.checkpoint_async,
             keep_checkpoints=config.keep_checkpoints,
             keep_every=config.keep_every,
-            **accumulation,
+            grad_accum_steps=grad_accum_steps,
+            seed=config.seed,
         ),
         observers=_observers(config, folder) if comm.rank == 0 else (),
         folder=folder,
@@ -208,12 +197,13 @@ def _build_in(
         stage=stage,
         comm=observed,
         kernels=_kernels(config, model, strategy, device),
-        data_sha256=data_sha256,
+        data_sha256=corpus.sha256,
         lock=lock,
         describe=describe_run,
         clock=Clock(device),
         measures=measures,
         contract=contract,
+        release=corpus.close,
     )
 
 
@@ -313,29 +303,40 @@ def claim_folder(folder: Path, *, resuming: bool) -> RunLock:
     return lock
 
 
-def data_facts(meta: DataMeta) -> dict[str, object]:
-    """What must be the same where every rank reads its own copy of the data."""
-    files = {f"data {shard.file}": shard.sha256 for split in meta.splits.values() for shard in split.shards}
-    return {"data vocab_size": meta.vocab_size, **files}
-
-
-def _describe(folder: Path, config: TrainConfig, tokens_folder: Path) -> None:
+def _describe(folder: Path, config: TrainConfig, corpus: Corpus) -> None:
     (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
-    kept = tokenizer_folder(folder)
-    kept.mkdir(exist_ok=True)
-    for name in ("meta.json", "tokenizer.json"):
-        if (tokens_folder / name).exists():
-            shutil.copyfile(tokens_folder / name, kept / name)
+    corpus.keep_tokenizer(tokenizer_folder(folder))
 
 
-def _model_and_strategy(
-    config: TrainConfig, vocab_size: int, comm: Communicator, device: torch.device
+def separating_id(config: TrainConfig, eos_id: int | None) -> int | None:
+    """The id that attention does not cross; None where it sees everything.
+
+    Raises:
+        UserError: it shall not cross documents, and nothing ends them.
+    """
+    if config.data.document_mask and eos_id is None:
+        todo = "use one that has, as gpt2 or bpe:N; a folder of an earlier version must be prepared again"
+        what = f"the tokenizer {config.data.tokenizer} has no id that ends a document"
+        raise UserError("data.document_mask", what, todo)
+    return eos_id if config.data.document_mask else None
+
+
+def sharded(
+    config: TrainConfig, vocab_size: int, eos_id: int | None, comm: Communicator, device: torch.device
 ) -> tuple[LanguageModel, Strategy]:
+    """The model of ``config`` and the strategy that holds it, on this rank's ``device``; collective.
+
+    ``eos_id`` is the id that attention does not cross, None where it sees everything.
+
+    Raises:
+        UserError: the model has fewer ids than ``vocab_size``, or ranks have different models.
+    """
     if 0 < config.model.vocab_size < vocab_size:
         what = f"{config.model.vocab_size} is below the {vocab_size} ids of the tokens"
         raise UserError("model.vocab_size", what, "use tokens made for this model, or 0 for a vocabulary of their size")
     from_meta = config.strategy in FROM_META
     model = make_model(config, vocab_size, "meta" if from_meta else device)
+    model.eos_id = eos_id
     if config.compile:
         compile_blocks(model.blocks, config.compile_backend, device)
 
@@ -464,6 +465,7 @@ def _observers(config: TrainConfig, folder: Path) -> list[Observer]:
         JsonlWriter(folder / "metrics.jsonl"),
         SummaryWriter(folder / "summary.json"),
         ConsoleRecorder(config.max_steps, config.log_interval, sys.stdout),
+        *trackers(config.track, folder, config.model_dump(mode="json")),
     ]
 
 

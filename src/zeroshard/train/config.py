@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -24,7 +24,9 @@ from zeroshard.errors import UserError
 from zeroshard.train.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
 from zeroshard.train.validate import validate
 
-SHORTHANDS = {"model": "name", "data": "source"}  # `model = "NAME"` stands for `model.name = "NAME"`
+# `model = "NAME"` stands for `model.name = "NAME"`
+SHORTHANDS = {"model": "name", "data": "source", "track": "to"}
+TRACKERS = ("tensorboard", "wandb", "trackio")
 StrategyName = Literal["auto", "zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2"]
 SHARDING = ("zero1", "zero2", "zero3")  # by our engine
 MUON_STRATEGIES = ("ddp", "zero0", *SHARDING)
@@ -114,6 +116,10 @@ class DataConfig(_Config):
     val_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the text kept for validation.")
     max_tokens: Count = Field(0, ge=0, description="Tokens to keep at most, as 500000 or 1B; 0: all.")
     dir: str = Field("", description="Folder of the prepared tokens; empty: named after the rest, in data/.")
+    streaming: bool = Field(
+        False, description="Train straight from .parquet, .jsonl or the hub, and prepare nothing before."
+    )
+    document_mask: bool = Field(False, description="Attention stays inside a document; the tokenizer must end them.")
     workers: int = Field(0, ge=0, description="Processes that make tokens of tables and hub data; 0: one per core.")
 
     @model_validator(mode="before")
@@ -204,6 +210,31 @@ class LinkConfig(_Config):
                 raise UserError(f"link.{name}", what, "leave it out, or use --link.mode simulated")
 
 
+class TrackConfig(_Config):
+    """Who is told of the run's numbers, beside its own log."""
+
+    to: tuple[str, ...] = Field((), description="tensorboard, wandb, trackio; none: metrics.jsonl alone.")
+    project: str = Field("zeroshard", min_length=1, description="Under which wandb and trackio file the run.")
+    name: str = Field("", description="Of the run there; empty: the run folder's.")
+    mode: Literal["online", "offline"] = Field("online", description="wandb: send, or write into the run folder.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, raw: Any) -> Any:
+        if isinstance(raw, str):
+            return {"to": [raw]}
+        if isinstance(raw, Mapping) and isinstance(raw.get("to"), str):
+            return {**raw, "to": [raw["to"]]}
+        return raw
+
+    @model_validator(mode="after")
+    def _trackers_are_known(self) -> Self:
+        for name in self.to:
+            if name not in TRACKERS:
+                raise UserError("track.to", f"{name!r} is not a tracker", f"choose of {', '.join(TRACKERS)}")
+        return self
+
+
 class TrainConfig(_Config):
     """One training run. After construction `out` is always filled in."""
 
@@ -213,6 +244,7 @@ class TrainConfig(_Config):
     profile: ProfileConfig = ProfileConfig()
     plan: ContractConfig = ContractConfig()
     link: LinkConfig = LinkConfig()
+    track: TrackConfig = TrackConfig()
 
     strategy: StrategyName = Field(
         "zero2", description="How training state is spread over ranks; auto: the lowest stage that fits."
@@ -379,19 +411,43 @@ class ExportConfig(_Config):
 class ImportConfig(_Config):
     """What `zeroshard import` reads, and the run that it makes."""
 
-    source: str = Field(min_length=1, description="Folder of a Hugging Face GPT-2 or LLaMA with safetensors.")
+    source: str = Field(
+        min_length=1, description="Folder of a Hugging Face GPT-2 or LLaMA with safetensors, or nanoGPT's ckpt.pt."
+    )
     out: str = Field(min_length=1, description="New run folder, as in runs/NAME.")
+
+
+class EvalConfig(_Config):
+    """What `zeroshard eval` measures, and on what."""
+
+    run: str = Field(min_length=1, description="Run folder (its newest checkpoint), or a Hugging Face folder.")
+    data: str = Field("", description="Prepared folder; empty: the run's own.")
+    split: Literal["val", "train"] = Field("val", description="Of the prepared folder.")
+    weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
+    strategy: Literal["none", "zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2"] = Field(
+        "none", description="How weights are spread over ranks; none: whole on each."
+    )
+    nproc: int = Field(0, ge=0, description="Ranks to start here; 0: torchrun's or SLURM's, else 1.")
+    port: int = Field(0, ge=0, le=65535, description="Port where --nproc ranks meet; 0: any free.")
+    seq_len: int = Field(0, ge=0, description="Tokens in a sequence; 0: as it was trained.")
+    micro_batch_size: int = Field(8, ge=1, description="Sequences per rank in one forward pass.")
+    batches: int = Field(0, ge=0, description="Batches to read, spread over the split; 0: all of it.")
+    tasks: tuple[str, ...] = Field((), description="Of lm-evaluation-harness, or .yaml files of tasks; none: the loss.")
+    limit: int = Field(0, ge=0, description="Examples of each task; 0: all.")
+    json_line: bool = Field(False, description="Print one JSON object in place of words.")
 
 
 class GenerateConfig(_Config):
     """What `zeroshard generate` writes, and from which run."""
 
-    run: str = Field(min_length=1, description="Run folder, as in runs/NAME.")
+    run: str = Field(min_length=1, description="Run folder, as in runs/NAME, or a Hugging Face folder.")
     weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
     prompt: str = Field("", description="Text to go on from; empty: a line break.")
     max_new_tokens: int = Field(200, ge=1, description="Tokens to write.")
     temperature: float = Field(0.8, ge=0, allow_inf_nan=False, description="0: always the likeliest token.")
     top_k: int = Field(0, ge=0, description="Draw from the k likeliest; 0: from all.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest that have this probability together.")
+    stop: bool = Field(True, description="End where the model ends its document.")
     seed: int = Field(0, ge=0, description="Of the draws.")
 
 
@@ -440,7 +496,11 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def dump_toml(config: BaseModel) -> str:
     """TOML text that `load_config` reads back to an equal configuration."""
-    values = config.model_dump()
+    return toml_of(config.model_dump())
+
+
+def toml_of(values: Mapping[str, Any]) -> str:
+    """TOML text of values and of tables one level deep."""
     tables = {key: value for key, value in values.items() if isinstance(value, dict)}
     lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if key not in tables]
     for name, table in tables.items():
@@ -448,12 +508,12 @@ def dump_toml(config: BaseModel) -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _toml_value(value: bool | int | float | str | tuple[str, ...]) -> str:
+def _toml_value(value: bool | int | float | str | Sequence[str]) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         # A JSON string is a TOML basic string, but for surrogate pairs (avoided) and a bare DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     return repr(value)

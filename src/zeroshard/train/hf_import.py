@@ -7,7 +7,6 @@ memory maps; pickles (``pytorch_model.bin``) are never read, and `transformers` 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -21,13 +20,13 @@ from safetensors import SafetensorError, safe_open
 from zeroshard import checkpoint
 from zeroshard.checkpoint.stream import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
-from zeroshard.data.meta import DataMeta, SourceMeta, SplitMeta, dtype_for, write_meta
-from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, read_byte_level, read_tokenizer
+from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, keep_tokenizer, read_byte_level, read_tokenizer
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.models import GPT2Config, LlamaConfig
+from zeroshard.models import GPT2, GPT2Config, LanguageModel, Llama, LlamaConfig
 from zeroshard.models.hf import find_weights, from_hf_config
 from zeroshard.train.build import model_table, tokenizer_folder
 from zeroshard.train.config import DataConfig, ImportConfig, TrainConfig, dump_toml
+from zeroshard.train.nanogpt_weights import import_nanogpt, is_nanogpt
 from zeroshard.train.run import checkpoint_folder
 from zeroshard.zero.state import NamedShard
 
@@ -40,9 +39,12 @@ def run_import(config: ImportConfig) -> int:
 
     Raises:
         UserError: the folder is not a whole GPT-2 or LLaMA with safetensors, or one that our models cannot compute; or
-            ``out`` is there already.
+            ``out`` is there already. A file of nanoGPT's: as `import_nanogpt`.
     """
     source, out = Path(config.source), Path(config.out)
+    if is_nanogpt(source):
+        print(f"{source} in {out}: {import_nanogpt(source, out)}")
+        return int(ExitStatus.OK)
     model = from_hf_config(_read_json(source / "config.json"))
     tokenizer = _tokenizer(source)
     with ExitStack() as stack:
@@ -59,6 +61,29 @@ def run_import(config: ImportConfig) -> int:
     text = f"{tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer that we read, so it writes no text"
     print(f"{source} in {out}: {weights.num_params:,} parameters, {text}")
     return int(ExitStatus.OK)
+
+
+def load_hf(folder: Path, device: torch.device) -> tuple[LanguageModel, BpeTokenizer]:
+    """The model and tokenizer of a Hugging Face folder, weights in float32; in evaluation mode.
+
+    Raises:
+        UserError: as `run_import`, or there is no tokenizer that we read.
+    """
+    config = from_hf_config(_read_json(folder / "config.json"))
+    tokenizer = _tokenizer(folder)
+    if tokenizer is None:
+        raise UserError("run", f"{folder} has no tokenizer.json", "take the folder of a whole model")
+    with ExitStack() as stack, torch.no_grad():
+        weights = _Weights(config, _open_files(folder, stack))
+        with torch.device("meta"):
+            model = GPT2(config) if isinstance(config, GPT2Config) else Llama(config)
+        model.to_empty(device=device)
+        params = dict(model.named_parameters(remove_duplicate=False))
+        for shard in weights.named_shards():
+            params[shard.name].copy_(shard.tensor.view(shard.shape))
+        for tied, name in weights.tied_names().items():  # to_empty made two of one
+            model.get_submodule(tied.rpartition(".")[0]).register_parameter("weight", model.get_parameter(name))
+    return model.eval(), tokenizer
 
 
 class _Weights:
@@ -150,13 +175,7 @@ def _keep_tokenizer(folder: Path, tokenizer: BpeTokenizer, vocab_size: int, sour
     if tokenizer.vocab_size > vocab_size:
         what = f"has {tokenizer.vocab_size} tokens, the model {vocab_size}"
         raise UserError(TOKENIZER_FILE, what, "take model and tokenizer from one folder")
-    folder.mkdir()
-    content = tokenizer.to_json().encode()
-    (folder / TOKENIZER_FILE).write_bytes(content)
-    no_tokens = {split: SplitMeta(0, ()) for split in ("train", "val")}
-    text = SourceMeta(f"imported from {source.name}", 0, 0, "")
-    digest = hashlib.sha256(content).hexdigest()
-    write_meta(folder, DataMeta({}, text, "json", digest, vocab_size, dtype_for(vocab_size), no_tokens))
+    keep_tokenizer(folder, tokenizer, vocab_size, f"imported from {source.name}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -37,11 +37,16 @@ def run_prepare(data: DataConfig) -> int:
         UserError: as `zeroshard.data.prepare.prepare`.
         OSError: the disk failed or is full.
     """
-    with Teller() as teller:
-        folder = prepare(data_spec(data), data_folder(data), num_workers=data.workers, told=teller)
+    folder = prepare_data(data)
     splits = ", ".join(f"{split.num_tokens:,} {name}" for name, split in read_meta(folder).splits.items())
     print(f"tokens in {folder}: {splits}")
     return int(ExitStatus.OK)
+
+
+def prepare_data(data: DataConfig) -> Path:
+    """Prepare what ``data`` says, tell how far it is, and return the folder; errors as `run_prepare`."""
+    with Teller() as teller:
+        return prepare(data_spec(data), data_folder(data), num_workers=data.workers, told=teller)
 
 
 class Teller:
@@ -52,11 +57,9 @@ class Teller:
         self._line_s, self._said_at = line_s, time.monotonic()
         columns = BarColumn(bar_width=20), TextColumn("{task.fields[facts]}", markup=False)
         self._bar = Progress(*columns, console=self._console) if self._console.is_terminal else None
-        self._task = None if self._bar is None else self._bar.add_task("prepare", total=1.0, facts="", start=False)
+        self._task = None if self._bar is None else self._bar.add_task("prepare", total=1.0, facts="")
 
     def __enter__(self) -> Teller:
-        if self._bar is not None:
-            self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -67,6 +70,7 @@ class Teller:
         """Show it, if it is time to."""
         facts = facts_of(told)
         if self._bar is not None and self._task is not None:
+            self._bar.start()  # nothing is shown for what is prepared already, or in a moment
             self._bar.update(self._task, completed=told.fraction, facts=facts)
         elif time.monotonic() - self._said_at >= self._line_s:
             self._said_at = time.monotonic()

@@ -25,6 +25,7 @@ FREE = frozenset(
         *("micro_batch_size", "grad_accum_steps", "global_batch_size", "kernels", "fused"),
         *("compile", "compile_backend", "eval_interval", "eval_batches", "log_interval"),
         *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every"),
+        *("track.to", "track.project", "track.name", "track.mode"),
         *("data.dir", "data.path", "model.activation_checkpointing"),
     }
 )
@@ -85,8 +86,8 @@ def check_changes(
         raise UserError(named, f"{what}were {old_data[:8]})", "restore the data, or start another run on these")
     lines: list[str] = []
     for key, value in before.items():
-        free = key in FREE or key.startswith(("model.", "data.", "profile.", "plan.", "link."))
-        if free or key not in now or now[key] == value:
+        elsewhere = key.startswith(("model.", "data.", "profile.", "plan.", "link.")) and key != "data.document_mask"
+        if key in FREE or elsewhere or key not in now or now[key] == value:
             continue
         if key in REFUSED:
             raise UserError(key, f"the checkpoint was saved with {value}, now it is {now[key]}", f"use {value}")

@@ -71,6 +71,7 @@ class Run:
         clock: of a step's parts.
         measures: what else the run measures of itself; None: nothing.
         contract: the run's plan, and whether it is kept; None where nobody plans.
+        release: lets go of data that are read ahead.
     """
 
     strategy: Strategy
@@ -99,6 +100,7 @@ class Run:
     clock: Clock = field(default_factory=lambda: Clock("cpu", enabled=False))
     measures: Measures | None = None
     contract: Contract | None = None
+    release: Callable[[], None] = lambda: None
 
     def require_folder(self) -> None:
         """Rank 0, before it gives a checkpoint its name: see that the run folder is still this run's.
@@ -122,6 +124,7 @@ class Run:
 
     def close(self) -> None:
         """Close the observers and let the folder go: the log is whole, whatever ended the run."""
+        self.release()
         for observer in self.observers:
             observer.close()
         if self.lock is not None:

@@ -1,0 +1,122 @@
+"""What a run trains on, ready to be read: prepared tokens, or tables that are read as they are needed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroshard.comm import Communicator
+from zeroshard.data import Batches, EvalBatches, TokenBatches, TokenDataset, require_enough
+from zeroshard.data.meta import DataMeta, read_meta
+from zeroshard.data.sources import SyntheticSize, open_source
+from zeroshard.data.stream import BlockSizes, StreamBatches, blocks_of
+from zeroshard.data.tables import Tables
+from zeroshard.data.tokenizer import keep_tokenizer, make_tokenizer, tokenizer_identity
+from zeroshard.errors import UserError
+from zeroshard.train.agree import agree_on, first_rank_does
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.prepare import data_folder, prepare_data
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One rank's part of a run's data.
+
+    Attributes:
+        batches: to train on.
+        eval_batches: to evaluate on.
+        vocab_size: ids are below it.
+        eos_id: ends each document; None where nothing does.
+        sha256: the same exactly where the same is trained on.
+        keep_tokenizer: make a folder that gives the tokenizer back, without the data.
+        close: lets go of what is read ahead.
+    """
+
+    batches: Batches
+    eval_batches: EvalBatches
+    vocab_size: int
+    eos_id: int | None
+    sha256: str
+    keep_tokenizer: Callable[[Path], None]
+    close: Callable[[], None] = lambda: None
+
+
+def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
+    """Prepare or open what ``config`` trains on; collective.
+
+    Raises:
+        UserError: it cannot be had, is not the same on every rank, or is too little.
+    """
+    return (_streamed if config.data.streaming else _prepared)(config, comm, grad_accum_steps)
+
+
+def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
+    folder = data_folder(config.data)
+    first_rank_does(comm, lambda: prepare_data(config.data))
+    meta = read_meta(folder)
+    agree_on(comm, data_facts(meta))
+    train, val = (TokenDataset.open(folder, split) for split in ("train", "val"))
+    require_enough(train, config.seq_len, config.micro_batch_size * grad_accum_steps * comm.world_size)
+    require_enough(val, config.seq_len, 1, split="val")
+    ranks = {"rank": comm.rank, "world_size": comm.world_size}
+    shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
+    return Corpus(
+        batches=TokenBatches(train, **shapes, grad_accum_steps=grad_accum_steps, seed=config.seed, **ranks),
+        eval_batches=EvalBatches(val, **shapes, num_batches=config.eval_batches, **ranks),
+        vocab_size=train.vocab_size,
+        eos_id=meta.eos_id,
+        sha256=meta.tokens_sha256,
+        keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept),
+    )
+
+
+def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
+    data = config.data
+    if data.max_tokens:
+        raise UserError("data.max_tokens", f"{data.max_tokens:,} cannot bound a stream", "set max_steps instead")
+    if data.tokenizer.startswith("bpe:"):
+        todo = "train one by `zeroshard prepare` on a part of it, and give its tokenizer.json as json:PATH"
+        raise UserError("data.tokenizer", f"{data.tokenizer} would have to be trained before the first step", todo)
+    tables = open_source(data.source, data.path, SyntheticSize(256, 1, 0), column=data.column)
+    if not isinstance(tables, Tables):
+        todo = "leave it out, or name .parquet or .jsonl files, or a data set of the hub"
+        raise UserError("data.streaming", f"the source {data.source} is no table of texts", todo)
+    tokenizer = make_tokenizer(data.tokenizer, ())
+    blocks = blocks_of(tables, tokenizer, tokenizer_identity(data.tokenizer), data.val_fraction)
+    agree_on(comm, {"data": blocks.identity})
+    wanted = config.eval_batches * config.micro_batch_size * config.seq_len + 1
+    val = blocks.validation(wanted)
+    require_enough(val, config.seq_len, 1, split="val")
+    ranks = {"rank": comm.rank, "world_size": comm.world_size}
+    shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
+    sizes = BlockSizes(Path(config.out) / "stream", blocks.identity, comm.rank)
+    batches = StreamBatches(blocks, sizes, **shapes, grad_accum_steps=grad_accum_steps, seed=config.seed, **ranks)
+
+    def keep(kept: Path) -> None:
+        shutil.rmtree(kept, ignore_errors=True)
+        keep_tokenizer(kept, tokenizer, tokenizer.vocab_size, f"streamed from {data.source}")
+
+    return Corpus(
+        batches=batches,
+        eval_batches=EvalBatches(val, **shapes, num_batches=config.eval_batches, **ranks),
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        sha256=blocks.identity,
+        keep_tokenizer=keep,
+        close=batches.close,
+    )
+
+
+def data_facts(meta: DataMeta) -> dict[str, object]:
+    """What must be the same where every rank reads its own copy of the data."""
+    files = {f"data {shard.file}": shard.sha256 for split in meta.splits.values() for shard in split.shards}
+    return {"data vocab_size": meta.vocab_size, **files}
+
+
+def _copy_tokenizer(tokens_folder: Path, kept: Path) -> None:
+    kept.mkdir(exist_ok=True)
+    for name in ("meta.json", "tokenizer.json"):
+        if (tokens_folder / name).exists():
+            shutil.copyfile(tokens_folder / name, kept / name)

@@ -1,0 +1,194 @@
+"""``zeroshard eval``: how well the model of a run, or of a Hugging Face folder, predicts prepared text.
+
+loss            mean negative log-likelihood of a token, nats
+perplexity      exp(loss)
+bits_per_byte   loss * tokens / (ln 2 * bytes of text): alike for every tokenizer, so it compares models that have
+                different ones (Gao et al., "The Pile", 2020, https://arxiv.org/abs/2101.00027, section 3.1)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from math import exp, log
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from zeroshard import checkpoint
+from zeroshard.comm import Communicator, LocalCommunicator
+from zeroshard.comm.launch import World, world_from_env
+from zeroshard.data import EvalBatches, TokenDataset, Tokenizer, load_tokenizer, num_rows, read_meta, require_enough
+from zeroshard.data.tokenizer import num_text_bytes
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.models import LanguageModel
+from zeroshard.train.build import choose_device, sharded, tokenizer_folder
+from zeroshard.train.config import EvalConfig, TrainConfig, load_config
+from zeroshard.train.evaluate import evaluate
+from zeroshard.train.generate import load_for_text, load_weights
+from zeroshard.train.prepare import data_folder
+from zeroshard.train.ranks import join
+from zeroshard.train.run import checkpoint_folder
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What came out.
+
+    Attributes:
+        loss: nats per token.
+        perplexity: its exponential.
+        bits_per_byte: of text; None where tokens stand for no text.
+        num_tokens: that were predicted.
+        num_bytes: of text that they stand for; 0 where for none.
+        step: of the checkpoint; None for a Hugging Face folder.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    num_tokens: int
+    num_bytes: int
+    step: int | None
+
+
+def run_eval(config: EvalConfig) -> int:
+    """Evaluate and print, from rank 0; returns the exit status. One call per rank.
+
+    Raises:
+        UserError: there is no run, no checkpoint, no data, or they do not fit together.
+    """
+    world = world_from_env() or World()
+    device = choose_device("auto", world.local_rank)
+    with ExitStack() as stack:
+        strategy = config.strategy if config.strategy != "none" else "zero0"
+        comm = join(world, "auto", strategy, device, stack).comm
+        scores = score(config, comm, device)
+        if comm.rank == 0:
+            print(json.dumps(asdict(scores)) if config.json_line else in_words(scores))
+    return int(ExitStatus.OK)
+
+
+def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Scores:
+    """The scores of one split; the same on every rank. Collective."""
+    folder = Path(config.run)
+    trained = load_config(folder / "config.toml") if (folder / "config.toml").is_file() else None
+    tokens_folder = _tokens_folder(config, trained)
+    meta = read_meta(tokens_folder)
+    tokens = TokenDataset.open(tokens_folder, config.split)
+    model, step, seq_len = _model(config, trained, comm, device)
+    tokenizer = None if meta.tokenizer == "none" else _tokenizer(tokens_folder, comm)
+    _require_same_tokenizer(folder, tokens_folder, meta.vocab_size, model)
+    seq_len = config.seq_len or seq_len
+    model.check_seq_len(seq_len)
+    require_enough(tokens, seq_len, 1, split=config.split)
+    available = num_rows(tokens, seq_len)
+    rows_at_once = min(config.micro_batch_size, available)
+    num_batches = min(config.batches or available, available // rows_at_once)
+    batches = EvalBatches(tokens, seq_len, rows_at_once, num_batches, comm.rank, comm.world_size)
+    loss = evaluate(model, batches, comm, device)
+    num_tokens = batches.num_batches * batches.micro_batch_size * seq_len
+    num_bytes = 0 if tokenizer is None else _text_bytes(tokenizer, batches, tokens, seq_len)
+    bits = loss * num_tokens / (log(2) * num_bytes) if num_bytes else None
+    return Scores(loss, exp(loss), bits, num_tokens, num_bytes, step)
+
+
+def in_words(scores: Scores) -> str:
+    """``loss 2.0461  perplexity 7.74  bits_per_byte 2.9519  tokens 12,345  bytes 12,345``."""
+    words = [f"loss {scores.loss:.4f}", f"perplexity {scores.perplexity:.4g}"]
+    if scores.bits_per_byte is not None:
+        words.append(f"bits_per_byte {scores.bits_per_byte:.4f}")
+    words.append(f"tokens {scores.num_tokens:,}")
+    if scores.num_bytes:
+        words.append(f"bytes {scores.num_bytes:,}")
+    if scores.step is not None:
+        words.append(f"step {scores.step:,}")
+    return "  ".join(words)
+
+
+def _model(
+    config: EvalConfig, trained: TrainConfig | None, comm: Communicator, device: torch.device
+) -> tuple[LanguageModel, int | None, int]:
+    """The model with its weights, the step they are of, and the length of sequences it was trained on."""
+    folder = Path(config.run)
+    if trained is None:
+        if config.strategy != "none":
+            todo = "import it first: zeroshard import FOLDER RUN"
+            raise UserError("strategy", "a Hugging Face folder is loaded whole on each rank", todo)
+        model, _ = load_for_text(folder)
+        return model, None, min(model.config.seq_len, 1024)
+    path = checkpoint.latest(checkpoint_folder(folder))
+    if path is None:
+        raise UserError("run", f"{folder} has no complete checkpoint yet", "let it train up to one first")
+    meta = read_meta(tokenizer_folder(folder)) if tokenizer_folder(folder).is_dir() else None
+    vocab_size = meta.vocab_size if meta else trained.model.vocab_size
+    step = checkpoint.read_manifest(path).step
+    eos_id = meta.eos_id if meta and trained.data.document_mask else None
+    if config.strategy == "none":
+        model = load_weights(trained, vocab_size, path, config.weights)
+        model.eos_id = eos_id
+        return model, step, trained.seq_len
+    if config.weights == "ema":
+        raise UserError("weights", f"{config.strategy} evaluates the last weights", "use --strategy none")
+    spread = trained.model_copy(update={"strategy": config.strategy, "kernels": "auto", "compile": False})
+    model, strategy = sharded(spread, vocab_size, eos_id, comm, device)
+    checkpoint.load(path, strategy)
+    return model, step, trained.seq_len
+
+
+def _tokens_folder(config: EvalConfig, trained: TrainConfig | None) -> Path:
+    if config.data:
+        return Path(config.data)
+    if trained is None:
+        raise UserError("data", "a Hugging Face folder says nothing of data", "name a prepared folder by --data")
+    if trained.data.streaming:
+        raise UserError("data", "the run was streamed, and has no prepared folder", "name one by --data")
+    return data_folder(trained.data)
+
+
+def _tokenizer(folder: Path, comm: Communicator) -> Tokenizer | None:
+    """What the folder was prepared with; None, and a line, where its tables cannot be fetched here."""
+    try:
+        return load_tokenizer(folder)
+    except UserError as error:
+        if error.field != "data.tokenizer":
+            raise
+        if comm.rank == 0:
+            print(f"warning: bits_per_byte is left out: {error.what}", file=sys.stderr)
+        return None
+
+
+def _require_same_tokenizer(folder: Path, tokens_folder: Path, vocab_size: int, model: LanguageModel) -> None:
+    """Ids of another tokenizer would be scored without complaint, and the score be nonsense."""
+    kept = tokenizer_folder(folder)
+    todo = "prepare the text with the model's tokenizer"
+    if kept.is_dir():
+        ours, theirs = read_meta(kept), read_meta(tokens_folder)
+        is_file = ours.tokenizer_sha256 or theirs.tokenizer_sha256
+        same = ours.tokenizer_sha256 == theirs.tokenizer_sha256 if is_file else ours.tokenizer == theirs.tokenizer
+        if ours.tokenizer_sha256:
+            todo = f"prepare it with --data.tokenizer json:{kept}/tokenizer.json"
+        elif not is_file:
+            todo = f"prepare it with --data.tokenizer {ours.tokenizer}"
+        if not same:
+            what = f"{tokens_folder} was prepared with another tokenizer ({theirs.tokenizer}) than {folder}"
+            raise UserError("data", f"{what} ({ours.tokenizer})", todo)
+    if vocab_size > model.config.vocab_size:
+        raise UserError("data", f"{tokens_folder} has {vocab_size:,} ids, the model {model.config.vocab_size:,}", todo)
+
+
+def _text_bytes(tokenizer: Tokenizer, batches: EvalBatches, tokens: TokenDataset, seq_len: int) -> int:
+    """Bytes of all targets of all ranks."""
+    everything = EvalBatches(tokens, seq_len, batches.micro_batch_size, batches.num_batches)
+    total = 0
+    for _, targets_BT, _ in everything:
+        total += sum(num_text_bytes(tokenizer, np.asarray(row)) for row in targets_BT)
+    return total
+
+
+def local_score(config: EvalConfig) -> Scores:
+    """The scores, in this process alone."""
+    return score(config, LocalCommunicator(), choose_device("auto", 0))

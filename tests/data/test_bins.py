@@ -1,0 +1,73 @@
+import numpy as np
+import pytest
+
+from zeroshard.data.meta import read_meta
+from zeroshard.data.prepare import DataSpec, prepare
+from zeroshard.data.tokens import TokenDataset
+from zeroshard.errors import UserError
+
+
+def llm_c(path, ids, magic=20240520, version=1, dtype="<u2"):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(ids)
+    path.write_bytes(header.tobytes() + np.asarray(ids, dtype).tobytes())
+
+
+def ids(folder, split):
+    tokens = TokenDataset.open(folder, split)
+    return tokens.window(0, tokens.num_tokens).tolist()
+
+
+def test_nanogpts_files_are_taken_as_they_are(tmp_path):
+    train, val = np.arange(1000) % 50_257, np.arange(90) + 7
+    (tmp_path / "set").mkdir()
+    train.astype("<u2").tofile(tmp_path / "set" / "train.bin")
+    val.astype("<u2").tofile(tmp_path / "set" / "val.bin")
+    (tmp_path / "set" / "meta.pkl").write_bytes(b"never read")
+    out = prepare(DataSpec("bin", (str(tmp_path / "set"),), "gpt2"), tmp_path / "out")
+    assert (ids(out, "train"), ids(out, "val")) == (train.tolist(), val.tolist())
+    meta = read_meta(out)
+    assert (meta.tokenizer, meta.vocab_size, meta.dtype, meta.eos_id) == ("gpt2", 50_257, "uint16", 50_256)
+
+
+@pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")])
+def test_llm_cs_header_says_how_wide_ids_are(tmp_path, magic, version, dtype):
+    top = 70_000 if dtype == "<u4" else 60_000
+    llm_c(tmp_path / "a_train_000001.bin", [1, 2, top], magic, version, dtype)
+    llm_c(tmp_path / "a_train_000002.bin", [4], magic, version, dtype)
+    llm_c(tmp_path / "a_val_000000.bin", [5, 6], magic, version, dtype)
+    out = prepare(DataSpec("bin", (str(tmp_path / "a_*.bin"),), "none"), tmp_path / "out")
+    assert (ids(out, "train"), ids(out, "val")) == ([1, 2, top, 4], [5, 6])
+    assert read_meta(out).vocab_size == top + 1
+
+
+def test_where_no_file_validates_the_end_does(tmp_path):
+    np.arange(100, dtype="<u2").tofile(tmp_path / "tokens.bin")
+    out = prepare(DataSpec("bin", (str(tmp_path / "tokens.bin"),), "none"), tmp_path / "out")
+    assert (ids(out, "train"), ids(out, "val")) == (list(range(90)), list(range(90, 100)))
+
+
+def test_ids_of_another_tokenizer_are_refused(tmp_path):
+    np.array([1, 300], "<u2").tofile(tmp_path / "tokens.bin")
+    with pytest.raises(UserError, match=r"data\.tokenizer: an id is 300, and it has 256 ids; say which tokenizer"):
+        prepare(DataSpec("bin", (str(tmp_path / "tokens.bin"),)), tmp_path / "out")
+    with pytest.raises(UserError, match=r"data\.tokenizer: bpe:300 is trained on text, and here is none"):
+        prepare(DataSpec("bin", (str(tmp_path / "tokens.bin"),), "bpe:300"), tmp_path / "out")
+
+
+def test_files_that_are_cut_short_are_refused(tmp_path):
+    llm_c(tmp_path / "a.bin", [1, 2, 3])
+    (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-2])
+    with pytest.raises(UserError, match=r"a\.bin has 1,028 bytes where its header says 1,030"):
+        prepare(DataSpec("bin", (str(tmp_path / "a.bin"),), "none"), tmp_path / "out")
+    (tmp_path / "b.bin").write_bytes(b"odd")
+    with pytest.raises(UserError, match=r"b\.bin has an odd number of bytes"):
+        prepare(DataSpec("bin", (str(tmp_path / "b.bin"),), "none"), tmp_path / "out")
+    llm_c(tmp_path / "c.bin", [1], version=3)
+    with pytest.raises(UserError, match=r"c\.bin is of llm\.c's version 3"):
+        prepare(DataSpec("bin", (str(tmp_path / "c.bin"),), "none"), tmp_path / "out")
+
+
+def test_a_folder_without_bins_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"data\.path: .* holds no \.bin file"):
+        prepare(DataSpec("bin", (str(tmp_path),), "none"), tmp_path / "out")

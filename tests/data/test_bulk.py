@@ -1,0 +1,202 @@
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import small_tables as made
+from zeroshard.data import bulk, tables
+from zeroshard.data.bulk import Told
+from zeroshard.data.meta import read_meta
+from zeroshard.data.prepare import DataSpec, prepare
+from zeroshard.data.tokenizer import load_tokenizer
+from zeroshard.data.tokens import TokenDataset, verify
+from zeroshard.errors import UserError
+
+# A process of its own, with parts small enough that a small set has many.
+PREPARE = """
+import sys
+from pathlib import Path
+from zeroshard.data import bulk, tables
+tables.PART_BYTES, bulk._SAVE_S = 2000, 0.05
+from zeroshard.data.prepare import DataSpec, prepare
+if __name__ == "__main__":
+    spec = DataSpec("text", (sys.argv[1],), sys.argv[4])
+    prepare(spec, Path(sys.argv[2]), shard_tokens=7001, num_workers=int(sys.argv[3]))
+"""
+
+
+def files(folder):
+    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(tables, "PART_BYTES", 2000)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A set of several files and kinds."""
+    (tmp_path / "set").mkdir()
+    for number, kind in enumerate(made.KINDS):
+        made.write_table(tmp_path / "set" / f"{number}.{kind}", made.documents(400, seed=number))
+    return tmp_path / "set"
+
+
+def test_documents_keep_their_order_and_end_and_some_validate(folder, tmp_path, small_parts):
+    out = prepare(DataSpec("text", (str(folder),), "bpe:280"), tmp_path / "out", num_workers=1)
+    verify(out)
+    tokenizer = load_tokenizer(out)
+    everything = [text for number in range(4) for text in made.documents(400, seed=number)]
+    splits = {}
+    for split in ("train", "val"):
+        ids = TokenDataset.open(out, split)
+        text = tokenizer.decode(ids.window(0, ids.num_tokens))
+        splits[split] = text.split("<|endoftext|>")
+        assert splits[split].pop() == ""
+    assert sorted(splits["train"] + splits["val"]) == sorted(everything)
+    places = [everything.index(text) for text in splits["train"]]
+    assert places == sorted(places)
+    assert len(splits["val"]) == pytest.approx(160, abs=4)
+    meta = read_meta(out)
+    assert meta.source.num_documents == 1600
+    assert meta.eos_id == tokenizer.eos_id
+    assert not list(tmp_path.glob(".*partial"))
+
+
+@pytest.mark.parametrize("max_tokens", [0, 30_000])
+def test_the_bytes_do_not_depend_on_the_number_of_workers(folder, tmp_path, max_tokens):
+    spec = DataSpec("text", (str(folder),), max_tokens=max_tokens)
+    ours = [files(prepare(spec, tmp_path / str(num), shard_tokens=9000, num_workers=num)) for num in (1, 3)]
+    assert ours[0] == ours[1]
+    if max_tokens:
+        assert TokenDataset.open(tmp_path / "1").num_tokens == 27_000
+
+
+def test_a_run_that_is_killed_again_and_again_ends_with_the_bytes_of_one_that_was_not(folder, tmp_path):
+    def start(out, workers):
+        command = [sys.executable, "-c", PREPARE, str(folder), str(out), str(workers), "bpe:300"]
+        return subprocess.Popen(command, env=dict(os.environ))
+
+    began = time.monotonic()
+    assert start(tmp_path / "whole", 1).wait() == 0
+    whole_s = time.monotonic() - began
+    draw, kills = random.Random(7), 0
+    for _ in range(6):
+        process = start(tmp_path / "killed", 1)
+        try:
+            process.wait(draw.uniform(0.5, 1.0) * whole_s)
+            break
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            kills += 1
+    assert start(tmp_path / "killed", 1).wait() == 0
+    assert kills
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+    assert not list(tmp_path.glob(".*partial"))
+
+
+class _StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", [1, 2, 9, 30, 55])
+def test_what_was_joined_and_what_was_made_ahead_is_gone_on_with(folder, tmp_path, small_parts, monkeypatch, after):
+    spec = DataSpec("text", (str(folder),))
+    whole = files(prepare(spec, tmp_path / "whole", shard_tokens=3000, num_workers=1))
+    monkeypatch.setattr(bulk, "_SAVE_BYTES", 8000)
+    count = 0
+
+    def stop(told):
+        nonlocal count
+        count += 1
+        if count == after:
+            raise _StopError
+
+    with pytest.raises(_StopError):
+        prepare(spec, tmp_path / "out", shard_tokens=3000, num_workers=1, told=stop)
+    made_before = count
+    assert files(prepare(spec, tmp_path / "out", shard_tokens=3000, num_workers=1, told=stop)) == whole
+    num_parts = len(list(made.tables_of(*sorted(folder.iterdir())).parts()))
+    assert count - made_before <= num_parts
+    if after > 20:  # of what was saved nothing is done again
+        assert count - made_before < num_parts
+
+
+def test_a_shard_that_grew_beyond_what_was_saved_is_cut_back(folder, tmp_path, small_parts):
+    spec = DataSpec("text", (str(folder),))
+    whole = files(prepare(spec, tmp_path / "whole", num_workers=1))
+
+    def stop(told):
+        raise _StopError
+
+    with pytest.raises(_StopError):
+        prepare(spec, tmp_path / "out", num_workers=1, told=stop)
+    train = tmp_path / ".out.partial" / "draft" / "train"
+    for name in ("tokens-00000.bin", "tokens-00001.bin"):
+        with (train / name).open("ab") as file:
+            file.write(b"torn")
+    assert files(prepare(spec, tmp_path / "out", num_workers=1)) == whole
+
+
+def test_work_that_was_begun_for_something_else_is_left_alone(folder, tmp_path, small_parts):
+    def stop(told):
+        raise _StopError
+
+    with pytest.raises(_StopError):
+        prepare(DataSpec("text", (str(folder),)), tmp_path / "out", num_workers=1, told=stop)
+    other = DataSpec("text", (str(folder),), val_fraction=0.2)
+    with pytest.raises(UserError, match=r"holds the half of something else: val_fraction 0\.1 where 0\.2 is asked"):
+        prepare(other, tmp_path / "out", num_workers=1)
+
+
+def test_two_at_once_are_one_too_many(folder, tmp_path):
+    spec = DataSpec("text", (str(folder),))
+
+    def again(told):
+        with pytest.raises(UserError, match=r"data\.dir: another process is preparing .*out"):
+            prepare(spec, tmp_path / "out", num_workers=1)
+
+    prepare(spec, tmp_path / "out", num_workers=1, told=again)
+
+
+def test_preparing_again_reads_no_text(folder, tmp_path, monkeypatch):
+    spec = DataSpec("text", (str(folder),))
+    out = prepare(spec, tmp_path / "out", num_workers=1)
+    monkeypatch.setattr(bulk, "join_parts", None)
+    assert prepare(spec, out) == out
+    with (folder / "1.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    with pytest.raises(UserError, match="was prepared with another text"):
+        prepare(spec, out)
+
+
+def test_a_worker_that_finds_bad_input_ends_it_in_one_line(folder, tmp_path):
+    with (folder / "1.jsonl").open("a") as file:
+        file.write("nothing\n")
+    with pytest.raises(UserError, match=r"the line at byte \d"):
+        prepare(DataSpec("text", (str(folder),)), tmp_path / "out", num_workers=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_progress_ends_at_one(folder, tmp_path, small_parts):
+    told: list[Told] = []
+    out = prepare(DataSpec("text", (str(folder),)), tmp_path / "out", num_workers=1, told=told.append)
+    assert [each.fraction for each in told] == sorted(each.fraction for each in told)
+    assert told[-1].fraction == 1.0
+    assert told[-1].num_tokens == sum(split.num_tokens for split in read_meta(out).splits.values())
+    assert told[-1].left_s == 0.0
+    assert Told(100, 0.25, 10.0).left_s == 30.0
+
+
+def test_jsonl_ids_are_those_of_each_document_alone(tmp_path):
+    made.write_table(tmp_path / "a.jsonl", ["one\n", "two", "three"])
+    out = prepare(DataSpec("text", (str(tmp_path / "a.jsonl"),), val_fraction=0.4), tmp_path / "out", num_workers=1)
+    train = TokenDataset.open(out)
+    assert bytes(train.window(0, train.num_tokens).astype(np.uint8)) == b"one\ntwo\n"

@@ -1,0 +1,105 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from zeroshard.data.pool import Workers
+from zeroshard.errors import UserError
+
+
+def maker(kind):
+    return {"square": _square, "late": _late, "user": _user_error, "bug": _bug, "die": _die}[kind]
+
+
+def _square(number):
+    return number * number
+
+
+def _late(number):
+    time.sleep(0.05 if number % 3 == 0 else 0.0)
+    return number
+
+
+def _user_error(number):
+    raise UserError("field", f"{number} is wrong", "mend it")
+
+
+def _bug(number):
+    return 1 // 0
+
+
+def _die(number):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def workers():
+    made = []
+
+    def make(kind, num=2):
+        made.append(Workers(maker, (kind,), num))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_results_come_in_the_order_of_tasks(workers):
+    assert list(workers("late").in_order(iter(range(20)))) == [(number, number) for number in range(20)]
+
+
+def test_tasks_are_taken_only_so_far_ahead(workers):
+    taken = []
+
+    def tasks():
+        for number in range(100):
+            taken.append(number)
+            yield number
+
+    results = workers("square").in_order(tasks())
+    assert next(results) == (0, 0)
+    assert len(taken) < 12
+    assert [result for _, result in results] == [number * number for number in range(1, 100)]
+
+
+def test_what_a_task_raises_is_raised_here(workers):
+    with pytest.raises(UserError, match="field: 0 is wrong; mend it"):
+        list(workers("user").in_order(iter([0])))
+    with pytest.raises(RuntimeError, match=r"a worker process failed:\n(.|\n)*ZeroDivisionError"):
+        list(workers("bug").in_order(iter([0])))
+
+
+def test_a_worker_that_is_killed_is_told(workers):
+    with pytest.raises(RuntimeError, match=r"ended from outside; if memory ran out, use fewer by --data\.workers"):
+        list(workers("die").in_order(iter([0])))
+
+
+def test_no_worker_outlives_a_killed_parent():
+    code = (
+        "import time; from zeroshard.data.pool import Workers\n"
+        "if __name__ == '__main__':\n"
+        "    workers = Workers(str, (), 2)\n"
+        "    print(*(process.pid for process in workers._processes), flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 30
+    while any(_lives(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_lives(pid) for pid in pids)
+
+
+def _lives(pid):
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().split()[2] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,101 @@
+import pytest
+
+import small_tables as made
+from zeroshard.data import tables as module
+from zeroshard.data.tables import PartReader, is_table, validates
+from zeroshard.errors import UserError
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(module, "PART_BYTES", 700)
+
+
+@pytest.mark.parametrize("kind", made.KINDS)
+def test_parts_together_hold_every_document_once_and_in_order(tmp_path, small_parts, kind):
+    texts = made.documents(200)
+    tables = made.tables_of(made.write_table(tmp_path / f"a.{kind}", texts))
+    parts = made.read_all(tables)
+    assert len([part for part in parts if part]) > 5
+    assert [text for part in parts for text in part] == texts
+
+
+@pytest.mark.parametrize("kind", made.KINDS)
+def test_a_part_is_the_same_whatever_was_read_before(tmp_path, small_parts, kind):
+    texts = made.documents(120)
+    tables = made.tables_of(*(made.write_table(tmp_path / f"{name}.{kind}", texts) for name in "ab"))
+    in_order = made.read_all(tables)
+    parts = list(tables.parts())
+    for places in (range(len(parts) - 1, -1, -1), [3, 0, 3, 5, len(parts) - 1, 1, 2]):
+        reader = PartReader()
+        assert [list(reader.texts(parts[place])) for place in places] == [in_order[place] for place in places]
+        reader.close()
+
+
+@pytest.mark.parametrize("kind", made.KINDS)
+def test_a_part_that_was_left_in_the_middle_is_read_again_from_its_start(tmp_path, small_parts, kind):
+    tables = made.tables_of(made.write_table(tmp_path / f"a.{kind}", made.documents(120)))
+    in_order, part = made.read_all(tables), next(tables.parts())
+    reader = PartReader()
+    next(reader.texts(part))
+    assert list(reader.texts(part)) == in_order[0]
+    reader.close()
+
+
+def test_a_line_longer_than_a_part_is_one_document(tmp_path, small_parts):
+    texts = ["short", "x" * 5000, "last"]
+    for kind in ("jsonl", "jsonl.gz"):
+        tables = made.tables_of(made.write_table(tmp_path / f"a.{kind}", texts))
+        assert [text for part in made.read_all(tables) for text in part] == texts
+
+
+def test_empty_rows_are_no_documents(tmp_path):
+    for kind in ("parquet", "jsonl"):
+        tables = made.tables_of(made.write_table(tmp_path / f"a.{kind}", ["one", "", None, "two"]))
+        assert made.read_all(tables) == [["one", "two"]]
+
+
+def test_another_column_may_hold_the_text(tmp_path):
+    for kind in made.KINDS:
+        path = made.write_table(tmp_path / f"a.{kind}", ["one", "two"], column="content")
+        assert [t for part in made.read_all(made.tables_of(path, column="content")) for t in part] == ["one", "two"]
+
+
+def test_a_column_that_is_not_there_is_refused_and_the_others_named(tmp_path):
+    path = made.write_table(tmp_path / "a.parquet", ["one"], column="content")
+    with pytest.raises(UserError, match=r"data\.column: .*no column 'text'; name one .* it has id, content"):
+        list(made.tables_of(path).parts())
+    with pytest.raises(UserError, match=r"data\.column: 'id' of .* is int64, not text"):
+        list(made.tables_of(path, column="id").parts())
+    path = made.write_table(tmp_path / "a.jsonl", ["one"], column="content")
+    with pytest.raises(UserError, match=r"data\.path: the line at byte 0 of .* has no key 'text'"):
+        made.read_all(made.tables_of(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [("{", "cannot be read"), ('{"text": 1}', "text is int, not a string"), ('{"text": "\\ud800"}', "surrogates")],
+)
+def test_a_line_that_is_no_text_is_named_by_its_place(tmp_path, line, what):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(UserError, match=rf"the line at byte 17 of .*a\.jsonl cannot be read \(.*{what}|{what}"):
+        made.read_all(made.tables_of(tmp_path / "a.jsonl"))
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"nothing of the kind")
+    with pytest.raises(UserError, match=r"data\.path: .*a\.parquet is no parquet file"):
+        list(made.tables_of(tmp_path / "a.parquet").parts())
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.1, 0.5])
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+def test_the_share_that_validates_is_met_however_documents_lie_in_parts(fraction, rows):
+    num_parts = 20_000 // rows
+    chosen = sum(validates(part, row, fraction) for part in range(num_parts) for row in range(rows))
+    assert chosen == pytest.approx(fraction * rows * num_parts, abs=4)
+
+
+def test_what_is_a_table_is_told_by_its_name():
+    assert all(is_table(name) for name in ("a.parquet", "A.JSONL", "https://x/y.jsonl.zst?download=true"))
+    assert not any(is_table(name) for name in ("a.txt", "parquet", "https://x/a.csv"))

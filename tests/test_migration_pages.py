@@ -1,0 +1,97 @@
+"""Every block of the pages for those who come from elsewhere runs, and does what the page says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from zeroshard.models import GPT2, GPT2Config
+
+DOCS = Path(__file__).parents[1] / "docs"
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+# Every rank runs the blocks of a page one after the other, in one namespace.
+DRIVER = """
+import re, sys
+from pathlib import Path
+from zeroshard.comm.launch import shutdown
+shown = {}
+for code in re.findall(r"```python\\n(.*?)```", Path(sys.argv[1]).read_text(), re.S):
+    exec(code, shown)
+assert abs(shown["before"] - shown["after"]) < 1e-6, (shown["before"], shown["after"])
+del shown
+shutdown()
+"""
+
+
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.S)
+
+
+@pytest.mark.parametrize("page", ["from-fsdp.md", "from-zero-redundancy-optimizer.md"])
+def test_both_columns_train_alike(page, tmp_path):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, str(tmp_path / "driver.py"), str(DOCS / page)]
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(blocks(page, "python")) == 3
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("from-*.md")))
+def test_columns_are_twenty_lines_at_most(page):
+    for language in ("python", "json", "sh"):
+        assert all(len(block.splitlines()) <= 20 for block in blocks(page, language))
+
+
+def run_commands(page, folder):
+    """Every line of the page's shell blocks, in ``folder``."""
+    for line in "".join(blocks(page, "sh")).splitlines():
+        words = line.replace("zeroshard ", f"{sys.executable} -m zeroshard ", 1)
+        done = subprocess.run(
+            words, shell=True, cwd=folder, env=ENV, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+def test_the_commands_for_users_of_nanogpt_run(tmp_path):
+    for folder in ("config", "data/mine", "out"):
+        (tmp_path / folder).mkdir(parents=True)
+    (code,) = blocks("from-nanogpt.md", "python")
+    (tmp_path / "config" / "mine.py").write_text(code)
+    for name, count in (("train", 4000), ("val", 400)):
+        (torch.arange(count) % 1000).to(torch.uint16).numpy().tofile(tmp_path / "data" / "mine" / f"{name}.bin")
+    args = {"vocab_size": 50_304, "block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 4, "bias": True}
+    with torch.device("cpu"):
+        model: nn.Module = GPT2(GPT2Config(50_304, 8, 1, 1, 4))
+    names = {name: name.replace("blocks.", "h.") for name in model.state_dict()}
+    theirs = {
+        name if name == "lm_head.weight" else f"transformer.{names[name]}": tensor
+        for name, tensor in model.state_dict().items()
+    }
+    torch.save({"model": theirs, "model_args": args}, tmp_path / "out" / "ckpt.pt")
+    run_commands("from-nanogpt.md", tmp_path)
+    assert (tmp_path / "runs" / "mine" / "summary.json").exists()
+    assert (tmp_path / "runs" / "imported" / "config.toml").exists()
+
+
+def test_the_commands_for_users_of_deepspeed_run(tmp_path):
+    (code,) = blocks("from-deepspeed.md", "json")
+    (tmp_path / "ds_config.json").write_text(code)
+    (tmp_path / "text.txt").write_text("abcd\n" * 2000)
+    run_commands("from-deepspeed.md", tmp_path)
+    (code,) = blocks("from-deepspeed.md", "python")
+    shown = {}
+    exec(code, shown)
+    assert shown["step"] == 2
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("from-*.md")))
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+)\)", (DOCS / page).read_text(encoding="utf-8"))
+    assert [link for link in links if not link.startswith("http") and not (DOCS / link).exists()] == []

@@ -1,0 +1,112 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import small_tables as made
+from zeroshard.comm import run_threads
+from zeroshard.data import load_tokenizer
+from zeroshard.data import tables as tables_module
+from zeroshard.errors import UserError
+from zeroshard.train.build import build_run, tokenizer_folder
+from zeroshard.train.loop import run_training, train
+
+
+@pytest.fixture
+def streamed(tiny_config, tmp_path, monkeypatch):
+    """`streamed(**changes)`: a run that trains straight from a folder of tables."""
+    monkeypatch.setattr(tables_module, "PART_BYTES", 2000)
+    (tmp_path / "set").mkdir()
+    for i in range(2):
+        made.write_table(tmp_path / "set" / f"{i}.parquet", made.documents(400, seed=i))
+
+    def make(data=None, **changes):
+        table = {"source": "text", "path": (str(tmp_path / "set"),), "streaming": True, **(data or {})}
+        return tiny_config(data=table, **changes)
+
+    return make
+
+
+def losses(config, world_size=1):
+    """Of each step, by a world of threads."""
+    seen = {}
+
+    class Listener:
+        def on_step(self, record):
+            seen[record.step] = record.loss
+
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+
+    def rank(comm):
+        run = build_run(config, comm, torch.device("cpu"))
+        try:
+            if comm.rank == 0:
+                run = replace(run, observers=[*run.observers, Listener()])
+            train(run)
+        finally:
+            run.close()
+
+    run_threads(rank, world_size)
+    return seen
+
+
+def test_a_run_trains_from_a_stream_and_writes_text_without_it(streamed):
+    config = streamed()
+    assert run_training(config) == 0
+    assert load_tokenizer(tokenizer_folder(Path(config.out))).name == "bytes"
+    assert list((Path(config.out) / "stream").iterdir())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_streamed_run_that_goes_on_has_the_losses_of_one_that_never_stopped(streamed, tmp_path, world_size):
+    constant = {"lr": 1e-3, "min_lr": 1e-3, "warmup_steps": 0}  # a schedule would follow max_steps
+    changes = {"global_batch_size": 4, "max_steps": 12, "eval_interval": 0, **constant}
+    whole = losses(streamed(**changes, out=str(tmp_path / "whole")))
+    half = streamed(**changes, out=str(tmp_path / "half"))
+    losses(half.model_copy(update={"max_steps": 5}))
+    rest = losses(half.model_copy(update={"resume": "auto"}), world_size)
+    assert sorted(rest) == list(range(6, 13))
+    if world_size == 1:
+        assert rest == {step: whole[step] for step in rest}
+    else:  # sums over ranks are taken in another order
+        assert rest == pytest.approx({step: whole[step] for step in rest}, rel=1e-5)
+
+
+def test_other_tables_are_refused_when_a_run_goes_on(streamed, tmp_path):
+    config = streamed(max_steps=2)
+    run_training(config)
+    made.write_table(tmp_path / "set" / "2.parquet", made.documents(400, seed=2))
+    with pytest.raises(UserError, match="the prepared tokens are not those that the checkpoint was trained on"):
+        run_training(config.model_copy(update={"resume": "auto", "max_steps": 3}))
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"max_tokens": 5}, r"data\.max_tokens: 5 cannot bound a stream"),
+        ({"tokenizer": "bpe:300"}, r"data\.tokenizer: bpe:300 would have to be trained before the first step"),
+        ({"source": "python-stdlib", "path": ()}, r"data\.streaming: the source python-stdlib is no table of texts"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(streamed, data, line):
+    with pytest.raises(UserError, match=line):
+        run_training(streamed(data=data))
+
+
+def test_attention_inside_documents_needs_an_end_of_document(streamed, tmp_path):
+    with pytest.raises(UserError, match=r"data\.document_mask: the tokenizer bytes has no id that ends a document"):
+        run_training(streamed(data={"document_mask": True}))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_run_may_keep_attention_inside_documents(tiny_config, tmp_path, strategy):
+    made.write_table(tmp_path / "a.jsonl", made.documents(300))
+    data = {"source": "text", "path": (str(tmp_path / "a.jsonl"),), "tokenizer": "bpe:270", "dir": str(tmp_path / "d")}
+    ours = {}
+    for mask in (False, True):
+        config = tiny_config(data={**data, "document_mask": mask}, strategy=strategy, out=str(tmp_path / str(mask)))
+        ours[mask] = losses(config) if strategy == "zero3" else run_training(config)
+    if strategy == "zero3":
+        assert ours[True] != ours[False]

@@ -1,0 +1,111 @@
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from zeroshard.comm import run_threads
+from zeroshard.data import TokenDataset, load_tokenizer
+from zeroshard.data.prepare import DataSpec, prepare
+from zeroshard.data.tokenizer import num_text_bytes, train_bpe
+from zeroshard.errors import UserError
+from zeroshard.train.config import EvalConfig, ExportConfig
+from zeroshard.train.evaluation import Scores, in_words, local_score, run_eval, score
+from zeroshard.train.generate import load_for_text
+from zeroshard.train.hf_export import run_export
+from zeroshard.train.loop import run_training
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def run(text_config, tmp_path):
+    """A trained run on bytes; its folder."""
+    config = text_config(max_steps=3, ema_decay=0.5)
+    run_training(config)
+    return Path(config.out)
+
+
+def test_all_of_a_split_is_scored_to_the_last_row(run, tmp_path):
+    scores = local_score(EvalConfig(run=str(run), micro_batch_size=1))
+    tokens = TokenDataset.open(tmp_path / "tokens", "val")
+    num_rows = (tokens.num_tokens - 1) // 16
+    model, _ = load_for_text(run)
+    ids = torch.from_numpy(tokens.window(0, num_rows * 16 + 1).astype(np.int64))
+    with torch.no_grad():
+        loss = model(ids[:-1].view(-1, 16), ids[1:].view(-1, 16)).item()
+    assert scores.loss == pytest.approx(loss, rel=1e-6)
+    assert scores.perplexity == pytest.approx(math.exp(loss))
+    assert (scores.num_tokens, scores.num_bytes, scores.step) == (num_rows * 16, num_rows * 16, 3)
+    assert scores.bits_per_byte == pytest.approx(loss / math.log(2))
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero2", "zero3", "none"])
+def test_every_strategy_and_world_has_the_same_score(run, strategy):
+    one = local_score(EvalConfig(run=str(run)))
+    config = EvalConfig(run=str(run), strategy=strategy)
+    for scores in run_threads(lambda comm: score(config, comm, CPU), 2):
+        assert scores.loss == pytest.approx(one.loss, rel=1e-6)
+        assert (scores.num_tokens, scores.num_bytes) == (one.num_tokens, one.num_bytes)
+
+
+def test_the_average_has_a_score_of_its_own(run):
+    last, average = (local_score(EvalConfig(run=str(run), weights=weights)) for weights in ("last", "ema"))
+    assert last.loss != average.loss
+
+
+def test_some_batches_may_be_enough(run):
+    assert local_score(EvalConfig(run=str(run), batches=2, micro_batch_size=4)).num_tokens == 2 * 4 * 16
+
+
+def test_other_text_may_be_scored_and_another_tokenizer_is_refused(run, tmp_path):
+    (tmp_path / "other.txt").write_text("dcba\n" * 500)
+    spec = DataSpec("text", (str(tmp_path / "other.txt"),))
+    other = prepare(spec, tmp_path / "other")
+    worse = local_score(EvalConfig(run=str(run), data=str(other), split="train"))
+    assert worse.loss != local_score(EvalConfig(run=str(run))).loss
+    wrong = prepare(DataSpec("text", spec.paths, "bpe:258"), tmp_path / "wrong")
+    with pytest.raises(UserError, match=r"data: .*another tokenizer \(bpe:258\) than .* \(bytes\); prepare"):
+        local_score(EvalConfig(run=str(run), data=str(wrong)))
+
+
+def test_a_hugging_face_folder_has_the_score_of_the_run_that_it_came_from(run, tmp_path):
+    assert run_export(ExportConfig(source=str(run), out=str(tmp_path / "hf"))) == 0
+    theirs = EvalConfig(run=str(tmp_path / "hf"), data=str(tmp_path / "tokens"), seq_len=16)
+    assert local_score(theirs).loss == pytest.approx(local_score(EvalConfig(run=str(run))).loss, rel=1e-6)
+    with pytest.raises(UserError, match=r"data: a Hugging Face folder says nothing of data"):
+        local_score(EvalConfig(run=str(tmp_path / "hf")))
+
+
+def test_tokens_without_text_have_no_bits(tiny_config):
+    config = tiny_config(max_steps=2)
+    run_training(config)
+    scores = local_score(EvalConfig(run=config.out))
+    assert (scores.bits_per_byte, scores.num_bytes) == (None, 0)
+    assert "bits" not in in_words(scores)
+
+
+def test_one_line_is_printed_for_people_or_machines(run, capsys):
+    assert run_eval(EvalConfig(run=str(run))) == 0
+    words = capsys.readouterr().out
+    assert run_eval(EvalConfig(run=str(run), json_line=True)) == 0
+    scores = Scores(**json.loads(capsys.readouterr().out))
+    assert words == in_words(scores) + "\n"
+    assert words.startswith(f"loss {scores.loss:.4f}  perplexity ")
+
+
+@pytest.mark.parametrize("name", ["bpe", "bytes"])
+def test_the_bytes_of_ids_are_those_of_their_text(name, tmp_path):
+    text = "über the cat sat ☃ on the mat\n" * 20
+    if name == "bpe":
+        tokenizer = train_bpe(265, [text])
+        ids = np.append(tokenizer.encode(text), tokenizer.eos_id)
+    else:
+        (tmp_path / "a.txt").write_text(text)
+        tokenizer = load_tokenizer(prepare(DataSpec("text", (str(tmp_path / "a.txt"),)), tmp_path / "d"))
+        ids = tokenizer.encode(text)
+    assert num_text_bytes(tokenizer, ids) == len(text.encode())
+    halves = num_text_bytes(tokenizer, ids[:31]) + num_text_bytes(tokenizer, ids[31:])
+    assert halves == len(text.encode())

@@ -1,0 +1,195 @@
+import json
+import tomllib
+
+import pytest
+
+from zeroshard.errors import UserError
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.deepspeed import read_deepspeed
+from zeroshard.train.loop import run_training
+from zeroshard.train.migrate import run_import_config
+from zeroshard.train.nanogpt import DEFAULTS, read_nanogpt
+
+SHAKESPEARE = """\
+# train a miniature character-level shakespeare model
+import time
+out_dir = 'out-shakespeare-char'
+eval_interval = 250 # keep frequent because we'll overfit
+eval_iters = 200
+log_interval = 10
+always_save_checkpoint = False
+wandb_log = False # override via command line if you like
+wandb_project = 'shakespeare-char'
+wandb_run_name = 'mini-gpt' + str(time.time())
+dataset = 'shakespeare_char'
+gradient_accumulation_steps = 1
+batch_size = 64
+block_size = 256
+n_layer = 6
+n_head = 6
+n_embd = 384
+dropout = 0.2
+learning_rate = 1e-3
+max_iters = 5000
+lr_decay_iters = max_iters
+min_lr = learning_rate / 10
+beta2 = 0.99
+warmup_iters = 100
+open('/tmp/executed-by-mistake', 'w')
+"""
+
+
+@pytest.fixture
+def shakespeare(tmp_path):
+    path = tmp_path / "train_shakespeare_char.py"
+    path.write_text(SHAKESPEARE)
+    return path
+
+
+def rows(migration):
+    return {row.key: row for row in migration.rows}
+
+
+def test_nanogpts_own_defaults_are_gpt2s_recipe():
+    config = read_nanogpt([]).config()
+    assert (config.micro_batch_size, config.global_batch_size, config.seq_len) == (12, 480, 1024)
+    assert (config.lr, config.min_lr, config.warmup_steps, config.max_steps) == (6e-4, 6e-5, 2000, 600_000)
+    assert (config.model.name, config.model.vocab_size, config.model.bias) == ("gpt2-124m", 50_304, False)
+    assert (config.data.source, config.data.tokenizer, config.data.val_fraction) == ("openwebtext", "gpt2", 0.0005)
+    assert (config.dtype, config.compile, config.seed, config.device) == ("bfloat16", True, 1337, "cuda")
+
+
+def test_every_key_of_nanogpt_has_a_fate_and_is_said():
+    migration = read_nanogpt([])
+    assert list(rows(migration)) == list(DEFAULTS)
+    assert all(row.why for row in migration.rows if row.fate != "mapped")
+
+
+def test_a_file_of_nanogpt_is_read_and_not_executed(shakespeare, tmp_path):
+    from pathlib import Path
+
+    migration = read_nanogpt([str(shakespeare), "--device=cpu", "--compile=False", "--dtype=float32"])
+    config = migration.config()
+    assert not Path("/tmp/executed-by-mistake").exists()
+    assert (config.min_lr, config.max_steps, config.beta2) == (1e-4, 5000, 0.99)
+    assert (config.model.n_layer, config.model.n_embd, config.model.dropout) == (6, 384, 0.2)
+    assert (config.data.source, config.data.tokenizer) == ("tinyshakespeare", "bytes")
+    assert (config.device, config.compile, config.dtype) == ("cpu", False, "float32")
+    table = rows(migration)
+    assert table["dataset"].fate == "changed"
+    assert table["wandb_run_name"].why == "line 10 is no constant"
+    assert table["lr_decay_iters"].fate == "mapped"
+
+
+def test_what_is_printed_is_a_configuration_that_trains(shakespeare, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("abcd\n" * 2000)
+    flags = ["--device=cpu", "--compile=False", "--dtype=float32", "--max_iters=3", "--warmup_iters=1"]
+    flags += ["--block_size=16", "--n_layer=2", "--n_embd=16", "--n_head=2", "--batch_size=2", "--eval_iters=2"]
+    assert run_import_config(["nanogpt", str(shakespeare), *flags]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# From nanoGPT: ")
+    values = tomllib.loads(printed)
+    values["out"] = str(tmp_path / "run")
+    values["data"] |= {"source": "text", "path": [str(text)], "dir": str(tmp_path / "tokens")}
+    assert run_training(TrainConfig.model_validate(values)) == 0
+
+
+def test_no_decay_is_a_constant_rate():
+    config = read_nanogpt(["--decay_lr=False", "--learning_rate=3e-5"]).config()
+    assert (config.min_lr, config.lr, config.warmup_steps) == (3e-5, 3e-5, 0)
+
+
+def test_other_data_are_its_own_token_files():
+    config = read_nanogpt(["--dataset=mine"]).config()
+    assert (config.data.source, config.data.path, config.data.tokenizer) == ("bin", ("data/mine",), "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["nanogp"], r"import-config: 'nanogp' is none of what is read; did you mean nanogpt"),
+        ([], r"import-config: 'KIND' is none of what is read; choose one of nanogpt, deepspeed"),
+        (["nanogpt", "--batchsize=1"], r"batchsize: nanoGPT has no such setting; did you mean batch_size"),
+        (["nanogpt", "--batch_size"], r"--batch_size: has no value; write --batch_size=VALUE"),
+        (["nanogpt", "nowhere.py"], r"nowhere\.py: cannot be read \(No such file"),
+        (["nanogpt", "--n_head=7"], r"model\.n_head: 7 heads do not divide a width of 768"),
+        (["deepspeed", "nowhere.json"], r"nowhere\.json: cannot be read"),
+        (["deepspeed"], r"import-config: deepspeed takes one file"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(words, line):
+    with pytest.raises(UserError, match=line):
+        run_import_config(words)
+
+
+def test_a_file_that_is_no_python_names_its_line(tmp_path):
+    (tmp_path / "a.py").write_text("n_layer = 2\nn_head = = 3\n")
+    with pytest.raises(UserError, match=r"a\.py: is no Python \(.*line 2"):
+        read_nanogpt([str(tmp_path / "a.py")])
+
+
+DEEPSPEED = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "steps_per_print": 5,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": False},
+    "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": 5e8,
+        "offload_optimizer": {"device": "cpu"},
+    },
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.98], "eps": 1e-8, "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": 4, "warmup_num_steps": 1, "warmup_max_lr": 3e-4},
+    },
+    "wall_clock_breakdown": False,
+}
+
+
+@pytest.fixture
+def deepspeed(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(DEEPSPEED))
+    return path
+
+
+def test_deepspeeds_settings_become_ours(deepspeed):
+    migration = read_deepspeed([str(deepspeed)])
+    config = migration.config()
+    assert (config.strategy, config.global_batch_size, config.micro_batch_size) == ("zero3", 8, 2)
+    assert (config.lr, config.beta1, config.beta2, config.grad_clip) == (3e-4, 0.9, 0.98, 0.5)
+    assert (config.warmup_steps, config.max_steps, config.min_lr) == (1, 4, 0.0)
+    assert (config.loss_scale, config.loss_scale_interval, config.dtype) == (4096.0, 500, "float32")
+    fates = {key: row.fate for key, row in rows(migration).items()}
+    assert fates["zero_optimization.offload_optimizer.device"] == "ignored"
+    assert fates["optimizer.params.weight_decay"] == "ignored"
+    assert fates["scheduler.type"] == "changed"
+    assert fates["gradient_accumulation_steps"] == "mapped"
+    assert all(row.why for row in migration.rows if row.fate != "mapped")
+
+
+def test_a_configuration_of_deepspeed_trains(deepspeed, tmp_path, capsys):
+    assert run_import_config(["deepspeed", str(deepspeed)]) == 0
+    values = tomllib.loads(capsys.readouterr().out)
+    values |= {"out": str(tmp_path / "run"), "seq_len": 16, "device": "cpu", "eval_batches": 2}
+    values["model"] = {"name": "gpt2-demo", "n_layer": 2, "n_embd": 16, "n_head": 2}
+    values["data"] = {"source": "synthetic", "dir": str(tmp_path / "tokens")}
+    assert run_training(TrainConfig.model_validate(values)) == 0
+
+
+def test_an_optimizer_that_the_trainer_has_not_is_refused(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": "Lion"}}))
+    with pytest.raises(UserError, match=r"optimizer\.type: Lion is not in the trainer"):
+        read_deepspeed([str(tmp_path / "ds.json")])
+
+
+def test_a_list_is_no_configuration(tmp_path):
+    (tmp_path / "ds.json").write_text("[]")
+    with pytest.raises(UserError, match="is not a JSON object"):
+        read_deepspeed([str(tmp_path / "ds.json")])

@@ -1,0 +1,98 @@
+import pytest
+import torch
+from torch import nn
+
+from zeroshard.checkpoint import latest
+from zeroshard.data import read_meta
+from zeroshard.errors import UserError
+from zeroshard.models import GPT2, GPT2Config
+from zeroshard.train.build import tokenizer_folder
+from zeroshard.train.config import ImportConfig, load_config
+from zeroshard.train.generate import load_weights
+from zeroshard.train.hf_import import run_import
+from zeroshard.train.loop import run_training
+from zeroshard.train.nanogpt_weights import import_nanogpt
+
+ARGS = {"vocab_size": 65, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 16, "bias": False, "dropout": 0.2}
+
+
+def ckpt(path, *, prefix="_orig_mod.", args=ARGS, **more):
+    """What nanoGPT's train.py saves, made of a model of ours."""
+    model = GPT2(GPT2Config(args["vocab_size"], 32, 2, 2, 16, bias=args["bias"]), seed=5)
+    theirs = {}
+    for name, tensor in model.state_dict().items():
+        inner = f"transformer.h.{name.removeprefix('blocks.')}" if name.startswith("blocks.") else f"transformer.{name}"
+        theirs[prefix + ("lm_head.weight" if name == "lm_head.weight" else inner)] = tensor
+    optimizer = torch.optim.AdamW(model.parameters()).state_dict()
+    content = {"model": theirs, "optimizer": optimizer, "model_args": args, "iter_num": 9}
+    torch.save({**content, "best_val_loss": torch.tensor(1.5), "config": {"out_dir": "out"}, **more}, path)
+    return model
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+@pytest.mark.parametrize("bias", [True, False])
+def test_its_weights_give_the_same_logits(tmp_path, capsys, prefix, bias):
+    model = ckpt(tmp_path / "ckpt.pt", prefix=prefix, args={**ARGS, "bias": bias})
+    assert run_import(ImportConfig(source=str(tmp_path / "ckpt.pt"), out=str(tmp_path / "run"))) == 0
+    assert "no tokenizer" in capsys.readouterr().out
+    config = load_config(tmp_path / "run" / "config.toml")
+    path = latest(tmp_path / "run" / "checkpoints")
+    ours = load_weights(config, 65, path)
+    tokens = torch.randint(65, (2, 32))
+    assert torch.equal(ours(tokens), model(tokens))
+    assert (config.model.dropout, config.model.bias, config.seq_len) == (0.2, bias, 32)
+
+
+def test_gpt2s_ids_keep_their_tokenizer(tmp_path):
+    ckpt(tmp_path / "ckpt.pt", args={**ARGS, "vocab_size": 50_304})
+    import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "run")
+    meta = read_meta(tokenizer_folder(tmp_path / "run"))
+    assert (meta.tokenizer, meta.eos_id, meta.vocab_size) == ("gpt2", 50_256, 50_304)
+
+
+def test_a_run_of_its_weights_can_be_trained_on(tmp_path):
+    ckpt(tmp_path / "ckpt.pt")
+    import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "run")
+    config = load_config(tmp_path / "run" / "config.toml").model_dump()
+    config["data"] |= {"source": "bin", "path": (str(tmp_path / "t.bin"),), "tokenizer": "none"}
+    config["data"]["dir"] = str(tmp_path / "tokens")
+    (torch.arange(4000) % 65).to(torch.uint16).numpy().tofile(tmp_path / "t.bin")
+    changes = {"resume": "auto", "max_steps": 2, "warmup_steps": 1, "device": "cpu", "eval_batches": 2}
+    assert run_training(type(load_config(tmp_path / "run" / "config.toml")).model_validate({**config, **changes})) == 0
+
+
+class _Code:
+    def __reduce__(self):
+        return (print, ("executed",))
+
+
+def test_a_file_with_code_in_it_is_refused_and_not_run(tmp_path, capsys):
+    ckpt(tmp_path / "ckpt.pt", extra=_Code())
+    with pytest.raises(UserError, match=r"source: .*ckpt\.pt holds more than tensors and plain values"):
+        import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "run")
+    assert "executed" not in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_files_are_refused(tmp_path):
+    path = tmp_path / "ckpt.pt"
+    path.write_bytes(b"no checkpoint")
+    with pytest.raises(UserError, match=r"source: .*ckpt\.pt (cannot be read|holds more)"):
+        import_nanogpt(path, tmp_path / "run")
+    torch.save(nn.Linear(2, 2).state_dict(), path)
+    with pytest.raises(UserError, match="has no `model` in it"):
+        import_nanogpt(path, tmp_path / "run")
+    torch.save({"model": {"a": torch.zeros(1)}}, path)
+    with pytest.raises(UserError, match="has no `model_args` with vocab_size"):
+        import_nanogpt(path, tmp_path / "run")
+    torch.save({"model": {"a": torch.zeros(1)}, "model_args": ARGS}, path)
+    with pytest.raises(UserError, match=r"a has shape \(1,\), and no such tensor is due"):
+        import_nanogpt(path, tmp_path / "run")
+
+
+def test_its_checkpoint_is_whole(tmp_path):
+    ckpt(tmp_path / "ckpt.pt")
+    import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "run")
+    from zeroshard.train.checkpoints import run_checkpoint
+
+    assert run_checkpoint(["verify", str(latest(tmp_path / "run" / "checkpoints"))]) == 0

@@ -1,0 +1,136 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from zeroshard.errors import UserError
+from zeroshard.train.config import TrackConfig, TrainConfig, merge
+from zeroshard.train.loop import run_training
+from zeroshard.train.record import StepRecord
+from zeroshard.train.trackers import TrackedRun, trackers, values_of
+from zeroshard.train.validate import validate
+
+RECORD = StepRecord(3, 2.5, 0.9, 1e-3, 0.1, 96, 960.0, memory_bytes={"params": 8}, exposed_s={"a/b/c": 0.5})
+
+
+class Recorder:
+    """A tracker that remembers, and fails where it is told to."""
+
+    def __init__(self, fails_in=""):
+        self.calls, self._fails_in = [], fails_in
+
+    def _note(self, name, *args):
+        self.calls.append((name, *args))
+        if name == self._fails_in:
+            raise ConnectionError("no network\nat all")
+
+    def start(self, facts):
+        self._note("start", dict(facts))
+
+    def log(self, values, step):
+        self._note("log", dict(values), step)
+
+    def finish(self, summary):
+        self._note("finish", dict(summary))
+
+
+def tell_all(observer):
+    observer.on_start({"step": 0, "kernels": {"LayerNorm": "reference"}})
+    observer.on_step(RECORD)
+    observer.on_eval(3, 2.25, 2.125)
+    observer.on_saving(1, 2)
+    observer.on_checkpoint(3, Path("x"))
+    observer.on_end({"status": "ok", "loss": 2.5, "table": {}})
+    observer.close()
+    observer.close()
+
+
+def test_a_tracker_hears_of_everything_in_order():
+    tracker = Recorder()
+    tell_all(TrackedRun("ours", tracker, {"lr": 0.1, "data": {"source": "text"}}))
+    facts = {"lr": 0.1, "data.source": "text", "run.step": 0, "run.kernels.LayerNorm": "reference"}
+    assert tracker.calls == [
+        ("start", facts),
+        ("log", values_of(RECORD), 3),
+        ("log", {"val/loss": 2.25, "val/ema_loss": 2.125}, 3),
+        ("finish", {"status": "ok", "loss": 2.5}),
+    ]
+
+
+def test_what_is_not_known_is_left_out():
+    assert values_of(RECORD) == {
+        "train/loss": 2.5,
+        "train/grad_norm": 0.9,
+        "train/lr": 1e-3,
+        "train/tokens": 96.0,
+        "train/num_skipped": 0.0,
+        "speed/tokens_per_s": 960.0,
+        "speed/step_s": 0.1,
+        "speed/exposed_s": 0.5,
+        "memory/params_bytes": 8.0,
+    }
+
+
+@pytest.mark.parametrize("fails_in", ["start", "log", "finish"])
+def test_a_tracker_that_fails_is_told_of_once_and_left_alone(fails_in, capsys):
+    tracker = Recorder(fails_in)
+    tell_all(TrackedRun("ours", tracker, {}))
+    assert capsys.readouterr().err == "warning: ours failed (no network at all); the run goes on without it\n"
+    assert [call[0] for call in tracker.calls].count(fails_in) == 1
+    assert tracker.calls[-1][0] == fails_in
+
+
+def test_a_run_outlives_its_tracker(tiny_config, monkeypatch, capsys):
+    from zeroshard.train import trackers as module
+
+    monkeypatch.setattr(module, "TensorBoardTracker", lambda folder: Recorder("log"))
+    config = tiny_config(track={"to": ["tensorboard"]})
+    assert run_training(config) == 0
+    assert "warning: tensorboard failed (no network at all)" in capsys.readouterr().err
+    lines = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "step"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_tensorboard_has_the_numbers_of_the_log(tiny_config):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = tiny_config(track="tensorboard")
+    assert run_training(config) == 0
+    events = EventAccumulator(str(Path(config.out) / "tensorboard"))
+    events.Reload()
+    lines = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if line["event"] == "step"}
+    assert {event.step: event.value for event in events.Scalars("train/loss")} == pytest.approx(losses)
+    assert [event.step for event in events.Scalars("val/loss")] == [0, 3, 6]
+
+
+def test_wandb_offline_keeps_the_run_in_its_folder(tiny_config, monkeypatch, capsys):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = tiny_config(track={"to": ["wandb"], "mode": "offline"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_ERROR_REPORTING", "false")
+        assert run_training(config) == 0
+    assert "warning: wandb" not in capsys.readouterr().err
+    (kept,) = (Path(config.out) / "wandb").glob("offline-run-*")
+    assert list(kept.glob("*.wandb"))
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_run(tiny_config, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"track\.to: trackio is not installed; pip install 'zeroshard\[trackio\]'"):
+        trackers(TrackConfig(to=("trackio",)), tmp_path, {})
+
+
+def test_no_tracker_is_the_default(tiny_config, tmp_path):
+    assert trackers(tiny_config().track, tmp_path, {}) == []
+
+
+def test_trackers_are_named_by_flag_and_file():
+    assert validate(TrainConfig, {"track": "wandb"}).track.to == ("wandb",)
+    assert validate(TrainConfig, merge({"track": "wandb"}, {"track": {"project": "p"}})).track.to == ("wandb",)
+    with pytest.raises(UserError, match=r"track\.to: 'wandbb' is not a tracker; choose of tensorboard, wandb, trackio"):
+        validate(TrainConfig, {"track": {"to": ["wandbb"]}})
