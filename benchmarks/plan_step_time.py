@@ -1,4 +1,4 @@
-"""Is the time of a step what the planner says after `zeroshard bench device`? Worlds x models x stages, on this machine.
+"""Is the time of a step what the planner says after `zeroshard bench device`? Worlds x models x stages.
 
     python benchmarks/plan_step_time.py --json step_time.json           # measures, then predicts
     python benchmarks/plan_step_time.py --again step_time.json          # predicts anew from what was measured
@@ -34,7 +34,9 @@ TOLERANCE = 0.15
 NAMES = [f"zero{stage}" for stage in STAGES]
 
 
-def measure(found: dict[str, Any], worlds: list[int], shapes: list[str], rounds: int, steps: int, path: Path | None) -> None:
+def measure(
+    found: dict[str, Any], worlds: list[int], shapes: list[str], rounds: int, steps: int, path: Path | None
+) -> None:
     """Adds calibrations and steps to ``found``, which is written whenever there is more in it."""
     comm = found["comm"]
     for world in worlds:
@@ -66,7 +68,12 @@ def predict(found: dict[str, Any]) -> list[dict[str, Any]]:
         for row in (row for row in found["steps"] if row["world"] == int(world)):
             shape = step.SHAPES[row["shape"]]
             timing = predicted_step(
-                step.make_model(shape, "meta"), STAGES[row["stage"]], int(world), shape.batch, shape.seq_len, calibration
+                step.make_model(shape, "meta"),
+                STAGES[row["stage"]],
+                int(world),
+                shape.batch,
+                shape.seq_len,
+                calibration,
             )
             measured = row["wall_s"]["median"]
             rows.append(
@@ -91,7 +98,9 @@ def misordered(rows: list[dict[str, Any]]) -> list[str]:
             slow, fast = sorted((one, other), key=lambda row: -row["wall_s"]["median"])
             apart = slow["wall_s"]["median"] / fast["wall_s"]["median"] - 1
             if apart > TOLERANCE and slow["predicted_s"] <= fast["predicted_s"]:
-                wrong.append(f"{shape} on {world} ranks: stage {slow['stage']} is slower than {fast['stage']} by {apart:.0%}")
+                wrong.append(
+                    f"{shape} on {world} ranks: stage {slow['stage']} is slower than {fast['stage']} by {apart:.0%}"
+                )
     return wrong
 
 
@@ -103,7 +112,8 @@ def show(rows: list[dict[str, Any]]) -> bool:
         print(
             f"{row['world']:5} {row['shape']:6} {row['stage']:5} {wall['median'] * 1e3:12.1f} "
             f"{wall['low'] * 1e3:8.1f}-{wall['high'] * 1e3:<8.1f} {row['predicted_s'] * 1e3:10.1f} "
-            f"{row['compute_s'] * 1e3:8.1f} {row['comm_s'] * 1e3:8.1f} {row['exposed_s'] * 1e3:8.1f} {row['error']:+7.1%}"
+            f"{row['compute_s'] * 1e3:8.1f} {row['comm_s'] * 1e3:8.1f} {row['exposed_s'] * 1e3:8.1f} "
+            f"{row['error']:+7.1%}"
         )
     wrong = misordered(rows)
     within = sum(abs(row["error"]) <= TOLERANCE for row in rows)

@@ -1,9 +1,10 @@
-"""What measuring costs: one step of the engine bare, with what every run measures, and with each thing that may be asked.
+"""What measuring costs: a step bare, with what every run measures, and with each thing that may be asked for.
 
     python benchmarks/profiling_cost.py --json cost.json
 
-One rank of a world of two without a peer (`NullCommunicator`), so that nothing but the engine, the model and what watches
-them is timed. A round takes a step with each contestant in a shuffled order; costs are medians of ratios round by round.
+One rank of a world of two without a peer (`NullCommunicator`), so that nothing but the engine, the model and what
+watches them is timed. A round takes a step with each contestant in a shuffled order; costs are medians of ratios round
+by round.
 
     bare        the engine's own communicator, no clock
     off         as a run is by default: collectives counted, exposed communication, spans, the plan compared
@@ -11,7 +12,7 @@ them is timed. A round takes a step with each contestant in a shuffled order; co
     trace       in a step that torch's profiler records (`--profile.trace-steps`), with the units' names
     recorder    in the step in which every operation is looked at (`--profile.memory`)
 
-The first two are bound to 1 % and 3 %: exit status 3 where they cost more. The last two are for a few steps, and are told.
+The first two are bound to 1 % and 3 %: exit status 3 where they cost more. The last two are for a few steps, and told.
 """
 
 from __future__ import annotations
@@ -137,9 +138,7 @@ def main() -> int:
     print(f"{'':10} {'wall ms':>9} {'/ bare':>8} {'quartiles':>15} {'cpu / bare':>11} {'limit':>6}")
     for name in names:
         rounds = range(0, args.rounds, 4) if name in names[3:] else range(args.rounds)
-        wall, cpu = (
-            [seen[name][i][kind] / seen[BARE][r][kind] for i, r in enumerate(rounds)] for kind in (0, 1)
-        )
+        wall, cpu = ([seen[name][i][kind] / seen[BARE][r][kind] for i, r in enumerate(rounds)] for kind in (0, 1))
         row = {"name": name, "wall": spread_of(wall), "cpu": spread_of(cpu), "rounds": seen[name]}
         rows.append(row)
         limit = LIMITS.get(name)
@@ -150,7 +149,9 @@ def main() -> int:
             f"{f'{limit:.0%}' if limit else '':>6}"
         )
     if args.json:
-        args.json.write_text(json.dumps({"environment": environment(), **vars(args) | {"json": str(args.json)}, "rows": rows}))
+        args.json.write_text(
+            json.dumps({"environment": environment(), **vars(args) | {"json": str(args.json)}, "rows": rows})
+        )
     return 0 if ok else 3
 
 

@@ -247,12 +247,16 @@ def _bench(config: None, words: Sequence[str]) -> int:
         raise UserError(kind, "there is no such bench", nearest(kind, BENCHES, f"choose one of {', '.join(BENCHES)}"))
     settings = BENCHES[kind]
     if "--help" in words or "-h" in words:
-        _help(f"bench {kind}", Verb((settings.__doc__ or "").splitlines()[0], _bench, settings), {})
+        about = (settings.__doc__ or "").splitlines()[0]
+        about += " --json FILE writes all that was measured, with the environment; --plot FILE.png draws it."
+        _help(f"bench {kind}", Verb(about, _bench, settings), {})
         return ExitStatus.OK
-    chosen = validate(settings, read_flags(words[1:], flags_of(settings, {})))
+    json_path, rest = take_option(words[1:], "--json")
+    plot_path, rest = take_option(rest, "--plot")
+    chosen = validate(settings, read_flags(rest, flags_of(settings, {})))
     from zeroshard.lab.bench.command import run_bench
 
-    return run_bench(chosen)
+    return run_bench(chosen, json_path, plot_path)
 
 
 def _doctor(config: None, words: Sequence[str]) -> int:

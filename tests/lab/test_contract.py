@@ -47,12 +47,13 @@ def test_measured_collectives_are_for_as_many_ranks_alone():
     assert _step_s(0, replace(LINK, collectives=measured)) > 4.0
 
 
-def test_what_computation_does_not_hide_is_paid_for():
-    collectives = dict.fromkeys(OPS, (0.001, 0.0))
+def test_what_runs_beside_computation_slows_it_as_much_as_was_measured():
+    collectives, beside = (dict.fromkeys(OPS, (seconds, 0.0)) for seconds in (1e-3, 0.25))
     slow = replace(DEVICE, kernel_s=1.0)  # computation takes far longer: all could be hidden
-    hidden, paid = (_step_s(0, replace(LINK, collectives=collectives, hides=h), slow) for h in (1.0, 0.0))
-    # The root's reduction and the control message are not beside computation in any case.
-    assert paid - hidden == pytest.approx(3e-3, rel=0.4)
+    hidden = _step_s(0, replace(LINK, collectives=collectives), slow)
+    paid = _step_s(0, replace(LINK, collectives=collectives, beside=beside), slow)
+    # The root's reduction and the control message come when nothing is left to compute.
+    assert paid - hidden == pytest.approx(3 * 0.25, rel=1e-3)
 
 
 def test_clipping_takes_time():
@@ -70,7 +71,7 @@ def test_a_job_has_a_peak_above_what_it_holds_and_a_time_where_the_device_is_kno
     assert planned.peak_bytes > sum(planned.memory_bytes.values())
     assert planned.step_s is None
     path = tmp_path / "device.json"
-    write_calibration(path, Calibration(DEVICE, replace(LINK, collectives={"all_reduce": (1e-4, 1e-9)}, hides=0.5)))
+    write_calibration(path, Calibration(DEVICE, replace(LINK, collectives={"all_reduce": (1e-4, 1e-9)})))
     assert read_calibration(path).link.collectives == {"all_reduce": (1e-4, 1e-9)}
     assert predict(_job(calibration=str(path))).step_s > 0
 
@@ -85,3 +86,12 @@ def test_an_average_is_held_too():
 def test_a_calibration_that_is_not_there_is_named():
     with pytest.raises(UserError, match=r"plan.device: cannot read nowhere.json"):
         predict(_job(calibration="nowhere.json"))
+
+
+def test_a_calibration_of_one_rank_says_nothing_of_several(tmp_path):
+    path = tmp_path / "device.json"
+    write_calibration(path, Calibration(DEVICE))
+    with pytest.raises(UserError, match=r"was measured on one rank, and this run has 2; write one by zeroshard bench"):
+        predict(_job(calibration=str(path)))
+    alone = predict(_job(calibration=str(path), rank=0, world_size=1, shard_size=1))
+    assert alone.step_s > 0

@@ -210,10 +210,11 @@ def prepare_torch() -> None:
 
     A step allocates and frees gigabytes, and the kernel hands them out page by page; with pages of 2 MiB stages 2
     and 3 take 12-15 % less time (``benchmarks/step.py``). Where a rank is lost, torch warns with C++ stack traces
-    of each peer's connection; our one line names the rank.
+    of each peer's connection; our one line names the rank. Its profiler tells whenever it starts and stops.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def interpret_kernels() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from zeroshard.errors import UserError
 from zeroshard.lab.buffers import Buffer, buffers_of
 from zeroshard.lab.hardware import Calibration, Link, read_calibration
 from zeroshard.lab.memory import OPTIMIZER_STATES, state_bytes
@@ -26,9 +27,9 @@ def predict(job: Job) -> Planned:
     themselves.
 
     Raises:
-        UserError: the calibration that was named is not there, or is none.
+        UserError: the calibration that was named is not there, or is none, or knows no link where ranks talk.
     """
-    calibration = read_calibration(job.calibration, "plan.device") if job.calibration else None
+    calibration = _calibration(job) if job.calibration else None
     precision = MixedPrecision(param_dtype=job.compute_dtype) if job.compute_dtype != torch.float32 else None
     buffers = buffers_of(job.model, job.shard_size, list(job.model.blocks))
     rank = job.rank % job.shard_size
@@ -75,6 +76,14 @@ def predicted_step(
     buffers = buffers_of(model, world_size, list(model.blocks))
     settings = Settings(row, device_type=calibration.device.device_type, clips=clips)
     return _timing(_step(model, buffers, micro_batch_size, seq_len, settings), calibration, world_size)
+
+
+def _calibration(job: Job) -> Calibration:
+    found = read_calibration(job.calibration, "plan.device")
+    if found.link is None and job.world_size > 1:
+        what = f"{job.calibration} was measured on one rank, and this run has {job.world_size}"
+        raise UserError("plan.device", what, f"write one by zeroshard bench device --nproc {job.world_size}")
+    return found
 
 
 def _step(model: LanguageModel, buffers: list[Buffer], micro_batch_size: int, seq_len: int, settings: Settings) -> Step:

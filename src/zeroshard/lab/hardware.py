@@ -56,8 +56,8 @@ class Link:
         share: of ``bytes_per_s``, what collectives reach; 1.0 where they were measured.
         num_ranks: among how many ranks ``collectives`` were measured.
         collectives: by operation, the seconds that one takes with no bytes, and those of a byte of the whole buffer.
-        hides: of the communication that computation runs beside, the share that it really hides: where the same cores
-            do both, not all.
+        beside: likewise, the seconds by which one slows the computation that it runs beside: where the same cores do
+            both, that may be more than it takes alone.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Link:
     share: float = BANDWIDTH_SHARE
     num_ranks: int = 0
     collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    hides: float = 1.0
+    beside: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def _link(name: str, gb_per_s: float, step_s: float, source: str) -> Link:
@@ -181,7 +181,10 @@ def read_calibration(path: str | Path, field: str = "gpu") -> Calibration:
     return Calibration(replace(device, matmul_flops_per_s=dict(device.matmul_flops_per_s)), link)
 
 
-def _read_link(content: Mapping[str, Any]) -> Link:
+def _read_link(content: dict[str, Any]) -> Link:
     """JSON knows no tuples."""
-    pairs = {op: (float(constant), float(rate)) for op, (constant, rate) in content.get("collectives", {}).items()}
-    return Link(**{**content, "collectives": pairs})
+    costs: dict[str, Any] = {
+        key: {op: (float(constant), float(rate)) for op, (constant, rate) in content.get(key, {}).items()}
+        for key in ("collectives", "beside")
+    }
+    return Link(**{**content, **costs})

@@ -2,8 +2,9 @@
 
 There are two clocks, and they are the engine's on a GPU: the stream that computes, and for each group of ranks the one
 on which collectives run one after the other. A collective begins when what was computed before it is done and the one
-before it is over; a wait holds computation until it ends, and what it holds it for is *exposed* communication. On a CPU
-the cores that compute move the bytes too: there a link that was measured says what of it computation really hides.
+before it is over; a wait holds computation until it ends, and what it holds it for is *exposed* communication. On a
+CPU the cores that compute move the bytes too: a link that was measured says by how much a collective slows what is
+computed beside it.
 
 An operation takes the longest of its FLOPs over the device's rate, its bytes over the memory's, and the least time of a
 kernel (Williams et al. 2009, "Roofline", https://doi.org/10.1145/1498765.1498785). A collective takes a latency for
@@ -29,6 +30,7 @@ from typing import Literal
 
 from zeroshard.lab.actions import Action, Compute, Issue, Step, Wait
 from zeroshard.lab.hardware import Device, Link
+from zeroshard.lab.traffic import Message
 from zeroshard.lab.work import Work
 
 Algorithm = Literal["auto", "ring", "tree"]
@@ -87,6 +89,13 @@ class Cluster:
         depth_s = (in_node - 1) * self.within.latency_s + math.log2(num_nodes) * self.between.latency_s
         tree = call_s + 2 * (depth_s + num_bytes / bytes_per_s)
         return tree if self.algorithm == "tree" else min(ring, tree)
+
+    def slowing_s(self, message: Message) -> float:
+        """By how many seconds a collective slows the computation that it runs beside; 0 where nobody has measured."""
+        if message.world_size != self.within.num_ranks or message.op not in self.within.beside:
+            return 0.0
+        constant_s, s_per_byte = self.within.beside[message.op]
+        return constant_s + message.num_bytes * s_per_byte
 
 
 @dataclass(frozen=True)
@@ -216,9 +225,10 @@ class _Clock:
             return  # a collective of one rank
         start, end, issued = self._done.pop(action.number)
         held = max(0.0, end - self._now)
-        # Where the cores that compute also move the bytes, what ran beside computation slowed it down.
-        slowed = (1.0 - self._cluster.within.hides) * max(0.0, min(end, self._now) - start)
-        end, held = end + slowed, held + slowed
+        if end > start:  # what of it ran beside computation has slowed that down, where the same cores do both
+            share = max(0.0, min(end, self._now) - start) / (end - start)
+            slowed = share * self._cluster.slowing_s(issued.message)
+            end, held = end + slowed, held + slowed
         if held:
             message = issued.message
             kind = message.buffer if issued.control else f"{message.buffer}/{message.phase}/{action.phase}"

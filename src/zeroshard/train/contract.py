@@ -1,13 +1,13 @@
 """A run's plan, and whether the run keeps it: what was predicted beside what was counted and measured.
 
-Before the first step a planner (`zeroshard.lab`'s; the command line hands it in) says what this rank will hold between a
-backward and its update, which collectives a step makes, how much memory the worst moment takes and how long a step
+Before the first step a planner (`zeroshard.lab`'s; the command line hands it in) says what this rank will hold between
+a backward and its update, which collectives a step makes, how much memory the worst moment takes and how long a step
 lasts. The first two follow from the engine's own table and layout, so they must be *equal*: a difference is a bug in
 one of the two. The others are estimates, and are only reported.
 
 [Note: Steps that are held to the plan]
-    A plan is of a step that follows another. After an evaluation, or a step that was skipped, weights are not stale, and
-    stages 1 and 2 gather none; after the first there were none to gather. Such steps are not compared.
+    A plan is of a step that follows another. After an evaluation, or a step that was skipped, weights are not stale,
+    and stages 1 and 2 gather none; before the first there was none. Such steps are not compared.
 """
 
 from __future__ import annotations

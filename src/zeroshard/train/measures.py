@@ -1,8 +1,8 @@
 """What a run measures of itself beside its records: memory at three points and at its peak, overlap, a trace.
 
-The three points cost three sums in the first step and are always there. The others are asked for (``--profile.*``) and
-last for the steps that they need: the peak one step, the second, because the first makes the optimizer's states; a trace
-as many as were asked for, after that one; how long communication was under way, every step.
+The three points cost three sums in the first step and are always there. The others are asked for (``--profile.*``)
+and last for the steps that they need: the peak one step, the second, because the first makes the optimizer's states; a
+trace as many as were asked for, after that one; how long communication was under way, every step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Measures:
         device: of this rank.
 
     Attributes:
-        peak_bytes: at the worst moment of `PEAK_STEP`, or on CUDA since then; None where it was not measured.
+        peak_bytes: at the worst moment of `PEAK_STEP`, or on CUDA since then, without what communicators keep for
+            themselves; None where it was not measured.
     """
 
     def __init__(
@@ -141,9 +142,10 @@ class Measures:
         recorder.remove()
         peak = recorder.peak
         own = 0 if self._comm is None else buffer_bytes(self._comm)
-        self.peak_bytes = peak.num_bytes + own
+        self.peak_bytes = peak.num_bytes
         by_category = in_order({**peak.by_category, COMM_BUFFERS: own})
-        self._peak = {"bytes": self.peak_bytes, "by_category": by_category, "phase": peak.phase, "at": peak.operation}
+        where = {"phase": peak.phase, "at": peak.operation}
+        self._peak = {"bytes": peak.num_bytes + own, "by_category": by_category, **where}
 
     def _end_trace(self) -> None:
         trace, self._trace = self._trace, None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from zeroshard.lab.bench import device
 from zeroshard.lab.hardware import read_calibration
@@ -19,13 +20,6 @@ def test_a_constant_is_never_negative():
     assert s_per_byte > 0
 
 
-def test_what_is_hidden_is_a_share_of_what_could_be():
-    assert device.hiding(3.0, 1.0, 3.0) == 1.0
-    assert device.hiding(3.0, 1.0, 4.0) == 0.0
-    assert device.hiding(1.0, 2.0, 2.5) == 0.5
-    assert device.hiding(1.0, 2.0, 9.0) == 0.0
-
-
 def _found():
     """Medians by hand: 6 GFLOP/s of products, half of it in attention, and collectives of 1 ms and 1 GB/s."""
     seconds = {"matmul float32 a": [1.0], "matmul float32 b": [2.0], "attention float32": [1.0]}
@@ -35,8 +29,8 @@ def _found():
     for op in device.OPS:
         for size, num_bytes in device.SIZES.items():
             seconds[f"torch {op} {size}"] = [1e-3 + num_bytes / 1e9]
-            amounts[f"torch {op} {size}"] = num_bytes
-    seconds |= {"torch compute": [2.0], "torch communicate": [1.0], "torch both": [2.75]}
+            seconds[f"torch {op} {size} beside"] = [2e-3 + num_bytes / 2e9]
+            amounts[f"torch {op} {size}"] = amounts[f"torch {op} {size} beside"] = num_bytes
     return {"seconds": seconds, "amounts": amounts, "memory_bytes": 1 << 30}
 
 
@@ -47,9 +41,9 @@ def test_the_calibration_has_rates_shares_and_a_link():
     assert (measured.attention_share, measured.bytes_per_s, measured.memory_share) == (0.5, 8e9, 0.75)
     assert measured.kernel_s == 1e-5
     assert link.num_ranks == 4
-    assert link.hides == 0.25
     for op in device.OPS:
         assert link.collectives[op] == pytest.approx((1e-3, 1e-9))
+        assert link.beside[op] == pytest.approx((2e-3, 0.5e-9))
     assert link.bytes_per_s == pytest.approx(0.75e9)
     assert device.calibration_of(_found(), 1, "torch", "cpu", 1).link is None
 
@@ -60,3 +54,12 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
     assert {row["what"] for row in report.rows} == {"matmul", "attention", "copy", "anew", "kernel"}
     device.write(report, calibration, tmp_path / "device.json")
     assert read_calibration(tmp_path / "device.json") == calibration
+
+
+def _slowed(comm):
+    seconds = device._slowing(comm, "all_reduce", 1 << 12, torch.device("cpu"))
+    return isinstance(seconds(), float)
+
+
+def test_ranks_that_talk_measure_what_computation_pays(gloo_ranks):
+    assert gloo_ranks(2).run(_slowed) == [True, True]

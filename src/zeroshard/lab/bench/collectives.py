@@ -13,7 +13,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,17 @@ YARDSTICKS = ("copy", "tcp")
 
 
 def run(
-    worlds: list[int], sizes: dict[str, int], dtypes: list[str], comms: list[str], num_rounds: int, device: str
+    worlds: Sequence[int],
+    sizes: dict[str, int],
+    dtypes: Sequence[str],
+    comms: Sequence[str],
+    num_rounds: int,
+    device: str,
 ) -> Report:
-    """Measure; ``sizes`` by name, in bytes of the whole tensor; the first of ``comms`` is what others are held against."""
+    """Measure; ``sizes`` by name, in bytes of the whole tensor; the others are held against ``comms[0]``."""
     rows: list[Row] = []
     for world in worlds:
-        seen = on_ranks(_measure, world, sizes, dtypes, comms, num_rounds, device=device)
+        seen = on_ranks(_measure, world, sizes, list(dtypes), list(comms), num_rounds, device=device)
         for found in seen:
             rows += rows_of(found, world, sizes[found["size"]], comms[0])
     against = f"x {comms[0]}"

@@ -20,22 +20,27 @@ from zeroshard.lab.bench.settings import (
 from zeroshard.train.sizes import parse_size
 
 
-def run_bench(settings: Any) -> int:
+def run_bench(settings: Any, json_path: str = "", plot_path: str = "") -> int:
     """Measure what ``settings`` ask for, print it, write it; returns the exit status.
+
+    Args:
+        settings: one of `zeroshard.lab.bench.settings.BENCHES`.
+        json_path: where all that was measured goes, with the environment; empty: nowhere.
+        plot_path: of a PNG; empty: none.
 
     Raises:
         UserError: a setting cannot be had.
     """
-    for path in (settings.json, settings.plot, getattr(settings, "out", "")):
+    for path in (json_path, plot_path, getattr(settings, "out", "")):
         _require_writable(path)
-    if settings.plot:
+    if plot_path:
         require_matplotlib()
     report = _BENCHES[type(settings)](settings)
     print(report.text())
-    if settings.json:
-        report.write(Path(settings.json))
-    if settings.plot:
-        plot(report, Path(settings.plot))
+    if json_path:
+        report.write(Path(json_path))
+    if plot_path:
+        plot(report, Path(plot_path))
     return ExitStatus.OK
 
 
@@ -96,7 +101,7 @@ def _collectives(settings: CollectivesBench) -> Report:
     comms = [name for name in settings.comms if device == "cpu" or name == "torch"]
     if len(comms) < len(settings.comms) and "comms" in settings.model_fields_set:
         raise UserError("comms", "ring and shm move CPU tensors", "use torch, or --device cpu")
-    return collectives.run(list(settings.worlds), sizes, list(settings.dtypes), comms, settings.rounds, device)
+    return collectives.run(settings.worlds, sizes, settings.dtypes, comms, settings.rounds, device)
 
 
 def _device_bench(settings: DeviceBench) -> Report:

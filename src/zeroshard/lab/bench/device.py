@@ -8,9 +8,11 @@ reaches on two cores is what a step of it will have.
     memory      bytes/s of a copy, reads and writes; and of an operation that makes its output anew, as a share of that
     kernel      the least time of an operation: of a small module's, forward and backward, Python and autograd included
     link        seconds of a collective: a constant and bytes over a rate, fitted by least squares to medians over sizes
-    hides       the share of communication that computation beside it really hides: where cores do both, not all
+    beside      the seconds by which a collective slows the computation that it runs beside, fitted likewise: on a CPU
+                the same cores do both, and a rank that waits for its turn on a core has the others wait
 
-Rates are medians over rounds; the file has every spread.
+Times are those of the slowest rank, because a step waits for it; rates are medians over rounds; the file has every
+spread.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeroshard.comm import Communicator
+from zeroshard.comm import Communicator, Work
 from zeroshard.lab.bench.ranks import ON_CPU, close, communicator, on_ranks, slowest, synchronise
 from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, environment, interleaved, spread_of
 from zeroshard.lab.hardware import Calibration, Device, Link, write_calibration
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
-WARM_S = 0.05
+WARM_S = 0.1
 """How long a timing lasts at least, in calls."""
 
 
@@ -50,7 +52,7 @@ def run(world: int, comms: Sequence[str], num_rounds: int, device: str, num_thre
         Column("rate", "rate"),
         Column("spread", "quartiles"),
     ]
-    chart = Chart("Collectives", "size", "time_s", "case", "ms", 1e3, {"what": "collective"})
+    chart = Chart("Collectives alone", "size", "time_s", "series", "ms", 1e3, {"what": "collective"})
     facts = {"world": world, "num_threads": num_threads, "device_type": device}
     return Report("device", rows, columns, [chart] if world > 1 else [], facts), calibration
 
@@ -147,29 +149,22 @@ def _timer(call: Callable[[], object], device: torch.device) -> Callable[[], flo
         for _ in range(num_calls):
             call()
         synchronise(device)
-        return (time.perf_counter() - start) / num_calls
+        return slowest([(time.perf_counter() - start) / num_calls])[0]
 
     return seconds
 
 
 def _collective(comm: Communicator, op: str, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    numel = max(num_bytes // 4 // comm.world_size, 1) * comm.world_size
-    whole = torch.zeros(numel, device=device)
-    own = slice(comm.rank * (numel // comm.world_size), (comm.rank + 1) * (numel // comm.world_size))
-    # In place, as the engine's are.
-    calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: comm.all_reduce(whole).wait(),
-        "reduce_scatter": lambda: comm.reduce_scatter(whole[own], whole).wait(),
-        "all_gather": lambda: comm.all_gather(whole, whole[own]).wait(),
-    }
-    return calls[op]
+    issue = _issue(comm, op, num_bytes, device)
+    return lambda: issue().wait()
 
 
-SIZES = {"64KiB": 1 << 16, "1MiB": 1 << 20, "4MiB": 1 << 22, "16MiB": 1 << 24}
+SIZES = {"256KiB": 1 << 18, "2MiB": 1 << 21, "16MiB": 1 << 24}
+NUM_BESIDE = 4  # collectives that run beside computation at once
 
 
 def _measure(rank: int, device: torch.device, comms: list[str], num_rounds: int) -> dict[str, Any]:
-    """Seconds of each case by round, slowest rank for collectives, this rank elsewhere."""
+    """Seconds of each case by round, of the slowest rank."""
     order = random.Random(0)  # the same on every rank
     amounts: dict[str, float] = {}
     calls: dict[str, Callable[[], float]] = {}
@@ -191,10 +186,10 @@ def _measure(rank: int, device: torch.device, comms: list[str], num_rounds: int)
         for op in OPS:
             for size, num_bytes in SIZES.items():
                 amounts[f"{name} {op} {size}"] = num_bytes
-                calls[f"{name} {op} {size}"] = _of_all(_timer(_collective(comm, op, num_bytes, device), device))
-        both = _beside(comm, device)
-        for kind, call in both.items():
-            calls[f"{name} {kind}"] = _of_all(_timer(call, device))
+                calls[f"{name} {op} {size}"] = _timer(_collective(comm, op, num_bytes, device), device)
+                if device.type == "cpu":
+                    amounts[f"{name} {op} {size} beside"] = num_bytes
+                    calls[f"{name} {op} {size} beside"] = _slowing(comm, op, num_bytes, device)
     seconds = interleaved(calls, num_rounds, order)
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     for comm in made.values():
@@ -202,27 +197,41 @@ def _measure(rank: int, device: torch.device, comms: list[str], num_rounds: int)
     return {"seconds": seconds, "amounts": amounts, "memory_bytes": memory}
 
 
-def _of_all(seconds: Callable[[], float]) -> Callable[[], float]:
-    return lambda: slowest([seconds()])[0]
-
-
-def _beside(comm: Communicator, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Computation alone, communication alone, and both at once."""
+def _slowing(comm: Communicator, op: str, num_bytes: int, device: torch.device) -> Callable[[], float]:
+    """Seconds by which each of a few collectives slows computation that is longer than all of them."""
     m, k, n = _products(device, torch.float32)[0]
     _, product = _matmul(m, k, n, torch.float32, device)
-    num_products = 8
-    whole = torch.zeros((1 << 24) // 4 // comm.world_size * comm.world_size, device=device)
+    issues = [_issue(comm, op, num_bytes, device) for _ in range(NUM_BESIDE)]
 
-    def compute() -> None:
+    def taken(num_products: int, beside: Sequence[Callable[[], Work]]) -> float:
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        works = [issue() for issue in beside]
         for _ in range(num_products):
             product()
+        for work in works:
+            work.wait()
+        return slowest([time.perf_counter() - start])[0]
 
-    def both() -> None:
-        work = comm.all_reduce(whole)
-        compute()
-        work.wait()
+    taken(1, issues)
+    alone = min(taken(0, issues) for _ in range(2))
+    one = taken(1, ())
+    num_products = int(slowest([math.ceil(max(3 * alone, WARM_S) / one)])[0])
+    return lambda: (taken(num_products, issues) - taken(num_products, ())) / NUM_BESIDE
 
-    return {"compute": compute, "communicate": lambda: comm.all_reduce(whole).wait(), "both": both}
+
+def _issue(comm: Communicator, op: str, num_bytes: int, device: torch.device) -> Callable[[], Work]:
+    """A collective in place, as the engine's are."""
+    numel = max(num_bytes // 4 // comm.world_size, 1) * comm.world_size
+    whole = torch.zeros(numel, device=device)
+    own = slice(comm.rank * (numel // comm.world_size), (comm.rank + 1) * (numel // comm.world_size))
+    calls: dict[str, Callable[[], Work]] = {
+        "all_reduce": lambda: comm.all_reduce(whole),
+        "reduce_scatter": lambda: comm.reduce_scatter(whole[own], whole),
+        "all_gather": lambda: comm.all_gather(whole, whole[own]),
+    }
+    return calls[op]
 
 
 # -- what it comes to -------------------------------------------------------------------------------------------
@@ -240,12 +249,6 @@ def fitted(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, flo
     if constant < 0:
         return 0.0, statistics.median(s / x for s, x in zip(seconds, sizes, strict=True))
     return constant, max(rate, 0.0)
-
-
-def hiding(compute_s: float, comm_s: float, both_s: float) -> float:
-    """The share of what could be hidden that was, in [0, 1]."""
-    could = min(compute_s, comm_s)
-    return min(max((compute_s + comm_s - both_s) / could, 0.0), 1.0) if could > 0 else 1.0
 
 
 def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type: str, num_threads: int) -> Calibration:
@@ -280,9 +283,13 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
     if world == 1 or not comm:
         return Calibration(device)
     collectives: dict[str, tuple[float, float]] = {}
+    beside: dict[str, tuple[float, float]] = {}
+    sizes = list(SIZES.values())
     for op in OPS:
-        seconds = [middle[f"{comm} {op} {size}"] for size in SIZES]
-        collectives[op] = fitted(list(SIZES.values()), seconds)
+        collectives[op] = fitted(sizes, [middle[f"{comm} {op} {size}"] for size in SIZES])
+        if device_type == "cpu":
+            # Where computation hid it all, the difference of two times may come out below 0.
+            beside[op] = fitted(sizes, [max(middle[f"{comm} {op} {size} beside"], 1e-6) for size in SIZES])
     constant, s_per_byte = collectives["all_gather"]
     link = Link(
         name=f"{comm} among {world} ranks",
@@ -293,7 +300,7 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
         share=1.0,
         num_ranks=world,
         collectives=collectives,
-        hides=hiding(*(middle[f"{comm} {kind}"] for kind in ("compute", "communicate", "both"))),
+        beside=beside,
     )
     return Calibration(device, link)
 
@@ -314,12 +321,10 @@ def _rows(found: Mapping[str, Any], world: int) -> list[Row]:
                 Spread(*(s / amount * 1e6 for s in (spread.median, spread.low, spread.high)), spread.num),
                 "us",
             )
-        elif amount is not None:
-            row |= {"what": "collective", "case": f"{what} {case[0]}", "size": case[1]}
-            rates, unit = spread.inverse(amount / 1e9), "GB/s"
-            row["shown"] = f"{row['case']} {case[1]}"
         else:
-            row |= {"what": "overlap", "case": f"{what} {case[0]}"}
+            alone = case[-1] != "beside"
+            row |= {"what": "collective" if alone else "beside", "case": f"{what} {case[0]} {case[1]}"}
+            row |= {"series": f"{what} {case[0]}", "size": case[1]}
             rates, unit = Spread(*(s * 1e3 for s in (spread.median, spread.low, spread.high)), spread.num), "ms"
         row["rate"] = f"{rates.median:.3g} {unit}"
         row["spread"] = f"{rates.low:.3g}-{rates.high:.3g}"

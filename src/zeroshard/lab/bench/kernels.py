@@ -24,7 +24,7 @@ import torch._functorch.config
 from torch import Tensor
 
 from zeroshard import kernels
-from zeroshard.kernels import AdamWOptions
+from zeroshard.kernels import AdamWOptions, Choice
 from zeroshard.kernels.adamw import Pieces
 from zeroshard.lab.bench.report import Chart, Column, Report, environment, spread_of
 
@@ -62,6 +62,8 @@ class Case:
 
 @dataclass
 class Row:
+    """What was measured of one contestant in one mode of one case; ``captured``: in a CUDA graph."""
+
     operation: str
     shape: str
     dtype: str
@@ -80,10 +82,12 @@ class Row:
 
 
 def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Standard normal numbers on the device."""
     return torch.randn(*shape, dtype=torch.float32, device=DEVICE).to(dtype)
 
 
 def norm_cases(name: str, dtype: str) -> Iterator[Case]:
+    """Norms of rows, with their residual and without."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     rows, widths = (16384, (768, 1600, 4096, 8192)) if ON_GPU else (24, (64,))
     for width in widths:
@@ -94,7 +98,7 @@ def norm_cases(name: str, dtype: str) -> Iterator[Case]:
                 made = [normal(rows, width, dtype=kind), *(normal(width, dtype=kind) for _ in range(2))]
                 return [*made, normal(rows, width, dtype=kind)] if fused else made
 
-            def call(who: str, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Any:
+            def call(who: Choice, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Any:
                 if name == "layer_norm":
                     return kernels.layer_norm(x, weight, bias, residual=residual, kernels=who)
                 return kernels.rms_norm(x, weight, residual=residual, kernels=who)
@@ -109,6 +113,7 @@ def norm_cases(name: str, dtype: str) -> Iterator[Case]:
 
 
 def rope_cases(dtype: str) -> Iterator[Case]:
+    """Rotary positions of queries and keys, in place."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     shapes = ((8, 12, 12, 1024, 64), (4, 32, 8, 4096, 128)) if ON_GPU else ((1, 2, 1, 4, 8),)
     for B, H, K, T, D in shapes:
@@ -118,7 +123,7 @@ def rope_cases(dtype: str) -> Iterator[Case]:
             angles = torch.rand(T, D // 2, device=DEVICE)
             return [*(x.transpose(1, 2) for x in qk), angles.cos(), angles.sin()]
 
-        def call(who: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        def call(who: Choice, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
             # A view is no leaf: what a model turns in place is a projection's output.
             return kernels.rope(q.view_as(q), k.view_as(k), cos, sin, inplace=True, kernels=who)
 
@@ -128,13 +133,14 @@ def rope_cases(dtype: str) -> Iterator[Case]:
 
 
 def gated_cases(name: str, dtype: str) -> Iterator[Case]:
+    """Gated activations."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     for rows, width in ((16384, 2048), (8192, 11008), (8192, 14336)) if ON_GPU else ((8, 32),):
 
         def inputs(rows: int = rows, width: int = width) -> list[Tensor]:
             return [normal(rows, width, dtype=kind) for _ in range(2)]
 
-        def call(who: str, gate: Tensor, up: Tensor) -> Any:
+        def call(who: Choice, gate: Tensor, up: Tensor) -> Any:
             return getattr(kernels, name)(gate, up, kernels=who)
 
         n = rows * width * size
@@ -143,13 +149,14 @@ def gated_cases(name: str, dtype: str) -> Iterator[Case]:
 
 
 def cross_entropy_cases(dtype: str) -> Iterator[Case]:
+    """The loss of logits, which become their own gradient."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     for rows, vocab in ((8192, 50257), (8192, 50304), (4096, 128256)) if ON_GPU else ((4, 97),):
 
         def inputs(rows: int = rows, vocab: int = vocab) -> list[Tensor]:
             return [normal(rows, vocab, dtype=kind), torch.randint(vocab, (rows,), device=DEVICE)]
 
-        def call(who: str, logits: Tensor, targets: Tensor) -> Any:
+        def call(who: Choice, logits: Tensor, targets: Tensor) -> Any:
             logits = logits.view_as(logits)  # no leaf, as a projection's output is none
             return kernels.cross_entropy(logits, targets, inplace=True, check_targets=False, kernels=who)
 
@@ -158,6 +165,7 @@ def cross_entropy_cases(dtype: str) -> Iterator[Case]:
 
 
 def linear_cross_entropy_cases(dtype: str) -> Iterator[Case]:
+    """The projection to the vocabulary and its loss."""
     kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
     shapes = ((16384, 768, 50304), (8192, 2048, 128256)) if ON_GPU else ((8, 16, 97),)
     for rows, width, vocab in shapes:
@@ -166,7 +174,7 @@ def linear_cross_entropy_cases(dtype: str) -> Iterator[Case]:
             weight = normal(vocab, width, dtype=kind) * 0.02
             return [normal(rows, width, dtype=kind), weight, torch.randint(vocab, (rows,), device=DEVICE)]
 
-        def call(who: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
+        def call(who: Choice, hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
             return kernels.linear_cross_entropy(hidden, weight, targets, check_targets=False, kernels=who)
 
         moved = {"both": 2 * (rows + vocab) * width * size}  # it is bound by its products: a share of copy says little
@@ -174,9 +182,10 @@ def linear_cross_entropy_cases(dtype: str) -> Iterator[Case]:
 
 
 def sum_of_squares_cases(dtype: str) -> Iterator[Case]:
+    """For the norm of the gradients."""
     numel = 124_000_000 if ON_GPU else 5000
 
-    def call(who: str, flat: Tensor) -> Any:
+    def call(who: Choice, flat: Tensor) -> Any:
         return kernels.sum_of_squares(flat, kernels=who)
 
     def inputs() -> list[Tensor]:
@@ -200,7 +209,7 @@ def adamw_cases(dtype: str) -> Iterator[Case]:
             made += [torch.rand(numel, device=DEVICE), torch.full((), 0.5, device=DEVICE)]
             return [*made, made[0].bfloat16()] if copies else made
 
-        def call(who: str, *tensors: Tensor, kept: dict[int, Any] = kept) -> Any:
+        def call(who: Choice, *tensors: Tensor, kept: dict[int, Any] = kept) -> Any:
             param, grad, m, v, scale, *copy = tensors
             if who == "triton":
                 pieces = kept.setdefault(param.data_ptr(), Pieces())
@@ -223,6 +232,7 @@ def adamw_cases(dtype: str) -> Iterator[Case]:
 
 
 def with_both(moved: dict[str, int]) -> dict[str, int]:
+    """Forward and backward together too."""
     return {**moved, "both": moved["forward"] + moved["backward"]}
 
 
@@ -243,21 +253,23 @@ CASES: dict[str, Callable[[str], Iterator[Case]]] = {
 
 
 def outputs_of(result: Any) -> list[Tensor]:
+    """The tensors that a call gave."""
     return [result] if isinstance(result, Tensor) else list(result or ())
 
 
-def prepare(case: Case, contestant: str, mode: str, sets: list[list[Tensor]]) -> list[Callable[[], None]]:
+def prepare(case: Case, contestant: str, mode: str, sets: list[list[Tensor]]) -> list[Callable[[], object]]:
     """One function without arguments for each set of tensors."""
     who = {"eager": "reference", "compile": "reference"}.get(contestant, contestant)
 
-    def forward(*tensors: Tensor) -> Any:
+    def eager(*tensors: Tensor) -> Any:
         return case.call(who, *tensors)
 
+    forward: Callable[..., Any] = eager
     if contestant == "compile":
         torch.compiler.reset()
-        forward = torch.compile(forward, dynamic=False)
+        forward = torch.compile(eager, dynamic=False)
 
-    def one(tensors: list[Tensor]) -> Callable[[], None]:
+    def one(tensors: list[Tensor]) -> Callable[[], object]:
         tensors = [x.detach().requires_grad_(i in case.wanted) for i, x in enumerate(tensors)]
         wanted = [tensors[i] for i in case.wanted]
         grads = [torch.randn_like(y) if y.ndim else torch.ones_like(y) for y in outputs_of(forward(*tensors))]
@@ -271,7 +283,7 @@ def prepare(case: Case, contestant: str, mode: str, sets: list[list[Tensor]]) ->
     return [one(tensors) for tensors in sets]
 
 
-def timer(functions: list[Callable[[], None]], min_s: float) -> tuple[Callable[[], float], bool]:
+def timer(functions: list[Callable[[], object]], min_s: float) -> tuple[Callable[[], float], bool]:
     """A function that measures seconds a call, and whether the calls could be captured."""
 
     def run() -> None:
@@ -316,13 +328,15 @@ def timer(functions: list[Callable[[], None]], min_s: float) -> tuple[Callable[[
 
 
 def copy_bytes_per_s() -> float:
+    """Bytes that a large copy reads and writes in a second."""
     source = torch.empty(COPY_BYTES // 2, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     measure, _ = timer([lambda: target.copy_(source)], 0.02)
     return COPY_BYTES / min(measure() for _ in range(5))
 
 
-def peak_bytes(function: Callable[[], None]) -> int | None:
+def peak_bytes(function: Callable[[], object]) -> int | None:
+    """What a call takes beyond what is there; None without a GPU."""
     if not ON_GPU:
         return None
     torch.cuda.synchronize()
@@ -334,6 +348,7 @@ def peak_bytes(function: Callable[[], None]) -> int | None:
 
 
 def measure_case(case: Case, num_rounds: int, copy_rate: float, order: random.Random) -> list[Row]:
+    """Every mode of every contestant that is here, in interleaved rounds."""
     names = [n for n in case.contestants if n != "liger" or (ON_GPU and find_spec("liger_kernel"))]
     names = [n for n in names if n != "compile" or ON_GPU]  # on the CPU it takes minutes to tell nothing
     rows = []
@@ -390,13 +405,10 @@ def run(
         num_rounds: 0: 7 on a GPU, else 1.
     """
     torch.manual_seed(0)
-    donates = torch._functorch.config.donated_buffer
-    torch._functorch.config.donated_buffer = False  # a compiled backward is to run again and again
-    try:
-        with torch.cuda.stream(STREAM) if STREAM else nullcontext():
-            return _measured(operations, dtypes, num_rounds or (7 if ON_GPU else 1), seen)
-    finally:
-        torch._functorch.config.donated_buffer = donates
+    compiling: Any = torch._functorch.config
+    # A compiled backward is to run again and again.
+    with compiling.patch(donated_buffer=False), torch.cuda.stream(STREAM) if STREAM else nullcontext():
+        return _measured(operations, dtypes, num_rounds or (7 if ON_GPU else 1), seen)
 
 
 def _measured(operations: Sequence[str], dtypes: Sequence[str], num_rounds: int, seen: Callable[[Row], None]) -> Report:

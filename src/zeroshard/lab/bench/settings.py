@@ -1,8 +1,7 @@
-"""What each `zeroshard bench` takes; read before torch is."""
+"""What each `zeroshard bench` takes, beside the files that it writes."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,14 +10,8 @@ Dtype = Literal["float32", "bfloat16"]
 CommName = Literal["torch", "ring", "shm"]
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # pydantic has a deprecated method of the name that our flag has
-
-    class _Bench(BaseModel):
-        model_config = ConfigDict(extra="forbid", frozen=True)
-
-        json: str = Field("", description="Write all that was measured here, with the environment.")
-        plot: str = Field("", description="Draw a figure into this PNG; needs the extra `report`.")
+class _Bench(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class MemoryBench(_Bench):

@@ -2,8 +2,8 @@
 
 Every contestant trains its own copy of the same model on the same data in the same processes. A round takes a few steps
 with each; ratios are taken round by round against the first contestant. No gradient clipping, the same fused AdamW on
-every side, large tensors in huge pages for all, as the trainer has them. ``plain`` communicates nothing: the floor under
-DDP. Wall time, and CPU time of the process with its communication threads.
+every side, large tensors in huge pages for all, as the trainer has them. ``plain`` communicates nothing: the floor
+under DDP. Wall time, and CPU time of the process with its communication threads.
 """
 
 from __future__ import annotations
