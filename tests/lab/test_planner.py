@@ -118,7 +118,7 @@ def test_a_model_of_ours_may_be_given_itself():
         (nn.Linear(2, 2), {}, r"^inputs: a Linear is no language model of ours"),
         (nn.ReLU(), {}, r"^model: ReLU has no parameters to train"),
         ("gpt2-demo", {"world_size": 0}, r"^gpus: 0 is not a whole number of at least 1"),
-        ("gpt2-demo", {"gpu": "h100"}, r"^gpu: 'h100'"),
+        ("gpt2-demo", {"gpu": "a100"}, r"^gpu: 'a100' comes in several sizes"),
         ("gpt2-demo", {"network": "400"}, r"^network: '400' is not a bandwidth"),
         ("gpt2-demo", {"overrides": {"n_head": 3}}, r"^model.n_head: 3 does not divide n_embd 128"),
         (

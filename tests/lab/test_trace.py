@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from zeroshard.errors import UserError
 from zeroshard.lab.trace import repeat_blocks, tokens_and_targets, trace_language_model, trace_model
 from zeroshard.models import build_model
 from zeroshard.zero import MixedPrecision
@@ -93,11 +94,11 @@ def test_events_are_those_of_the_engine_in_their_order():
 @pytest.mark.parametrize("name", ["gpt2-demo", "llama-tiny"])
 def test_flops_are_those_of_the_formula_but_for_the_mask(name):
     """The formula credits attention in full, 12 L d T a token; under the mask half of it is computed, 7 of 12 units
-    with flash attention's second look at the weights."""
+    with flash attention's second look at the weights; it counts biases and norms as if they were multiplied by."""
     model = _model(name)
     computed = sum(work.flops for span in _whole(model, 2, FP32).spans for work in span.work) / (2 * SEQ_LEN)
     attention = 12 * 3 * 32 * SEQ_LEN
-    assert computed == pytest.approx(model.num_flops_per_token(SEQ_LEN) - attention + attention * 7 / 12, rel=0.02)
+    assert computed == pytest.approx(model.num_flops_per_token(SEQ_LEN) - attention + attention * 7 / 12, rel=0.05)
 
 
 def test_the_model_stays_as_it_was():
@@ -106,3 +107,23 @@ def test_the_model_stays_as_it_was():
     trace_model(model, 1, list(model.blocks), tokens_and_targets(8), BF16)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(param.grad is None and not param._backward_hooks for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (lambda layer, x: layer(x) if x.sum() > 0 else layer(-x), "^model: its forward reads values of tensors"),
+        (lambda layer, x: layer(x).detach(), "^model: no output of it takes gradients"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_is_refused_in_a_line(forward, said):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return forward(self.layer, x)
+
+    with pytest.raises(UserError, match=said):
+        trace_model(Net(), 3, [], lambda rows: (torch.zeros(rows, 4),), FP32)

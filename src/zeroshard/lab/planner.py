@@ -426,7 +426,20 @@ def _rows(
     for size in planner.smaller_groups():
         for stage in stages:
             if stage != 0:
-                yield planner.row(stage, largest.get(stage, candidates[0]), size)
+                fitting = [each for each in candidates if each <= largest.get(stage, candidates[0])]
+                yield _largest_fitting(planner, stage, fitting, size)
+
+
+def _largest_fitting(
+    planner: Planner, stage: int | ShardingStrategy, candidates: Sequence[int], shard_size: int
+) -> Row:
+    """The row of the largest of ``candidates`` that fits, else of the smallest."""
+    row = planner.row(stage, candidates[-1], shard_size)
+    for candidate in reversed(candidates[:-1]):
+        if row.fits:
+            break
+        row = planner.row(stage, candidate, shard_size)
+    return row
 
 
 def micro_batches(planner: Planner, given: int | None) -> list[int]:

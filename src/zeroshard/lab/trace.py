@@ -25,9 +25,10 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zeroshard.errors import UserError
 from zeroshard.kernels.launch import traced
 from zeroshard.lab.recorder import StorageEvents
 from zeroshard.lab.work import Work, bytes_read, dtype_name, work_of, work_of_projected_loss
@@ -137,8 +138,6 @@ def trace_language_model(
     def traced_with(depth: int) -> Trace:
         with torch.device("meta"):
             shallow = build_model(name, overrides={**changes, "n_layer": depth}, kernels=model.kernels)
-        for ours, theirs in zip(shallow.parameters(), model.parameters(), strict=False):
-            ours.requires_grad_(theirs.requires_grad)
         return trace_model(shallow, micro_batch, list(shallow.blocks), inputs, precision, device_type=device_type)
 
     frozen = any(not param.requires_grad for param in model.parameters())
@@ -176,6 +175,9 @@ def trace_model(
         inputs: makes the model's arguments.
         precision: the dtype policy.
         device_type: as `trace_language_model`.
+
+    Raises:
+        UserError: no output takes gradients, or forward depends on values.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake, chosen = _fake(model, units, precision)
@@ -188,10 +190,15 @@ def trace_model(
         arguments = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         recorder.ignore([*fake.parameters(), *fake.buffers(), *arguments])
         with _kernels_of(device_type, log), recorder:
-            output = fake(*given)
+            try:
+                output = fake(*given)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                what = f"its forward reads values of tensors ({error.func}), which a trace has not"
+                raise UserError("model", what, "plan the model without that branch") from None
             loss = sum(leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
             del output
-            assert isinstance(loss, Tensor), "no output of the model takes gradients"
+            if not isinstance(loss, Tensor):
+                raise UserError("model", "no output of it takes gradients", "give a model that returns its loss")
             loss.backward()
             del loss
     first = arguments[0]
