@@ -246,14 +246,13 @@ def fitted(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, flo
     least = max(seconds) / 50
     if least <= 0:
         return 0.0, 0.0
-    weights = [1 / max(s, least) for s in seconds]
-    a = [[w, w * x] for w, x in zip(weights, sizes, strict=True)]
-    b = [[w * s] for w, s in zip(weights, seconds, strict=True)]
-    found = torch.linalg.lstsq(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
-    constant, rate = found.solution.flatten().tolist()
+    weigh = torch.tensor([1 / max(s, least) for s in seconds], dtype=torch.float64)
+    both = torch.stack([weigh, weigh * torch.tensor(sizes, dtype=torch.float64)], dim=1)
+    wanted = (weigh * torch.tensor(seconds, dtype=torch.float64))[:, None]
+    constant, rate = torch.linalg.lstsq(both, wanted).solution.flatten().tolist()
     if constant < 0:
-        return 0.0, max(statistics.median(s / x for s, x in zip(seconds, sizes, strict=True)), 0.0)
-    return (constant, rate) if rate > 0 else (max(statistics.median(seconds), 0.0), 0.0)
+        return 0.0, float(torch.linalg.lstsq(both[:, 1:], wanted).solution)
+    return (constant, rate) if rate >= 0 else (float(torch.linalg.lstsq(both[:, :1], wanted).solution), 0.0)
 
 
 def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type: str, num_threads: int) -> Calibration:
