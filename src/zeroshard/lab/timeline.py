@@ -165,6 +165,7 @@ class _Clock:
         self._exposed_by: defaultdict[str, float] = defaultdict(float)
         self._free = {False: 0.0, True: 0.0}  # by whether replicas talk
         self._done: dict[int, tuple[float, float, Issue]] = {}
+        self._stood: list[tuple[float, float]] = []  # when computation stood still
         self._known: dict[int, tuple[tuple[Work, ...], float, Mapping[str, float]]] = {}
         self._spans: list[TimedSpan] = []
 
@@ -225,15 +226,18 @@ class _Clock:
             return  # a collective of one rank
         start, end, issued = self._done.pop(action.number)
         held = max(0.0, end - self._now)
-        if end > start:  # what of it ran beside computation has slowed that down, where the same cores do both
-            share = max(0.0, min(end, self._now) - start) / (end - start)
-            slowed = share * self._cluster.slowing_s(issued.message)
-            end, held = end + slowed, held + slowed
+        slowing = self._cluster.slowing_s(issued.message)
+        if slowing and end > start:  # the part of it that ran beside computation has slowed that down
+            stood = sum(max(0.0, min(end, over) - max(start, since)) for since, over in self._stood)
+            slowed = slowing * max(0.0, min(end, self._now) - start - stood) / (end - start)
+            held += slowed
+        if held and self._cluster.within.beside:
+            self._stood.append((self._now, self._now + held))
         if held:
             message = issued.message
             kind = message.buffer if issued.control else f"{message.buffer}/{message.phase}/{action.phase}"
             self._exposed_by[kind] += held
-            self._note("wait", action.unit, action.phase, kind, self._now, end)
+            self._note("wait", action.unit, action.phase, kind, self._now, self._now + held)
         self._exposed_s += held
         self._now += held
 

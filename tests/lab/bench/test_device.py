@@ -14,6 +14,13 @@ def test_a_constant_and_a_rate_are_fitted_to_sizes():
     assert s_per_byte == pytest.approx(3e-9)
 
 
+def test_times_that_are_noise_do_not_bend_the_fit():
+    assert device.fitted([1e3, 1e6], [0.0, 0.0]) == (0.0, 0.0)
+    constant, s_per_byte = device.fitted([1e3, 1e5, 1e7], [0.0, 1e-6, 1e-1])
+    assert constant == pytest.approx(0.0, abs=1e-4)
+    assert s_per_byte == pytest.approx(1e-8, rel=0.25)
+
+
 def test_a_constant_is_never_negative():
     constant, s_per_byte = device.fitted([1e3, 1e6], [1e-7, 1e-3])
     assert constant == 0.0

@@ -240,15 +240,19 @@ def _issue(comm: Communicator, op: str, num_bytes: int, device: torch.device) ->
 def fitted(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """The constant and the seconds a byte of ``seconds = constant + bytes * rate``; neither is negative.
 
-    Least squares of relative errors, so that small sizes count as much as large ones.
+    Least squares of relative errors, so that small sizes count as much as large ones; times below a fiftieth of the
+    longest are all noise, and count as if they were that.
     """
-    weights = [1 / s for s in seconds]
-    a = [[w, w * x] for w, x in zip(weights, sizes, strict=True)]
-    solution = torch.linalg.lstsq(torch.tensor(a, dtype=torch.float64), torch.ones(len(a), 1, dtype=torch.float64))
-    constant, rate = solution.solution.flatten().tolist()
+    least = max(seconds) / 50
+    if least <= 0:
+        return 0.0, 0.0
+    weigh = torch.tensor([1 / max(s, least) for s in seconds], dtype=torch.float64)
+    both = torch.stack([weigh, weigh * torch.tensor(sizes, dtype=torch.float64)], dim=1)
+    wanted = (weigh * torch.tensor(seconds, dtype=torch.float64))[:, None]
+    constant, rate = torch.linalg.lstsq(both, wanted).solution.flatten().tolist()
     if constant < 0:
-        return 0.0, statistics.median(s / x for s, x in zip(seconds, sizes, strict=True))
-    return constant, max(rate, 0.0)
+        return 0.0, float(torch.linalg.lstsq(both[:, 1:], wanted).solution)
+    return (constant, rate) if rate >= 0 else (float(torch.linalg.lstsq(both[:, :1], wanted).solution), 0.0)
 
 
 def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type: str, num_threads: int) -> Calibration:
@@ -289,7 +293,7 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
         collectives[op] = fitted(sizes, [middle[f"{comm} {op} {size}"] for size in SIZES])
         if device_type == "cpu":
             # Where computation hid it all, the difference of two times may come out below 0.
-            beside[op] = fitted(sizes, [max(middle[f"{comm} {op} {size} beside"], 1e-6) for size in SIZES])
+            beside[op] = fitted(sizes, [max(middle[f"{comm} {op} {size} beside"], 0.0) for size in SIZES])
     constant, s_per_byte = collectives["all_gather"]
     link = Link(
         name=f"{comm} among {world} ranks",
