@@ -4,8 +4,9 @@
     ranks -- net0 ====== zsnet0v0 -- zsnet0br -- zsnet0v1 ====== net0 -- ranks
 
 Each node has a veth pair to one bridge, and both of its ends are shaped, so that a node sends and receives at the rate
-asked for at the same time: what ``net0`` holds back leaves the node, what ``zsnet0v0`` holds back enters it. Ranks of one
-node talk through its loopback, which nothing slows. The bridge has an address too, where the launcher's store answers.
+asked for at the same time: what ``net0`` holds back leaves the node, what ``zsnet0v0`` holds back enters it. Ranks of
+one node talk through its loopback, which nothing slows. The bridge has an address too, where the launcher's store
+answers.
 
 Shaping is ``tbf``, a token bucket. Its burst must cover what passes between two of the kernel's timer ticks, else the
 rate is not reached (`shaper_burst`). Frames are jumbo frames: of 1,500 bytes, headers would take 4 % of the rate.
