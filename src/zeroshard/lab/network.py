@@ -1,11 +1,12 @@
 """Networks of this machine, made slow by its own kernel: namespaces that stand for nodes, and shaped interfaces.
 
-    namespace zs0-0          this host             namespace zs0-1
-    ranks -- net0 ====== zs0v0 -- zs0br -- zs0v1 ====== net0 -- ranks
+    namespace zsnet0-0            this host                namespace zsnet0-1
+    ranks -- net0 ====== zsnet0v0 -- zsnet0br -- zsnet0v1 ====== net0 -- ranks
 
 Each node has a veth pair to one bridge, and both of its ends are shaped, so that a node sends and receives at the rate
-asked for at the same time: what ``net0`` holds back leaves the node, what ``zs0v0`` holds back enters it. Ranks of one
-node talk through its loopback, which nothing slows. The bridge has an address too, where the launcher's store answers.
+asked for at the same time: what ``net0`` holds back leaves the node, what ``zsnet0v0`` holds back enters it. Ranks of
+one node talk through its loopback, which nothing slows. The bridge has an address too, where the launcher's store
+answers.
 
 Shaping is ``tbf``, a token bucket. Its burst must cover what passes between two of the kernel's timer ticks, else the
 rate is not reached (`shaper_burst`). Frames are jumbo frames: of 1,500 bytes, headers would take 4 % of the rate.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -94,7 +96,7 @@ def nodes(
     try:
         with _signals_wait():
             _make(number, num_nodes, shaping(bytes_per_s, latency_s, burst_bytes), shaping(bytes_per_s, 0, burst_bytes))
-        names = tuple(f"zs{number}-{node}" for node in range(num_nodes))
+        names = tuple(f"zsnet{number}-{node}" for node in range(num_nodes))
         yield Nodes(names, INTERFACE, _address(number, MAX_NODES), node_size)
     finally:
         with _signals_wait():
@@ -120,12 +122,12 @@ def clean() -> list[str]:
 
 
 def _make(number: int, num_nodes: int, out: list[list[str]], back: list[list[str]]) -> None:
-    bridge = f"zs{number}br"
+    bridge = f"zsnet{number}br"
     _run("ip", "link", "add", bridge, "mtu", str(MTU), "type", "bridge")
     _run("ip", "addr", "add", f"{_address(number, MAX_NODES)}/24", "dev", bridge)
     _run("ip", "link", "set", bridge, "up")
     for node in range(num_nodes):
-        name, outer = f"zs{number}-{node}", f"zs{number}v{node}"
+        name, outer = f"zsnet{number}-{node}", f"zsnet{number}v{node}"
         _run("ip", "netns", "add", name)
         pair = ("type", "veth", "peer", "name", INTERFACE, "mtu", str(MTU), "netns", name)
         _run("ip", "link", "add", outer, "mtu", str(MTU), *pair)
@@ -164,10 +166,9 @@ def _leftovers() -> Iterator[str]:
 
 
 def _number_of(name: str) -> int | None:
-    """3 for ``zs3-0``, ``zs3br`` and ``zs3v0``; None for a name that is not ours."""
-    digits = name[2:].partition("-")[0].partition("br")[0].partition("v")[0]
-    ours = name.startswith("zs") and digits.isdigit() and name != f"zs{digits}"
-    return int(digits) if ours else None
+    """3 for ``zsnet3-0``, ``zsnet3br`` and ``zsnet3v0``; None for a name that is not ours."""
+    match = re.fullmatch(r"zsnet(\d+)(?:-\d+|br|v\d+)", name)
+    return None if match is None else int(match[1])
 
 
 def _address(number: int, node: int) -> str:
