@@ -219,6 +219,7 @@ def main() -> int:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         print("error: two_hosts: it makes network namespaces; run it as root, with iproute2", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the namespaces go
     transcript = Transcript()
     with tempfile.TemporaryDirectory(prefix="two-hosts-") as folder:
         try:

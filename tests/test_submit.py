@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -19,8 +20,8 @@ import pytest
 from zeroshard.cli import main
 from zeroshard.submit import SubmitConfig, TrainJob, submit
 
-pytest.importorskip("submitit")
-PATIENCE_S = 120.0
+pytestmark = pytest.mark.skipif(find_spec("submitit") is None, reason="needs submitit")
+PATIENCE_S, NUM_STEPS = 120.0, 500
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +102,7 @@ def test_a_cluster_that_refuses_the_job_is_quoted(slurm, capsys, tmp_path):
     (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho 'invalid partition specified: big' >&2; exit 1\n")
     assert main(["submit", "--partition", "big", "train"]) == 2
     err = capsys.readouterr().err
-    assert "invalid partition" in err
-    assert err.count("\n") == 1
+    assert err.splitlines()[-1].startswith("error: submit: the job was refused (invalid partition")
 
 
 def _events(out, kind):
@@ -123,13 +123,14 @@ def _tasks(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # submitit leaves its process to itself
 def test_a_run_that_is_pre_empted_saves_is_queued_again_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out, folder = tmp_path / "run", tmp_path / "jobs"
     words = f"""--data synthetic --data.dir {tmp_path / "data"} --data.max-tokens 6000 --model gpt2-demo
-        --model.n-layer 1 --model.n-embd 16 --model.n-head 2 --seq-len 16 --micro-batch-size 2 --max-steps 2000
-        --warmup-steps 2
-        --eval-interval 0 --eval-batches 1 --device cpu --comm ring --resume auto --out {out}""".split()
+        --model.n-layer 1 --model.n-embd 16 --model.n-head 2 --seq-len 16 --micro-batch-size 2 --max-steps {NUM_STEPS}
+        --warmup-steps 2 --eval-interval 0 --eval-batches 1 --device cpu --comm ring --resume auto""".split()
+    words += ["--out", str(out)]
     config = SubmitConfig(cluster="local", tasks_per_node=2, folder=str(folder), time_min=5)
     assert submit(config, words).startswith("job ")
     try:
@@ -140,7 +141,7 @@ def test_a_run_that_is_pre_empted_saves_is_queued_again_and_goes_on(tmp_path, mo
         for task in _tasks(folder):  # as SLURM does: every process of the job, ranks too
             for process in [task, *task.children()]:
                 process.send_signal(signal.SIGUSR1)
-        while not _events(out, "end") or _events(out, "end")[-1]["step"] < 2000:
+        while not _events(out, "end") or _events(out, "end")[-1]["step"] < NUM_STEPS:
             assert time.monotonic() < deadline, [path.read_text() for path in folder.glob("*.err")]
             time.sleep(0.1)
     finally:
@@ -148,7 +149,7 @@ def test_a_run_that_is_pre_empted_saves_is_queued_again_and_goes_on(tmp_path, mo
             task.kill()  # their ranks go with them
     starts = _events(out, "start")
     assert [event["world_size"] for event in starts] == [2, 2]
-    assert 0 < starts[1]["step"] < 2000
+    assert 0 < starts[1]["step"] < NUM_STEPS
     assert "Requeued job" in "".join(path.read_text() for path in folder.glob("*_0_log.out"))
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from zeroshard.comm.elastic import _ending
 from zeroshard.comm.launch import (
     Ending,
     World,
@@ -21,6 +23,7 @@ from zeroshard.comm.launch import (
     require_free_port,
     root_cause,
     shutdown,
+    tell_launcher,
     world_from_env,
 )
 from zeroshard.errors import UserError
@@ -162,6 +165,15 @@ def test_workers_that_end_well_end_in_zero():
 )
 def test_the_root_cause_decides_the_status(failures, status, line):
     assert root_cause(failures) == Ending(status, line)
+
+
+def test_a_rank_that_has_spoken_itself_leaves_nothing_to_print(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZEROSHARD_LAUNCHER_PID", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    for left in ("", "rank 1 is gone"):
+        assert tell_launcher(left)
+        failure = ProcessFailure(0, os.getpid(), 4, str(tmp_path / "error.json"))
+        assert _ending({0: failure}) == Ending(4, left)
 
 
 def test_huge_pages_are_asked_for_unless_the_user_has_spoken(monkeypatch):

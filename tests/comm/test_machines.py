@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 
-from zeroshard.comm.machines import DEFAULT_PORT, meeting_at
+from zeroshard.comm import machines
+from zeroshard.comm.machines import DEFAULT_PORT, Meeting, meeting_at
 from zeroshard.errors import UserError
 
 
@@ -36,6 +38,29 @@ def test_an_address_of_another_machine_is_not_served():
 
 def test_the_port_may_be_left_out():
     assert meeting_at("127.0.0.1", 2, 2).port == DEFAULT_PORT
+
+
+def test_a_meeting_that_cannot_be_reached_any_more_is_told_once(monkeypatch):
+    monkeypatch.setattr(machines, "PROBE_S", 0.05)
+    monkeypatch.setattr(machines, "UNREACHABLE_AFTER_S", 0.3)
+    told, ended = [], threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        meeting = meeting_at(f"127.0.0.1:{server.getsockname()[1]}", 2, 2)
+        thread = threading.Thread(target=machines.watch, args=(meeting, ended, lambda: told.append(1)))
+        thread.start()
+        thread.join(1.0)
+        assert thread.is_alive()
+        assert not told
+    thread.join(10)
+    assert told == [1]
+
+
+def test_a_meeting_that_has_ended_is_not_looked_for(monkeypatch):
+    monkeypatch.setattr(machines, "PROBE_S", 0.05)
+    monkeypatch.setattr(machines, "UNREACHABLE_AFTER_S", 0.0)
+    ended = threading.Event()
+    ended.set()
+    machines.watch(Meeting(port=_free_port()), ended, lambda: pytest.fail("it was looked for"))
 
 
 @pytest.mark.parametrize("endpoint", [":29400", "here:", "here:port", "here:0", "here:70000", "no such host"])

@@ -124,6 +124,36 @@ def test_where_the_board_is_gone_its_keeper_is():
     comm.close()
 
 
+class _CutOff(MemoryBoard):
+    """A store behind a link that is down: nothing fails, and nothing comes back."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_down, self.back = threading.Event(), threading.Event()
+
+    def post(self, key, value):
+        if self.is_down.is_set():
+            self.back.wait(30)
+        super().post(key, value)
+
+
+def test_a_board_that_is_cut_off_is_told_by_whoever_waits():
+    board, heard, told = _CutOff(), threading.Event(), []
+
+    def on_fault(line, found_here):
+        told.append((line, found_here))
+        heard.set()
+
+    comm = SentinelCommunicator(NullCommunicator(2, 1), board, on_fault, stall_s=0.1)
+    board.is_down.set()
+    assert not heard.wait(0.5)  # nobody waits: it may come back
+    with comm.waiting():
+        assert heard.wait(10)
+    assert told == [("rank 0, or its machine, has not answered for 0 s: it is cut off", True)]
+    board.back.set()
+    comm.close()
+
+
 def test_rank_0_which_keeps_the_board_stays_until_the_others_have_heard():
     board, heard = MemoryBoard(), threading.Event()
     comm = SentinelCommunicator(NullCommunicator(2, 0), board, lambda line, found_here: heard.set())

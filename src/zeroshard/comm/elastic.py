@@ -12,9 +12,12 @@ asked to stop. Here the root cause decides. What a restarted rank goes on from i
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -30,8 +33,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-from zeroshard.comm.launch import Ending, count_restart, root_cause
-from zeroshard.comm.machines import Meeting
+from zeroshard.comm.launch import Ending, count_restart, end_at_once, root_cause
+from zeroshard.comm.machines import UNREACHABLE_AFTER_S, Meeting, watch
 from zeroshard.errors import ExitStatus
 
 MONITOR_INTERVAL_S = 0.1
@@ -80,7 +83,7 @@ def run_elastic(
         monitor_interval=MONITOR_INTERVAL_S,
         local_addr=meeting.own_address,
     )
-    with tempfile.TemporaryDirectory(prefix="zeroshard-") as log_dir:
+    with tempfile.TemporaryDirectory(prefix="zeroshard-") as log_dir, _ended_where_cut_off(meeting, log_dir):
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir), shutdown_timeout=grace_s)
         agent.restarts_left, agent.moves_left = max_restarts, max_moves
         agent.alone = meeting.max_nodes == 1
@@ -102,6 +105,30 @@ def run_elastic(
             raise
         handler.shutdown()
         return _ending(result.failures) if result.is_failed() else Ending(ExitStatus.OK)
+
+
+@contextmanager
+def _ended_where_cut_off(meeting: Meeting, log_dir: str) -> Generator[None]:
+    """Inside, this launcher ends, and its ranks with it, once the meeting cannot be reached any more.
+
+    It removes ``log_dir`` before, since it then ends at once.
+    """
+    if meeting.max_nodes == 1:
+        yield
+        return
+
+    def end() -> None:
+        what = f"{meeting.endpoint} has not answered for {UNREACHABLE_AFTER_S:.0f} s"
+        line = f"error: rdzv_endpoint: {what}; start again with --resume auto once it can be reached"
+        shutil.rmtree(log_dir, ignore_errors=True)
+        end_at_once(line, ExitStatus.PEER_LOST)
+
+    left = threading.Event()
+    threading.Thread(target=watch, args=(meeting, left, end), name="meeting", daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
 
 
 def _meet(meeting: Meeting, run_id: str) -> RendezvousHandler:
@@ -162,4 +189,10 @@ class _Agent(LocalElasticAgent):
 
 
 def _ending(failures: Mapping[int, Any]) -> Ending:
-    return root_cause({rank: (failure.exitcode, failure.message) for rank, failure in failures.items()})
+    return root_cause({rank: (failure.exitcode, _said(failure)) for rank, failure in failures.items()})
+
+
+def _said(failure: Any) -> str:
+    """What the rank left for us to print; in `failure.message` torch puts advice of its own where that is nothing."""
+    message = failure.error_file_data.get("message", "")
+    return message if isinstance(message, str) else failure.message

@@ -9,6 +9,9 @@ kernel is asked: an address is ours if a socket can be bound to it, and our own 
 from __future__ import annotations
 
 import socket
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -16,6 +19,8 @@ import psutil
 from zeroshard.errors import UserError
 
 DEFAULT_PORT = 29400  # torchrun's
+PROBE_S = 5.0  # between two looks at the meeting, and for each of them
+UNREACHABLE_AFTER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,23 @@ def meeting_at(endpoint: str, min_nodes: int, max_nodes: int) -> Meeting:
         what = f"{host} cannot be reached ({error.strerror or error})"
         raise UserError("rdzv_endpoint", what, "give the name or address of one of the machines") from None
     return Meeting(host, port, min_nodes, max_nodes, own, serves=_can_serve(str(address), port))
+
+
+def watch(meeting: Meeting, ended: threading.Event, on_unreachable: Callable[[], None]) -> None:
+    """Call ``on_unreachable`` once nothing has answered at the meeting for `UNREACHABLE_AFTER_S`, unless ``ended``.
+
+    Where a link is down nothing fails: torch's client of the meeting's store waits for an answer until TCP gives up, a
+    quarter of an hour later, and holds whoever asked. So another thread looks whether a connection can still be made.
+    """
+    answered = time.monotonic()
+    while not ended.wait(PROBE_S):
+        try:
+            socket.create_connection((meeting.host, meeting.port), PROBE_S).close()
+            answered = time.monotonic()
+        except OSError:
+            if time.monotonic() - answered > UNREACHABLE_AFTER_S:
+                on_unreachable()
+                return
 
 
 def _address_towards(address: str, port: int) -> str:

@@ -125,9 +125,13 @@ class _Watch:
         self._waiting_since: float | None = None
         self._last_pulse: dict[int, tuple[int, float]] = {}  # of each rank: its number, when it changed
         self._pulse = 0
+        self._looking_since: float | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sentinel", daemon=True)
         self._thread.start()
+        # a store that is cut off answers nothing for a quarter of an hour, and holds whoever asked it
+        self._second = threading.Thread(target=self._watch_the_board, name="sentinel-board", daemon=True)
+        self._second.start()
 
     @contextlib.contextmanager
     def waiting(self) -> Generator[None]:
@@ -144,13 +148,26 @@ class _Watch:
 
     def _watch(self) -> None:
         while not self._closed.wait(PULSE_S):
+            self._looking_since = time.monotonic()
             try:
                 fault = self._look()
             except (RuntimeError, OSError):  # the board is gone: its owner has ended, and so will this rank
                 return
+            finally:
+                self._looking_since = None
             if fault:
                 self._let_others_hear()
                 self._on_fault(*fault)
+                return
+
+    def _watch_the_board(self) -> None:
+        while not self._closed.wait(PULSE_S):
+            looking, waiting, now = self._looking_since, self._waiting_since, time.monotonic()
+            if looking is None or waiting is None:
+                continue
+            if now - looking > LOST_AFTER_S and now - waiting > self._stall_s:
+                what = f"rank 0, or its machine, has not answered for {LOST_AFTER_S:.0f} s: it is cut off"
+                self._on_fault(what, True)
                 return
 
     def _look(self) -> tuple[str, bool] | None:
@@ -243,6 +260,7 @@ class _Watch:
         """End the watch."""
         self._closed.set()
         self._thread.join()
+        self._second.join()
 
 
 class _WatchedWork:
