@@ -151,7 +151,7 @@ def prepare(
     source = _open(spec)
     if isinstance(source, Tables):
         # A process costs a second to start: for a few megabytes this one does.
-        num_workers = num_workers or min(len(os.sched_getaffinity(0)), max(1, tables.num_bytes // PART_BYTES))
+        num_workers = num_workers or min(len(os.sched_getaffinity(0)), max(1, source.num_bytes // PART_BYTES))
         return _prepare_tables(spec, source, out, shard_tokens, num_workers, told or _untold)
     fingerprint = source.fingerprint()
     if _is_prepared(spec, fingerprint, out):
