@@ -145,6 +145,36 @@ def test_a_shard_that_grew_beyond_what_was_saved_is_cut_back(folder, tmp_path, s
     assert files(prepare(spec, tmp_path / "out", num_workers=1)) == whole
 
 
+def test_a_shard_that_lost_what_was_written_is_told_of(folder, tmp_path, small_parts, monkeypatch):
+    monkeypatch.setattr(bulk, "_SAVE_BYTES", 0)
+    spec = DataSpec("text", (str(folder),))
+
+    def stop(told):
+        if told.fraction > 0.5:
+            raise _StopError
+
+    with pytest.raises(_StopError):
+        prepare(spec, tmp_path / "out", num_workers=1, told=stop)
+    train = tmp_path / ".out.partial" / "draft" / "train" / "tokens-00000.bin"
+    train.write_bytes(train.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"data\.dir: .*tokens-00000\.bin has lost what was written; delete the folder"):
+        prepare(spec, tmp_path / "out", num_workers=1)
+
+
+def test_a_limit_that_was_reached_before_an_interruption_is_not_passed(folder, tmp_path, small_parts, monkeypatch):
+    spec = DataSpec("text", (str(folder),), max_tokens=30_000)
+    whole = files(prepare(spec, tmp_path / "whole", num_workers=1))
+
+    def stop(self):
+        raise _StopError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bulk._Shards, "describe", stop)
+        with pytest.raises(_StopError):
+            prepare(spec, tmp_path / "out", num_workers=1)
+    assert files(prepare(spec, tmp_path / "out", num_workers=1)) == whole
+
+
 def test_work_that_was_begun_for_something_else_is_left_alone(folder, tmp_path, small_parts):
     def stop(told):
         raise _StopError

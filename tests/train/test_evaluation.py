@@ -64,18 +64,18 @@ def test_other_text_may_be_scored_and_another_tokenizer_is_refused(run, tmp_path
     (tmp_path / "other.txt").write_text("dcba\n" * 500)
     spec = DataSpec("text", (str(tmp_path / "other.txt"),))
     other = prepare(spec, tmp_path / "other")
-    worse = local_score(EvalConfig(run=str(run), data=str(other), split="train"))
+    worse = local_score(EvalConfig(run=str(run), data_dir=str(other), split="train"))
     assert worse.loss != local_score(EvalConfig(run=str(run))).loss
     wrong = prepare(DataSpec("text", spec.paths, "bpe:258"), tmp_path / "wrong")
-    with pytest.raises(UserError, match=r"data: .*another tokenizer \(bpe:258\) than .* \(bytes\); prepare"):
-        local_score(EvalConfig(run=str(run), data=str(wrong)))
+    with pytest.raises(UserError, match=r"data_dir: .*another tokenizer \(bpe:258\) than .* \(bytes\); prepare"):
+        local_score(EvalConfig(run=str(run), data_dir=str(wrong)))
 
 
 def test_a_hugging_face_folder_has_the_score_of_the_run_that_it_came_from(run, tmp_path):
     assert run_export(ExportConfig(source=str(run), out=str(tmp_path / "hf"))) == 0
-    theirs = EvalConfig(run=str(tmp_path / "hf"), data=str(tmp_path / "tokens"), seq_len=16)
+    theirs = EvalConfig(run=str(tmp_path / "hf"), data_dir=str(tmp_path / "tokens"), seq_len=16)
     assert local_score(theirs).loss == pytest.approx(local_score(EvalConfig(run=str(run))).loss, rel=1e-6)
-    with pytest.raises(UserError, match=r"data: a Hugging Face folder says nothing of data"):
+    with pytest.raises(UserError, match=r"data_dir: a Hugging Face folder says nothing of data"):
         local_score(EvalConfig(run=str(tmp_path / "hf")))
 
 

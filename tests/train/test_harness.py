@@ -50,6 +50,7 @@ class _Request:
         self.args = args
 
 
+@pytest.mark.filterwarnings("default")  # the harness's own
 def test_a_whole_text_is_scored_token_by_token_also_when_it_is_long(model):
     pytest.importorskip("lm_eval")
     adapter = harness_model(model, ByteTokenizer())
@@ -59,6 +60,7 @@ def test_a_whole_text_is_scored_token_by_token_also_when_it_is_long(model):
     assert long < short
 
 
+@pytest.mark.filterwarnings("default")  # the harness's own
 def test_text_ends_before_the_words_that_end_it(model):
     pytest.importorskip("lm_eval")
     adapter = harness_model(model, ByteTokenizer())
@@ -79,11 +81,13 @@ validation_split: validation
 doc_to_text: "{{{{question}}}}"
 doc_to_choice: [d, x]
 doc_to_target: answer
+target_delimiter: ""
 metric_list:
   - metric: acc
 """
 
 
+@pytest.mark.filterwarnings("default")  # the harness's own
 def test_a_task_of_ones_own_runs(text_config, tmp_path, capsys, monkeypatch):
     pytest.importorskip("lm_eval")
     config = text_config(max_steps=60, lr=0.02, eval_interval=0)

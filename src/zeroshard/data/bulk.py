@@ -165,7 +165,8 @@ def join_parts(
     with ExitStack() as stack:
         for each in shards.values():
             stack.callback(each.close)
-        parts = islice(tables.parts(), state.next_part, None)
+        is_full = max_tokens > 0 and all(each.is_full for each in shards.values())
+        parts = islice(tables.parts() if not is_full else (), state.next_part, None)
         for part, file in _made(parts, make, num_workers, stack):
             if part.file.path != state.file:
                 state.num_before += _size_of(tables, state.file)
@@ -215,7 +216,10 @@ class _Shards:
             if number > num_files or (number == num_files and not in_last):
                 path.unlink()
             elif number == num_files:
+                self._require(path, in_last)
                 os.truncate(path, in_last * dtype.itemsize)
+        for number in range(num_files + (in_last > 0)):
+            self._require(self._path(number), shard_tokens if number < num_files else in_last)
 
     @property
     def is_full(self) -> bool:
@@ -254,6 +258,12 @@ class _Shards:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             found.append(ShardMeta(f"{self._split}/{self._path(number).name}", count, digest))
         return SplitMeta(self.num_tokens, tuple(found))
+
+    def _require(self, path: Path, num_tokens: int) -> None:
+        """See that a file has what was said to be on the disk."""
+        if not path.exists() or path.stat().st_size < num_tokens * self._dtype.itemsize:
+            work = self._folder.parents[1]
+            raise UserError("data.dir", f"{path} has lost what was written", f"delete the folder {work}")
 
     def _path(self, number: int) -> Path:
         return self._folder / f"tokens-{number:05d}.bin"

@@ -25,6 +25,7 @@ Result = TypeVar("Result")
 EDGE_BYTES = 1 << 20
 CONNECT_S, SILENCE_S = 10.0, 60.0  # a server that does not let us in; one that lets us wait for bytes
 RETRIES_S = (1.0, 3.0, 9.0)  # waits before a file at an address that failed is read again
+_IO_PACKAGES = ("aiohttp", "httpx", "httpx2", "httpcore", "httpcore2", "huggingface_hub", "fsspec", "pyarrow")
 _HEADERS = {"User-Agent": "zeroshard"}  # some servers turn Python's own name away
 
 
@@ -92,8 +93,8 @@ def facts_of(path: str) -> FileFacts:
         return FileFacts(path, num_bytes, version or _edges(path, num_bytes))
     except FileNotFoundError:
         raise UserError("data.path", f"{path} does not exist", "check the path") from None
-    except (ImportError, ValueError, OSError) as error:
-        if isinstance(error, UserError):
+    except Exception as error:
+        if isinstance(error, UserError) or not (_is_io(error) or isinstance(error, ImportError | ValueError)):
             raise
         raise UserError("data.path", f"{path} cannot be read ({_reason(error)})", "check the path") from None
 
@@ -110,6 +111,11 @@ def answers(address: str, field: str, todo: str, *, timeout_s: float = 5.0) -> N
         request = urllib.request.Request(address, method="HEAD", headers=_HEADERS | _authorization(address))
         try:
             urllib.request.urlopen(request, timeout=timeout_s).close()
+        except urllib.error.HTTPError as error:
+            if error.code in (405, 501):  # whoever refuses to say only that it is there, is there
+                error.close()
+            else:
+                failed.append(error)
         except (OSError, ValueError) as error:
             failed.append(error)
 
@@ -134,9 +140,9 @@ def patiently(read: Callable[[], Result], path: str, todo: str) -> Result:
     for wait_s in (*RETRIES_S, None):
         try:
             return read()
-        except UserError:
-            raise
-        except OSError as error:  # what aiohttp and the hub raise is of this kind, time-outs too
+        except Exception as error:
+            if not _is_io(error):
+                raise
             if wait_s is None or not is_address(path):
                 raise UserError("data", f"{path} failed ({_reason(error)})", todo) from None
             time.sleep(wait_s)
@@ -147,6 +153,11 @@ def require_package(name: str, what: str) -> None:
     """See that an optional package is installed; ``what`` needs it."""
     if find_spec(name) is None:
         raise UserError("data", f"{what} needs the package {name}", "pip install 'zeroshard[data]'")
+
+
+def _is_io(error: Exception) -> bool:
+    """Whether a file or a connection failed; libraries between us and it have errors of their own for that."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _IO_PACKAGES
 
 
 def _filesystem(path: str) -> tuple[Any, str]:

@@ -27,7 +27,7 @@ from zeroshard.data.meta import META_NAME, SPLITS, DataMeta, SourceMeta, dtype_f
 from zeroshard.data.publish import draft_of, publish
 from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, TextSource, check_source, open_source
 from zeroshard.data.split import split_documents
-from zeroshard.data.tables import Tables, corpus_identity
+from zeroshard.data.tables import PART_BYTES, Tables, corpus_identity
 from zeroshard.data.tokenizer import (
     TOKENIZER_FILE,
     BpeTokenizer,
@@ -133,7 +133,8 @@ def prepare(
         out: the folder, made with its parents.
         progress: called now and then with ``(done, total)``: bytes of the source, or tokens of one without text.
         shard_tokens: tokens per file.
-        num_workers: processes for tables; 0 for as many as there are cores. The files do not depend on it.
+        num_workers: processes for tables; 0 for as many as there are cores, and work for. The files do not depend on
+            it.
         told: called now and then while tables are read.
 
     Returns:
@@ -149,7 +150,8 @@ def prepare(
         return out  # without a question to the hub: a commit was read, and that does not change
     source = _open(spec)
     if isinstance(source, Tables):
-        num_workers = num_workers or len(os.sched_getaffinity(0))
+        # A process costs a second to start: for a few megabytes this one does.
+        num_workers = num_workers or min(len(os.sched_getaffinity(0)), max(1, source.num_bytes // PART_BYTES))
         return _prepare_tables(spec, source, out, shard_tokens, num_workers, told or _untold)
     fingerprint = source.fingerprint()
     if _is_prepared(spec, fingerprint, out):

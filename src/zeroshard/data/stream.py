@@ -205,8 +205,14 @@ class StreamBatches:
         if not 0 <= micro_step < self._grad_accum_steps:
             raise ValueError(f"micro_step must be in [0, {self._grad_accum_steps}), got {micro_step}")
         first = self._first_slot + micro_step * self._micro_batch_size
+        slots = range(first, first + self._micro_batch_size)
+        for number in sorted({slot // self._rows_of_lane for slot in slots}):  # all at once, and then one by one
+            lane = self._lanes.setdefault(number, _Lane())
+            visit = len(lane.starts) - 1
+            if lane.starts[-1] <= step * self._rows_of_lane and self._sizes.get(self._part(number, visit)) is None:
+                self._open(number, lane, visit)
         rows = []
-        for slot in range(first, first + self._micro_batch_size):
+        for slot in slots:
             lane, place = divmod(slot, self._rows_of_lane)
             rows.append(self._row(lane, step * self._rows_of_lane + place))
         window = torch.from_numpy(np.stack(rows).astype(np.int64))  # [B, T + 1]

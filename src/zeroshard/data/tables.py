@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from zeroshard.data.files import FileFacts, is_address, open_binary, require_package, suffix_of
+from zeroshard.data.files import FileFacts, is_address, open_binary, patiently, require_package, suffix_of
 from zeroshard.errors import UserError
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
 def _ranges(file: FileFacts, column: str) -> Iterable[tuple[int, int]]:
     suffix = suffix_of(file.path)
     if suffix == ".parquet":
-        return _row_groups(file.path, column)
+        return patiently(lambda: list(_row_groups(file.path, column)), file.path, "try again")
     size, ends = file.num_bytes, file.num_bytes
     if suffix in (".gz", ".zst"):
         size, ends = file.num_bytes * _MOST_COMPRESSED, -1

@@ -421,7 +421,7 @@ class EvalConfig(_Config):
     """What `zeroshard eval` measures, and on what."""
 
     run: str = Field(min_length=1, description="Run folder (its newest checkpoint), or a Hugging Face folder.")
-    data: str = Field("", description="Prepared folder; empty: the run's own.")
+    data_dir: str = Field("", description="Prepared folder; empty: the run's own.")
     split: Literal["val", "train"] = Field("val", description="Of the prepared folder.")
     weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
     strategy: Literal["none", "zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2"] = Field(

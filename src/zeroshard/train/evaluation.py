@@ -140,12 +140,12 @@ def _model(
 
 
 def _tokens_folder(config: EvalConfig, trained: TrainConfig | None) -> Path:
-    if config.data:
-        return Path(config.data)
+    if config.data_dir:
+        return Path(config.data_dir)
     if trained is None:
-        raise UserError("data", "a Hugging Face folder says nothing of data", "name a prepared folder by --data")
+        raise UserError("data_dir", "a Hugging Face folder says nothing of data", "name a prepared folder")
     if trained.data.streaming:
-        raise UserError("data", "the run was streamed, and has no prepared folder", "name one by --data")
+        raise UserError("data_dir", "the run was streamed, and has no prepared folder", "name one")
     return data_folder(trained.data)
 
 
@@ -175,9 +175,11 @@ def _require_same_tokenizer(folder: Path, tokens_folder: Path, vocab_size: int, 
             todo = f"prepare it with --data.tokenizer {ours.tokenizer}"
         if not same:
             what = f"{tokens_folder} was prepared with another tokenizer ({theirs.tokenizer}) than {folder}"
-            raise UserError("data", f"{what} ({ours.tokenizer})", todo)
+            raise UserError("data_dir", f"{what} ({ours.tokenizer})", todo)
     if vocab_size > model.config.vocab_size:
-        raise UserError("data", f"{tokens_folder} has {vocab_size:,} ids, the model {model.config.vocab_size:,}", todo)
+        raise UserError(
+            "data_dir", f"{tokens_folder} has {vocab_size:,} ids, the model {model.config.vocab_size:,}", todo
+        )
 
 
 def _text_bytes(tokenizer: Tokenizer, batches: EvalBatches, tokens: TokenDataset, seq_len: int) -> int:
