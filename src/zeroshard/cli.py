@@ -161,7 +161,7 @@ def _train(config: TrainConfig, argv: Sequence[str]) -> int:
         from zeroshard.train.loop import run_training
 
         try:
-            return run_training(config, _choose_stage if config.strategy == "auto" else None)
+            return run_training(config, _choose_stage if config.strategy == "auto" else None, _predict)
         except PeerError as error:
             lost_first = str(error).startswith("rank 0")
             _say(f"rank {world.rank if world else 0}: {error}; start again with --resume auto", all_ranks=lost_first)
@@ -189,6 +189,12 @@ def _choose_stage(*facts: Any) -> tuple[int, str]:
     from zeroshard.lab.fit import fitting_stage
 
     return fitting_stage(*facts)
+
+
+def _predict(job: Any) -> Any:
+    from zeroshard.lab.contract import predict
+
+    return predict(job)
 
 
 def _prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
@@ -291,6 +297,31 @@ def _lab(config: None, words: Sequence[str]) -> int:
     return run_lab(read_flags(words, flags, WORDS))
 
 
+def _bench(config: None, words: Sequence[str]) -> int:
+    from zeroshard.comm import launch
+
+    launch.prepare_torch()
+    from zeroshard.lab.bench.settings import BENCHES
+
+    kind = words[0] if words else "--help"
+    if kind in ("--help", "-h"):
+        lines = [f"  {name:<12}{(bench.__doc__ or '').splitlines()[0]}" for name, bench in BENCHES.items()]
+        print(
+            "\n".join(["usage: zeroshard bench WHAT [FLAGS]", "", *lines, "", "`zeroshard bench WHAT --help`: flags."])
+        )
+        return ExitStatus.OK
+    if kind not in BENCHES:
+        raise UserError(kind, "there is no such bench", nearest(kind, BENCHES, f"choose one of {', '.join(BENCHES)}"))
+    settings = BENCHES[kind]
+    if "--help" in words or "-h" in words:
+        _help(f"bench {kind}", Verb((settings.__doc__ or "").splitlines()[0], _bench, settings), {})
+        return ExitStatus.OK
+    chosen = validate(settings, read_flags(words[1:], flags_of(settings, {})))
+    from zeroshard.lab.bench.command import run_bench
+
+    return run_bench(chosen)
+
+
 def _doctor(config: None, words: Sequence[str]) -> int:
     from zeroshard import doctor
 
@@ -327,6 +358,11 @@ VERBS: dict[str, Verb] = {
         _lab,
         usage="clean | tc apply DEV --bandwidth RATE [--latency TIME] [--burst SIZE] [--yes] | tc status DEV "
         "| tc delete DEV [--yes]",
+    ),
+    "bench": Verb(
+        "Measure on this machine: memory, step, collectives, device, kernels; a table, a JSON file, a figure.",
+        _bench,
+        usage="memory | step | collectives | device | kernels [FLAGS]",
     ),
     "doctor": Verb(
         "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "

@@ -62,3 +62,15 @@ def test_a_worker_that_is_forgotten_ends_its_thread():
     worker.submit(lambda: None).wait()
     del worker
     assert "forgotten" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_who_asks_is_told_of_the_end_on_the_workers_thread_or_at_once(worker):
+    go, told = threading.Event(), []
+    work = worker.submit(lambda: go.wait(10) or pytest.fail("never told to go"))
+    work.tell(lambda: told.append(threading.current_thread().name))
+    assert told == []
+    go.set()
+    worker.submit(lambda: None).wait()  # which runs after the first has told
+    assert told == ["test"]
+    work.tell(lambda: told.append(threading.current_thread().name))
+    assert told == ["test", threading.current_thread().name]

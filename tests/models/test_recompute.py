@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from zeroshard.errors import UserError
-from zeroshard.models import GPT2, GPT2Config
+from zeroshard.models import GPT2, GPT2Config, build_model
 from zeroshard.models.recompute import recomputed_blocks
 
 DEEP = GPT2Config(vocab_size=61, seq_len=12, n_layer=4, n_head=4, n_embd=32)
@@ -116,3 +116,20 @@ def test_what_is_no_choice_is_refused():
             replace(DEEP, activation_checkpointing=how)
     with pytest.raises(UserError, match="wrong type"):
         replace(DEEP, activation_checkpointing=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama-1b"])
+def test_a_whole_second_forward_is_a_third_of_the_models_flops_less_the_heads(name):
+    def model(how):
+        with torch.device("meta"):
+            return build_model(name, overrides={"activation_checkpointing": how})
+
+    full = model("full")
+    config, seq_len = full.config, 1024
+    forward = full.num_flops_per_token(seq_len) // 3
+    head = 2 * config.vocab_size * config.n_embd
+    assert full.num_recomputed_flops_per_token(seq_len) == pytest.approx(forward - head, rel=1e-5)
+    every_fourth = model("every:4").num_recomputed_flops_per_token(seq_len)
+    assert every_fourth * 4 == full.num_recomputed_flops_per_token(seq_len)
+    assert model("none").num_recomputed_flops_per_token(seq_len) == 0
+    assert model("selective").num_recomputed_flops_per_token(seq_len) == 0

@@ -92,6 +92,8 @@ def test_a_step_line_holds_every_fact_of_the_record(tmp_path):
         "num_skipped": 0,
         "loss_scale": None,
         "exposed_s": {"weights/forward": 0.75, "control": 2.0},
+        "spans_s": {},
+        "hfu": None,
     }
 
 

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeroshard.comm.base import (
         Allocator,
+        Buffered,
         Communicator,
         Done,
         Groups,
         PeerError,
         ReduceOp,
         Splittable,
+        Tells,
         Work,
+        buffer_bytes,
         empty_for,
         split,
     )
@@ -35,13 +38,16 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Allocator": "base",
+    "Buffered": "base",
     "Communicator": "base",
     "Done": "base",
     "Groups": "base",
     "PeerError": "base",
     "ReduceOp": "base",
     "Splittable": "base",
+    "Tells": "base",
     "Work": "base",
+    "buffer_bytes": "base",
     "empty_for": "base",
     "split": "base",
     "Exposed": "exposed",
@@ -70,6 +76,7 @@ _HOME = {
 __all__ = [
     "CONTROL",
     "Allocator",
+    "Buffered",
     "CommRecord",
     "Communicator",
     "Done",
@@ -84,6 +91,7 @@ __all__ = [
     "RingCommunicator",
     "SharedMemoryCommunicator",
     "Splittable",
+    "Tells",
     "ThreadCommunicator",
     "ThreadTransport",
     "ThrottledCommunicator",
@@ -91,6 +99,7 @@ __all__ = [
     "TorchTransport",
     "Transport",
     "Work",
+    "buffer_bytes",
     "by_kind",
     "current_scope",
     "empty_for",

@@ -14,7 +14,7 @@ and that `tests/comm/test_contract.py` checks:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 import torch
@@ -36,11 +36,24 @@ class Work(Protocol):
         ...
 
 
+@runtime_checkable
+class Tells(Protocol):
+    """A `Work` that tells when its operation has ended, without anybody waiting for it."""
+
+    def tell(self, ended: Callable[[], None]) -> None:
+        """Call ``ended`` once the operation has ended, at once where it has; on any thread, and briefly."""
+        ...
+
+
 class Done:
     """The handle of an operation that had finished when it was returned."""
 
     def wait(self) -> None:
         """Return at once."""
+
+    def tell(self, ended: Callable[[], None]) -> None:
+        """Call ``ended`` at once."""
+        ended()
 
 
 DONE = Done()
@@ -105,6 +118,25 @@ def empty_for(comm: Communicator, numel: int, dtype: torch.dtype, device: torch.
     if device.type == "cpu" and isinstance(comm, Allocator):
         return comm.empty(numel, dtype)
     return torch.empty(numel, dtype=dtype, device=device)
+
+
+@runtime_checkable
+class Buffered(Protocol):
+    """A communicator that holds memory of its own, beside the tensors that it is given."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of it on this rank now, its parts' among them."""
+        ...
+
+
+def buffer_bytes(comm: object) -> int:
+    """Memory that ``comm``, or the communicator in it, holds for itself on this rank; 0 where none says so."""
+    while comm is not None:
+        if isinstance(comm, Buffered):
+            return comm.buffer_bytes
+        comm = getattr(comm, "inner", None)
+    return 0
 
 
 @runtime_checkable

@@ -41,11 +41,11 @@ class Exposed:
             start.record()
             yield
             end.record()
-            self._unread.append((_with_phase(label), start, end))
+            self._unread.append((with_phase(label), start, end))
             return
         began = time.perf_counter()
         yield
-        self._seconds[_with_phase(label)] += time.perf_counter() - began
+        self._seconds[with_phase(label)] += time.perf_counter() - began
 
     def take(self) -> dict[str, float]:
         """Seconds by label since the last `take`, of what the device has passed; the rest comes with a later one."""
@@ -68,7 +68,8 @@ def by_kind(seconds: Mapping[str, float]) -> dict[str, float]:
     return dict(total)
 
 
-def _with_phase(label: str) -> str:
+def with_phase(label: str) -> str:
+    """A scope's label with what autograd is doing now; ``control`` stays one."""
     if label == CONTROL:
         return label
     phase = "backward" if torch._C._current_graph_task_id() != -1 else "forward"

@@ -297,6 +297,13 @@ def prepare_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
+def interpret_kernels() -> None:
+    """Have Triton interpret our kernels where it has no GPU to compile them for, here and in processes started from
+    here; call it before `zeroshard.kernels` is imported. Who has set the variable keeps it.
+    """
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def num_cpus() -> int:
     """Logical CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

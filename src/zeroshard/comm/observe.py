@@ -6,13 +6,16 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from zeroshard.comm.base import Communicator, Groups, ReduceOp, Work, empty_for, split
-from zeroshard.comm.exposed import Exposed
+from zeroshard.comm.base import Communicator, Groups, ReduceOp, Tells, Work, empty_for, split
+from zeroshard.comm.exposed import Exposed, with_phase
 from zeroshard.comm.labels import CONTROL, current_scope
 
 
@@ -30,6 +33,9 @@ class CommRecord:
         issue_s: seconds spent in the call.
         wait_s: seconds that the host spent in `Work.wait`. On CUDA neither blocks the host; `exposed` tells what the
             device paid.
+        label: the scope, with the phase in which it was issued, as `Exposed` has it; only where `timed`.
+        issued_at_s: when the call began, by `time.perf_counter`.
+        ended_at_s: when the operation had ended; None where not `timed`, until then, and on CUDA.
     """
 
     op: str
@@ -38,6 +44,18 @@ class CommRecord:
     world_size: int
     issue_s: float = 0.0
     wait_s: float = 0.0
+    label: str = ""
+    issued_at_s: float = 0.0
+    ended_at_s: float | None = None
+
+    def end(self) -> None:
+        """Note that the operation has ended."""
+        self.ended_at_s = time.perf_counter()
+
+
+def _span(what: str, label: str) -> AbstractContextManager[Any]:
+    """A span in torch's profiler, where one is running."""
+    return record_function(f"{what} {label}") if torch.autograd._profiler_enabled() else nullcontext()
 
 
 class _ObservedWork:
@@ -46,7 +64,7 @@ class _ObservedWork:
 
     def wait(self) -> None:
         start = time.perf_counter()
-        with self._exposed.timed(self._record.scope, self._device):
+        with self._exposed.timed(self._record.scope, self._device), _span("wait", self._record.scope):
             self._work.wait()
         self._record.wait_s += time.perf_counter() - start
 
@@ -55,10 +73,15 @@ class ObservedCommunicator:
     """``inner``, with a record of every operation in ``records`` (in the order of issue), its parts' among them.
 
     Records accumulate until `drain` takes them; what nothing hid accumulates in ``exposed``, until its own `take`.
+
+    Args:
+        inner: the communicator to observe.
+        timed: whether records tell when each operation had ended, which costs a call on the thread that ended it.
     """
 
-    def __init__(self, inner: Communicator) -> None:
+    def __init__(self, inner: Communicator, *, timed: bool = False) -> None:
         self.inner = inner
+        self.timed = timed
         self.records: list[CommRecord] = []
         self.exposed = Exposed()
 
@@ -89,11 +112,15 @@ class ObservedCommunicator:
     def _observed(self, op: str, tensor: Tensor, issue: Callable[[], Work]) -> Work:
         """What ``issue`` returns, recorded; ``tensor``: the whole one of the operation."""
         start, label = time.perf_counter(), current_scope()
-        with self.exposed.timed(label, tensor.device, issuing=True):
+        with self.exposed.timed(label, tensor.device, issuing=True), _span(op, label):
             work = issue()
         num_bytes = tensor.numel() * tensor.element_size()
-        record = CommRecord(op, num_bytes, label, self.world_size, time.perf_counter() - start)
+        record = CommRecord(op, num_bytes, label, self.world_size, time.perf_counter() - start, issued_at_s=start)
         self.records.append(record)
+        if self.timed:
+            record.label = with_phase(label)
+            if tensor.device.type == "cpu" and isinstance(work, Tells):
+                work.tell(record.end)
         return _ObservedWork(work, record, self.exposed, tensor.device)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:

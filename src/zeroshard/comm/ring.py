@@ -98,6 +98,11 @@ class RingCommunicator:
         self._parts.add(part)
         return part
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Where two chunks land, here and in each part."""
+        return self._memory.nbytes + sum(part.buffer_bytes for part in self._parts)
+
     def close(self) -> None:
         """Finish what was issued, end the thread and leave the group, parts first; harmless twice."""
         for part in list(self._parts):

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import Communicator, Groups, PeerError, ReduceOp, Work, empty_for, split
+from zeroshard.comm.base import Communicator, Groups, PeerError, ReduceOp, Tells, Work, empty_for, split
 from zeroshard.comm.labels import current_scope
 
 PULSE_S = 1.0
@@ -248,6 +248,10 @@ class _Watch:
 class _WatchedWork:
     def __init__(self, work: Work, sentinel: SentinelCommunicator) -> None:
         self._work, self._sentinel = work, sentinel
+
+    def tell(self, ended: Callable[[], None]) -> None:
+        if isinstance(self._work, Tells):
+            self._work.tell(ended)
 
     def wait(self) -> None:
         with self._sentinel.waiting():

@@ -110,6 +110,12 @@ class SharedMemoryCommunicator:
         self._parts.add(part)
         return part
 
+    @property
+    def buffer_bytes(self) -> int:
+        """This rank's slots, here and in each part; not what `empty` gave out."""
+        own = NUM_SLOTS * SLOT_BYTES if self.world_size > 1 else 0
+        return own + sum(part.buffer_bytes for part in self._parts)
+
     def close(self) -> None:
         """Finish what was issued, end the thread and let the memory go, parts first; harmless twice."""
         for part in list(self._parts):

@@ -7,6 +7,7 @@ the copies. And it moves only some dtypes, so gathers and broadcasts travel as b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -34,6 +35,13 @@ class _TorchWork:
     def __init__(self, handle: Any, copy: tuple[Tensor, Tensor] | None = None) -> None:
         self._handle = handle
         self._copy = copy
+
+    def tell(self, ended: Callable[[], None]) -> None:
+        """Call ``ended`` when gloo is done, on a thread of its own. (NCCL's handles know it on the device alone.)"""
+        if self._handle is None:
+            ended()
+        else:
+            self._handle.get_future().add_done_callback(lambda _: ended())
 
     def wait(self) -> None:
         """Wait for the handle once, then make the copy."""

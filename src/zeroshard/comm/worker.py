@@ -23,12 +23,27 @@ EXIT_GRACE_S = 5.0  # how long the end of the process waits for the operation un
 class Ticket:
     """The handle of an operation that a worker has taken."""
 
-    __slots__ = ("_done", "_operation", "error")
+    __slots__ = ("_done", "_listeners", "_operation", "error")
 
     def __init__(self, operation: Operation) -> None:
         self._operation: Operation | None = operation
         self.error: BaseException | None = None
         self._done = threading.Event()
+        self._listeners: list[Callable[[], None]] = []
+
+    def tell(self, ended: Callable[[], None]) -> None:
+        """Call ``ended`` once the operation has ended, on the worker's thread; here where it has."""
+        self._listeners.append(ended)
+        if self._done.is_set():
+            self._tell()
+
+    def _tell(self) -> None:
+        while self._listeners:
+            try:
+                ended = self._listeners.pop()  # both threads may come here: one of them gets it
+            except IndexError:
+                return
+            ended()
 
     def wait(self) -> None:
         """Return when the operation has ended; raise what went wrong in it."""
@@ -48,6 +63,7 @@ class Ticket:
             self.error = error
         self._operation = None  # so are the tensors it was given
         self._done.set()
+        self._tell()
 
 
 class Worker:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,10 @@ class Link:
         source: the data sheet, or how it was measured.
         call_s: that a collective takes, however little it sends.
         share: of ``bytes_per_s``, what collectives reach; 1.0 where they were measured.
+        num_ranks: among how many ranks ``collectives`` were measured.
+        collectives: by operation, the seconds that one takes with no bytes, and those of a byte of the whole buffer.
+        hides: of the communication that computation runs beside, the share that it really hides: where the same cores
+            do both, not all.
     """
 
     name: str
@@ -62,6 +66,9 @@ class Link:
     source: str
     call_s: float = CALL_S
     share: float = BANDWIDTH_SHARE
+    num_ranks: int = 0
+    collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    hides: float = 1.0
 
 
 def _link(name: str, gb_per_s: float, step_s: float, source: str) -> Link:
@@ -164,11 +171,17 @@ def read_calibration(path: str | Path, field: str = "gpu") -> Calibration:
         raise UserError(field, f"{path} is not a {FORMAT!r} file", todo)
     try:
         device = Device(**content["device"])
-        link = None if content["link"] is None else Link(**content["link"])
-    except (KeyError, TypeError) as error:
+        link = None if content["link"] is None else _read_link(content["link"])
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(field, f"{path} is damaged ({error})", todo) from None
     facts = [device.memory_bytes, device.bytes_per_s, *device.matmul_flops_per_s.values()]
     facts += [] if link is None else [link.bytes_per_s]
     if not device.matmul_flops_per_s or not all(isinstance(fact, int | float) and fact > 0 for fact in facts):
         raise UserError(field, f"{path} has a rate or size that is not a positive number", todo)
     return Calibration(replace(device, matmul_flops_per_s=dict(device.matmul_flops_per_s)), link)
+
+
+def _read_link(content: Mapping[str, Any]) -> Link:
+    """JSON knows no tuples."""
+    pairs = {op: (float(constant), float(rate)) for op, (constant, rate) in content.get("collectives", {}).items()}
+    return Link(**{**content, "collectives": pairs})

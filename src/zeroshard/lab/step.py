@@ -141,6 +141,7 @@ class Settings:
         device_type: ``"cpu"`` or ``"cuda"``.
         fused_copies: whether the optimizer writes 16-bit weights beside their masters, as `FusedAdamW` does.
         rank: among those that shard together.
+        clips: whether the norm of the gradients is taken, and they are scaled, before the optimizer's step.
     """
 
     strategy: ShardingStrategy
@@ -153,6 +154,7 @@ class Settings:
     device_type: str = "cpu"
     fused_copies: bool = False
     rank: int = 0
+    clips: bool = True
 
 
 def step_of(
@@ -665,10 +667,11 @@ class _Engine:
         self._actions = []
         self._place, self._phase = "root", "optimizer"
         trained = [group for unit in self.all_units() for group in unit.trained]
-        self.compute(*(Work(0, group.reduced_bytes, _name(group.master)) for group in trained))
-        if any(group.shard_optim for group in trained):
-            self._control("all_gather", 8 * trained[0].world_size, shard=True)
-        if not self.settings.fused_copies:  # gradients are scaled in a pass of its own
+        if self.settings.clips:
+            self.compute(*(Work(0, group.reduced_bytes, _name(group.master)) for group in trained))
+            if any(group.shard_optim for group in trained):
+                self._control("all_gather", 8 * trained[0].world_size, shard=True)
+        if self.settings.clips and not self.settings.fused_copies:  # gradients are scaled in a pass of its own
             self.compute(*(Work(0, 2 * group.reduced_bytes, _name(group.master)) for group in trained))
         # It reads gradient, master and states, and writes all but the gradient.
         passes = 1 + 2 * (1 + optimizer.num_per_element)

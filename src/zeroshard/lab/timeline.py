@@ -2,7 +2,8 @@
 
 There are two clocks, and they are the engine's on a GPU: the stream that computes, and for each group of ranks the one
 on which collectives run one after the other. A collective begins when what was computed before it is done and the one
-before it is over; a wait holds computation until it ends, and what it holds it for is *exposed* communication.
+before it is over; a wait holds computation until it ends, and what it holds it for is *exposed* communication. On a CPU
+the cores that compute move the bytes too: there a link that was measured says what of it computation really hides.
 
 An operation takes the longest of its FLOPs over the device's rate, its bytes over the memory's, and the least time of a
 kernel (Williams et al. 2009, "Roofline", https://doi.org/10.1145/1498765.1498785). A collective takes a latency for
@@ -62,6 +63,9 @@ class Cluster:
         """
         if num_ranks == 1:
             return 0.0
+        if num_ranks == self.within.num_ranks and op in self.within.collectives:
+            constant_s, s_per_byte = self.within.collectives[op]  # measured among as many
+            return constant_s + num_bytes * s_per_byte
         in_node = min(num_ranks, self.ranks_per_node)
         if replicas:
             shard_size = max(self.world_size // num_ranks, 1)
@@ -151,7 +155,7 @@ class _Clock:
         self._bound: defaultdict[str, float] = defaultdict(float)
         self._exposed_by: defaultdict[str, float] = defaultdict(float)
         self._free = {False: 0.0, True: 0.0}  # by whether replicas talk
-        self._done: dict[int, tuple[float, Issue]] = {}
+        self._done: dict[int, tuple[float, float, Issue]] = {}
         self._known: dict[int, tuple[tuple[Work, ...], float, Mapping[str, float]]] = {}
         self._spans: list[TimedSpan] = []
 
@@ -202,7 +206,7 @@ class _Clock:
         )
         start = max(self._now, self._free[action.replicas])
         self._free[action.replicas] = start + seconds
-        self._done[action.number] = (start + seconds, action)
+        self._done[action.number] = (start, start + seconds, action)
         self._comm_s += seconds
         name = f"{message.op} {message.buffer}/{message.phase}"
         self._note("comm", action.unit, action.phase, name, start, start + seconds, message.num_bytes)
@@ -210,8 +214,11 @@ class _Clock:
     def _wait(self, action: Wait) -> None:
         if action.number not in self._done:
             return  # a collective of one rank
-        end, issued = self._done.pop(action.number)
+        start, end, issued = self._done.pop(action.number)
         held = max(0.0, end - self._now)
+        # Where the cores that compute also move the bytes, what ran beside computation slowed it down.
+        slowed = (1.0 - self._cluster.within.hides) * max(0.0, min(end, self._now) - start)
+        end, held = end + slowed, held + slowed
         if held:
             message = issued.message
             kind = message.buffer if issued.control else f"{message.buffer}/{message.phase}/{action.phase}"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice, cross_entropy, linear_cross_entropy
 from zeroshard.models.config import ModelConfig
+from zeroshard.models.recompute import recomputed_blocks
 
 IGNORED_TARGET = -100  # a target that adds nothing to the loss, as in torch's cross_entropy
 
@@ -77,6 +78,20 @@ class LanguageModel(nn.Module, ABC):
         """Forward and backward FLOPs a token, in sequences of ``seq_len`` tokens: :func:`flops_per_token`."""
         config = self.config
         return flops_per_token(self.num_multiplied_params, config.n_layer, config.n_embd, seq_len)
+
+    def num_recomputed_flops_per_token(self, seq_len: int) -> int:
+        """FLOPs a token that activation checkpointing adds: one more forward of each block that runs again.
+
+        With ``selective`` products of matrices are kept, and nothing that counts here runs again. Korthikanti et al.
+        2022, https://arxiv.org/abs/2205.05198, appendix A: with all blocks it is a third of :func:`flops_per_token`,
+        less the output head's part.
+        """
+        config = self.config
+        if config.activation_checkpointing == "selective":
+            return 0
+        num_again = len(recomputed_blocks(config.activation_checkpointing, config.n_layer))
+        in_blocks = self.num_multiplied_params - config.vocab_size * config.n_embd
+        return num_again * (2 * in_blocks // config.n_layer + 4 * config.n_embd * seq_len)
 
     def check_seq_len(self, seq_len: int) -> None:
         """Raise UserError where ``seq_len`` tokens are none, or more than ``config.seq_len``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 from zeroshard.zero.ema import Ema
+from zeroshard.zero.holdings import Holding
 from zeroshard.zero.state import NamedShard, ShardReader
 
 
@@ -86,6 +87,10 @@ class ZeroStrategy:
     def memory_bytes(self) -> dict[str, int]:
         """Resident bytes of this rank by category."""
         return self.zero.memory_bytes()
+
+    def holdings(self) -> Iterator[Holding]:
+        """Each tensor that the engine holds on this rank now, and what it is for."""
+        return self.zero.holdings()
 
 
 def at_stage(stage: int) -> Callable[[Setup], ZeroStrategy]:

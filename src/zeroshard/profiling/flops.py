@@ -4,6 +4,10 @@ Model FLOPs utilisation (Chowdhery et al., "PaLM", 2022, https://arxiv.org/abs/2
 
     MFU = tokens_per_s * num_flops_per_token / (num_devices * peak_flops_per_s)
 
+with 6 N + 12 L d T for each token (`zeroshard.models.flops_per_token`, attention included). Hardware FLOPs utilisation,
+HFU, of the same paper credits what activation checkpointing computes again too: it says how busy the devices were, MFU
+what came of it. Without checkpointing they are equal.
+
 A peak is known for the devices of `zeroshard.profiling.devices` alone; for any other there is no MFU, rather than an
 invented one.
 """
@@ -33,3 +37,20 @@ def model_flops_utilisation(
     if peak_flops_per_s is None:
         return None
     return tokens_per_s * num_flops_per_token / (num_devices * peak_flops_per_s)
+
+
+def hardware_flops_utilisation(
+    tokens_per_s: float,
+    num_flops_per_token: int,
+    num_recomputed_flops_per_token: int,
+    num_devices: int,
+    peak_flops_per_s: float | None,
+) -> float | None:
+    """The share of the devices' peak that all arithmetic takes, recomputation too; None without a peak.
+
+    Args:
+        tokens_per_s, num_flops_per_token, num_devices, peak_flops_per_s: as `model_flops_utilisation`.
+        num_recomputed_flops_per_token: what runs again in backward.
+    """
+    computed = num_flops_per_token + num_recomputed_flops_per_token
+    return model_flops_utilisation(tokens_per_s, computed, num_devices, peak_flops_per_s)

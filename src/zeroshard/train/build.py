@@ -6,6 +6,7 @@ data, make the run folder) while the others learn how it went; then every rank b
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Generator
@@ -30,26 +31,33 @@ from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig, build_model
 from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, LossScaler, decay_groups, learning_rate
 from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
+from zeroshard.parallel.zero import ZeroStrategy
+from zeroshard.profiling.clock import Clock
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train import resume
 from zeroshard.train.agree import agree_on, first_rank_does, model_facts, start_facts
 from zeroshard.train.auto import ChooseStage, lowest_stage
 from zeroshard.train.compiled import compile_blocks
-from zeroshard.train.config import DataConfig, ModelConfig, TrainConfig, dump_toml
+from zeroshard.train.config import PLANNED, DataConfig, ModelConfig, TrainConfig, dump_toml
+from zeroshard.train.contract import Contract, Job, Predict
 from zeroshard.train.guard import StepGuard
 from zeroshard.train.links import Links
 from zeroshard.train.lock import RunLock
+from zeroshard.train.measures import Measures
 from zeroshard.train.ranks import join
 from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
 from zeroshard.train.run import Run, Schedule, checkpoint_folder
+from zeroshard.zero import STAGES
 
 PLAIN_PIECES = ("zero0", "zero1", "zero2", "zero3", "ddp")  # whose optimizer sees tensors and no DTensors
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @contextmanager
-def built(config: TrainConfig, choose_stage: ChooseStage | None = None) -> Generator[Run]:
-    """Join the ranks, build this rank's run, and clean up in any case; ``choose_stage``: for the strategy ``auto``.
+def built(
+    config: TrainConfig, choose_stage: ChooseStage | None = None, predict: Predict | None = None
+) -> Generator[Run]:
+    """Join the ranks, build this rank's run, and clean up in any case; the other arguments as for `build_run`.
 
     Raises:
         UserError: something in the configuration cannot be had; on every rank.
@@ -63,15 +71,26 @@ def built(config: TrainConfig, choose_stage: ChooseStage | None = None) -> Gener
     with ExitStack() as stack:
         links = Links.of(config.link)
         joined = join(world, config.comm, config.strategy, device, stack, start_facts(config.model_dump()), links)
-        run = replace(build_run(config, joined.comm, device, choose_stage), link=joined.link)
+        run = replace(build_run(config, joined.comm, device, choose_stage, predict), link=joined.link)
         stack.callback(run.close)
         yield run
 
 
 def build_run(
-    config: TrainConfig, comm: Communicator, device: torch.device, choose_stage: ChooseStage | None = None
+    config: TrainConfig,
+    comm: Communicator,
+    device: torch.device,
+    choose_stage: ChooseStage | None = None,
+    predict: Predict | None = None,
 ) -> Run:
-    """Build one rank's part of a run; collective. ``choose_stage``: for the strategy ``auto``, which else starts at 0.
+    """Build one rank's part of a run; collective.
+
+    Args:
+        config: of the run.
+        comm: the ranks.
+        device: of this rank.
+        choose_stage: for the strategy ``auto``, which else starts at 0.
+        predict: what the run should come to; None: nobody plans.
 
     Raises:
         UserError: as `built`.
@@ -86,7 +105,8 @@ def build_run(
         undo.callback(lambda: [lock.close() for lock in locks])
         resuming = config.resume != "none"
         first_rank_does(comm, lambda: locks.append(claim_folder(folder, resuming=resuming)))
-        run = _build_in(folder, config, comm, device, grad_accum_steps, locks[0] if locks else None, choose_stage)
+        lock = locks[0] if locks else None
+        run = _build_in(folder, config, comm, device, grad_accum_steps, lock, choose_stage, predict)
         undo.pop_all()
     return run
 
@@ -99,6 +119,7 @@ def _build_in(
     grad_accum_steps: int,
     lock: RunLock | None,
     choose_stage: ChooseStage | None,
+    predict: Predict | None,
 ) -> Run:
     spec = data_spec(config.data)
     tokens_folder = Path(config.data.dir) if config.data.dir else data_dir(spec)
@@ -112,7 +133,7 @@ def _build_in(
     require_enough(val_tokens, config.seq_len, 1, split="val")
     data_sha256 = read_meta(tokens_folder).tokens_sha256
 
-    observed = ObservedCommunicator(comm)
+    observed = ObservedCommunicator(comm, timed=config.profile.overlap or config.profile.trace_steps > 0)
     as_given, stage = config, None
     if config.strategy == "auto":
         stage = _automatic_stage(config, train_tokens.vocab_size, comm, device, choose_stage)
@@ -144,6 +165,9 @@ def _build_in(
     first_rank_does(comm, describe_run)  # from here on the folder holds a run
     observed.drain()
 
+    measures = Measures(config.profile, strategy, observed, _named_units(strategy), folder, device)
+    saves = isinstance(strategy.optimizer, FusedAdamW)
+    contract = _contract(config, train_tokens.vocab_size, observed, device, grad_accum_steps, predict, saves)
     ranks = {"rank": comm.rank, "world_size": comm.world_size}
     shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
     accumulation = {"grad_accum_steps": grad_accum_steps, "seed": config.seed}
@@ -173,6 +197,7 @@ def _build_in(
         device=device,
         tokens_per_step=rows_per_step * config.seq_len,
         num_flops_per_token=model.num_flops_per_token(config.seq_len),
+        num_recomputed_flops_per_token=model.num_recomputed_flops_per_token(config.seq_len),
         peak_flops_per_s=_peak_flops_per_s(config.dtype, device),
         first_step=first_step,
         scaler=scaler,
@@ -184,6 +209,9 @@ def _build_in(
         data_sha256=data_sha256,
         lock=lock,
         describe=describe_run,
+        clock=Clock(device),
+        measures=measures,
+        contract=contract,
     )
 
 
@@ -338,6 +366,45 @@ def _model_and_strategy(
         ema_decay=config.ema_decay or None,
     )
     return model, build_strategy(config.strategy, setup)
+
+
+def _named_units(strategy: Strategy) -> list[tuple[str, nn.Module]]:
+    """What a trace names: our engine's units, elsewhere the model's blocks."""
+    if isinstance(strategy, ZeroStrategy):
+        return [(unit.name, unit.module) for unit in strategy.zero.units]
+    return [
+        (name, module) for name, module in strategy.model.named_modules() if re.fullmatch(r"(.*\.)?blocks\.\d+", name)
+    ]
+
+
+def _contract(
+    config: TrainConfig,
+    vocab_size: int,
+    comm: Communicator,
+    device: torch.device,
+    grad_accum_steps: int,
+    predict: Predict | None,
+    saves_passes: bool,
+) -> Contract | None:
+    if predict is None or config.strategy not in PLANNED:
+        return None
+    job = Job(
+        model=make_model(config, vocab_size, "meta"),
+        row=replace(STAGES[int(config.strategy[-1])], reshard_after_forward=config.reshard_after_forward),
+        rank=comm.rank,
+        world_size=comm.world_size,
+        shard_size=config.shard_size or comm.world_size,
+        compute_dtype=DTYPES[config.dtype],
+        num_micro=grad_accum_steps,
+        micro_batch_size=config.micro_batch_size,
+        seq_len=config.seq_len,
+        uniform_order=comm.uniform_order,
+        device_type=device.type,
+        keeps_ema=config.ema_decay > 0,
+        saves_passes=saves_passes,
+        calibration=config.plan.device,
+    )
+    return Contract(predict(job), config.plan.enforce)
 
 
 def _automatic_stage(

@@ -28,6 +28,7 @@ SHORTHANDS = {"model": "name", "data": "source"}  # `model = "NAME"` stands for 
 StrategyName = Literal["auto", "zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2"]
 SHARDING = ("zero1", "zero2", "zero3")  # by our engine
 OVER_TORCH = ("ddp", "zero1-torch", "fsdp2")  # they talk through torch.distributed whatever communicator there is
+PLANNED = ("auto", "zero0", *SHARDING)
 CompileBackend = Literal["inductor", "aot_eager", "eager"]
 
 
@@ -173,6 +174,27 @@ class LinkConfig(_Config):
                 raise UserError(f"link.{name}", what, "leave it out, or use --link.mode simulated")
 
 
+class ProfileConfig(_Config):
+    """What a run measures of itself, beyond each step's record."""
+
+    trace_steps: int = Field(
+        0, ge=0, description="Steps to trace, into OUT/trace/trace.json, from the third on; 0: none."
+    )
+    memory: bool = Field(
+        False, description="Find the peak of memory by category, from every operation of the second step."
+    )
+    overlap: bool = Field(False, description="Time each collective to its end: what was hidden, in summary.json.")
+
+
+class ContractConfig(_Config):
+    """What a run makes of its plan."""
+
+    enforce: bool = Field(
+        False, description="End with status 3 where held bytes or counted messages are not those planned."
+    )
+    device: str = Field("", description="File of `zeroshard bench device`, to predict the time of a step; empty: none.")
+
+
 class TrainConfig(_Config):
     """One training run. After construction `out` is always filled in."""
 
@@ -180,6 +202,8 @@ class TrainConfig(_Config):
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     link: LinkConfig = LinkConfig()
+    profile: ProfileConfig = ProfileConfig()
+    plan: ContractConfig = ContractConfig()
 
     strategy: StrategyName = Field(
         "zero2", description="How training state is spread over ranks; auto: the lowest stage that fits."
@@ -273,6 +297,9 @@ class TrainConfig(_Config):
         if self.keep_every and not self.keep_checkpoints:
             what = f"{self.keep_every} keeps nothing that keep_checkpoints = 0 does not"
             raise UserError("keep_every", what, "set keep_checkpoints too, to how many of the newest stay")
+        if self.plan.enforce and self.strategy not in PLANNED:
+            what = f"{self.strategy} has no plan to be held to"
+            raise UserError("plan.enforce", what, f"leave it out, or use --strategy {', '.join(PLANNED)}")
         if self.min_lr > self.lr:
             raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
         self._link_agrees()

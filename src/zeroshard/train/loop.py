@@ -14,8 +14,10 @@ import hashlib
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -25,10 +27,11 @@ from torch import Tensor
 from zeroshard.comm import CONTROL, scope
 from zeroshard.comm.launch import end_as_peer_lost, end_at_once
 from zeroshard.errors import ExitStatus
-from zeroshard.profiling.flops import model_flops_utilisation
+from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
 from zeroshard.train.auto import ChooseStage, is_out_of_memory, move_up
 from zeroshard.train.build import built
 from zeroshard.train.config import TrainConfig
+from zeroshard.train.contract import Contract, Predict
 from zeroshard.train.diagnose import first_not_finite
 from zeroshard.train.evaluate import evaluate
 from zeroshard.train.record import Observer, StepRecord
@@ -46,16 +49,23 @@ class _Health:
     stop: ExitStatus
 
 
-def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None) -> int:
+def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None, predict: Predict | None = None) -> int:
     """Build the run that ``config`` describes, train, clean up; returns the exit status. One call per rank.
 
-    ``choose_stage`` is for the strategy ``auto``: what stage fits.
+    Args:
+        config: of the run.
+        choose_stage: for the strategy ``auto``: what stage fits.
+        predict: what the run should come to; None: nobody plans.
 
     Raises:
         UserError: something in the configuration cannot be had; on every rank.
         KeyboardInterrupt: passed on, with the log intact.
     """
-    with built(config, choose_stage) as run, stop_signals_noted() as stop_wanted, _watched(run, config) as watchdog:
+    with (
+        built(config, choose_stage, predict) as run,
+        stop_signals_noted() as stop_wanted,
+        _watched(run, config) as watchdog,
+    ):
         try:
             return int(train(run, stop_wanted, watchdog.alive))
         except OSError as error:
@@ -101,11 +111,13 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Call
     val_loss: float | None = None
     ema_val_loss: float | None = None
     loss, started = None, perf_counter()
+    step_s: list[float] = []
     _tell(run, lambda observer: observer.on_start(_start_info(run)))
     if step == 0 and schedule.eval_interval:
         val_loss, ema_val_loss = _evaluate(run, step)
     while step < schedule.max_steps and status == ExitStatus.OK:
-        record, stop = take_step(run, step, stop_wanted)
+        with run.measures.step() if run.measures else nullcontext():
+            record, stop = take_step(run, step, stop_wanted)
         alive()
         if step == run.first_step:
             gc.freeze()  # what lives from here on is not searched for garbage again and again
@@ -115,7 +127,11 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Call
             _complain(run, record)
             status = ExitStatus.NOT_FINITE
             break
+        if run.contract and run.contract.enforce and _broken(run, run.contract):
+            status = ExitStatus.CHECK_FAILED
+            break
         step, loss, status = step + 1, record.loss, stop
+        step_s.append(record.step_s)
         at_end = step == schedule.max_steps
         if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
             val_loss, ema_val_loss = _evaluate(run, step)
@@ -134,6 +150,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Call
         "last_checkpoint_step": saving.saved_at,
         "wall_s": perf_counter() - started,
         **({"link": run.link} if run.link else {}),
+        **_measured(run, step_s),
     }
     _tell(run, lambda observer: observer.on_end(summary))
     return status
@@ -148,7 +165,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
         The record, the same on every rank but for times and memory, and the status to stop with: OK to go on.
     """
     strategy, schedule, scaler, guard = run.strategy, run.schedule, run.scaler, run.guard
-    start = perf_counter()
+    start, span = perf_counter(), run.clock.span
     torch.manual_seed(_step_seed(schedule.seed, step, strategy.comm.rank))
     loss_scale = scaler.scale if scaler else None
     lr = run.learning_rate(step - guard.num_skipped)
@@ -157,12 +174,14 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
     health = _agree(run, _backward(run, step), stop_wanted())
     finite = scaler.unscale_(strategy.optimizer) if scaler else True
     # The norm is wanted in every record; infinity as the limit measures and clips nothing.
-    grad_norm = float(strategy.clip_grad_norm_(schedule.grad_clip or inf)) if finite else inf
+    with span("clip"):
+        grad_norm = float(strategy.clip_grad_norm_(schedule.grad_clip or inf)) if finite else inf
     verdict = guard.judge(health.loss, grad_norm, overflow=not finite)
     if verdict == "taken":
-        strategy.optimizer.step()
-        if strategy.ema is not None:
-            strategy.ema.update()
+        with span("update"):
+            strategy.optimizer.step()
+            if strategy.ema is not None:
+                strategy.ema.update()
     if scaler:
         scaler.update()
     memory_bytes = strategy.memory_bytes()  # here all of it is alive at once
@@ -171,8 +190,13 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
     tokens_per_s = run.tokens_per_step / step_s
     traffic = run.comm.totals() if run.comm else {}
     exposed_s = run.comm.exposed.take() if run.comm and run.comm.world_size > 1 else {}
-    if run.comm:
-        run.comm.drain()
+    records = run.comm.drain() if run.comm else []
+    if run.contract:
+        run.contract.see(step + 1, records, memory_bytes, taken=verdict == "taken")
+    if run.measures:
+        run.measures.see(records, exposed_s)
+    devices, peak = strategy.comm.world_size, run.peak_flops_per_s
+    flops, again = run.num_flops_per_token, run.num_recomputed_flops_per_token
     record = StepRecord(
         step=step + 1,
         loss=health.loss,
@@ -181,9 +205,8 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
         step_s=step_s,
         tokens=(step + 1) * run.tokens_per_step,
         tokens_per_s=tokens_per_s,
-        mfu=model_flops_utilisation(
-            tokens_per_s, run.num_flops_per_token, strategy.comm.world_size, run.peak_flops_per_s
-        ),
+        mfu=model_flops_utilisation(tokens_per_s, flops, devices, peak),
+        hfu=hardware_flops_utilisation(tokens_per_s, flops, again, devices, peak) if again else None,
         memory_bytes=memory_bytes,
         comm=traffic,
         skipped=verdict != "taken",
@@ -191,6 +214,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
         num_skipped=guard.num_skipped,
         loss_scale=loss_scale,
         exposed_s=exposed_s,
+        spans_s=run.clock.take(),
     )
     return record, health.stop
 
@@ -199,11 +223,15 @@ def _backward(run: Run, step: int) -> Tensor:
     """Forward and backward over this rank's micro-batches; returns the mean of their losses, 0-dim."""
     num_micro = run.schedule.grad_accum_steps
     total = torch.zeros((), dtype=torch.float64, device=run.device)  # stays there: reading it would stop the host
+    span = run.clock.span
     for micro_step in range(num_micro):
-        tokens_BT, targets_BT = (x.to(run.device, non_blocking=True) for x in run.batches(step, micro_step))
+        with span("data"):
+            tokens_BT, targets_BT = (x.to(run.device, non_blocking=True) for x in run.batches(step, micro_step))
         with run.strategy.micro_batch(last=micro_step == num_micro - 1):
-            loss = run.strategy.model(tokens_BT, targets_BT)
-            (run.scaler.scale_loss(loss / num_micro) if run.scaler else loss / num_micro).backward()
+            with span("forward"):
+                loss = run.strategy.model(tokens_BT, targets_BT)
+            with span("backward"):
+                (run.scaler.scale_loss(loss / num_micro) if run.scaler else loss / num_micro).backward()
         total += loss.detach().to(total)
     return total / num_micro
 
@@ -230,10 +258,33 @@ def _evaluate(run: Run, step: int) -> tuple[float, float | None]:
         with strategy.ema.weights():
             ema_loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device)
     _tell(run, lambda observer: observer.on_eval(step, loss, ema_loss))
+    if run.contract:
+        run.contract.interrupt()
     if run.comm:
         run.comm.drain()  # an evaluation's traffic is no step's
         run.comm.exposed.take()
     return loss, ema_loss
+
+
+def _broken(run: Run, contract: Contract) -> bool:
+    """Whether any rank's step was not as planned; the first such rank says what differs. Collective."""
+    comm = run.strategy.comm
+    first = torch.tensor([comm.rank if contract.difference else comm.world_size], device=comm.control_device)
+    with scope(CONTROL):
+        comm.all_reduce(first, "min").wait()
+    if int(first) == comm.rank:
+        print(f"error: plan: rank {comm.rank}, {contract.difference}", file=sys.stderr, flush=True)
+    return int(first) < comm.world_size
+
+
+def _measured(run: Run, step_s: list[float]) -> dict[str, Any]:
+    """What the run measured of itself, and its plan beside it. Collective."""
+    found = run.measures.summary() if run.measures else {}
+    if run.contract:
+        peak = run.measures.peak_bytes if run.measures else None
+        settled = step_s[1:] or step_s  # the first step warms up
+        found["plan"] = run.contract.report(peak, median(settled) if settled else None)
+    return found
 
 
 def _is_due(step: int, interval: int) -> bool:
@@ -257,6 +308,7 @@ def _start_info(run: Run) -> dict[str, Any]:
         "torch": torch.__version__,
         "kernels": dict(run.kernels),
         "link": dict(run.link),
+        **({"plan": run.contract.line()} if run.contract else {}),
     }
 
 

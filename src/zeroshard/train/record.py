@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from zeroshard.comm import by_kind
 
 GIB = 2**30
+LINES_OF_THEIR_OWN = ("plan",)  # of what is said at the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,9 @@ class StepRecord:
         exposed_s: seconds that this rank's computation stood still for communication, by unit, what was sent and
             phase ("blocks.3/weights/backward", ..., "control"); empty where not observed. On CUDA what the device has
             not reached yet is in the next step's.
+        spans_s: seconds of this rank's step by part: "data", "forward", "backward", "clip", "update"; on CUDA as
+            ``exposed_s``.
+        hfu: as ``mfu``, with what activation checkpointing computes again; None where it is the same, or unknown.
     """
 
     step: int
@@ -67,6 +71,8 @@ class StepRecord:
     num_skipped: int = 0
     loss_scale: float | None = None
     exposed_s: Mapping[str, float] = field(default_factory=dict)
+    spans_s: Mapping[str, float] = field(default_factory=dict)
+    hfu: float | None = None
 
 
 class Observer(Protocol):
@@ -245,7 +251,11 @@ class ConsoleRecorder:
     def on_start(self, info: Mapping[str, Any]) -> None:
         """Print what is fixed during the run, in one line, and each table in a line of its own."""
         tables = {name: value for name, value in info.items() if isinstance(value, Mapping)}
-        self._print("  ".join(f"{name} {_short(value)}" for name, value in info.items() if name not in tables))
+        lines = {name: str(value) for name, value in info.items() if name in LINES_OF_THEIR_OWN}
+        rest = {name: value for name, value in info.items() if name not in tables and name not in lines}
+        self._print("  ".join(f"{name} {_short(value)}" for name, value in rest.items()))
+        for name, line in lines.items():
+            self._print(f"{name}  {line}")
         for name, table in tables.items():
             if table:
                 self._print(f"{name}  " + "  ".join(f"{key}: {_short(value)}" for key, value in table.items()))
@@ -316,6 +326,8 @@ def facts_of(record: StepRecord) -> str:
     ]
     if record.mfu is not None:
         facts.append(f"mfu {record.mfu:.1%}")
+    if record.hfu is not None:
+        facts.append(f"hfu {record.hfu:.1%}")
     if record.loss_scale is not None:
         facts.append(f"scale {record.loss_scale:g}")
     if record.loss_scale is not None or record.num_skipped:

@@ -84,7 +84,12 @@ def check_changes(
         raise UserError(named, f"{what}were {old_data[:8]})", "restore the data, or start another run on these")
     lines: list[str] = []
     for key, value in before.items():
-        if key in FREE or key.startswith(("model.", "data.", "link.")) or key not in now or now[key] == value:
+        if (
+            key in FREE
+            or key.startswith(("model.", "data.", "link.", "profile.", "plan."))
+            or key not in now
+            or now[key] == value
+        ):
             continue
         if key in REFUSED:
             raise UserError(key, f"the checkpoint was saved with {value}, now it is {now[key]}", f"use {value}")

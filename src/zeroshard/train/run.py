@@ -17,8 +17,11 @@ from zeroshard.comm import ObservedCommunicator
 from zeroshard.data import Batches
 from zeroshard.optim import LossScaler
 from zeroshard.parallel import Strategy
+from zeroshard.profiling.clock import Clock
+from zeroshard.train.contract import Contract
 from zeroshard.train.guard import StepGuard
 from zeroshard.train.lock import RunLock
+from zeroshard.train.measures import Measures
 from zeroshard.train.record import Observer
 
 
@@ -52,6 +55,7 @@ class Run:
         device: where batches go.
         tokens_per_step: of all ranks together.
         num_flops_per_token: forward and backward, for MFU.
+        num_recomputed_flops_per_token: what activation checkpointing adds, for HFU.
         peak_flops_per_s: of one device; None where it is not known.
         first_step: steps already done, above 0 when the run is resumed.
         scaler: of the loss, where float16 computes; None elsewhere.
@@ -64,6 +68,9 @@ class Run:
         data_sha256: of the prepared tokens, to see that a resumed run trains on the same.
         lock: on the run folder; rank 0's alone.
         describe: writes into the folder what a run must say of itself.
+        clock: of a step's parts.
+        measures: what else the run measures of itself; None: nothing.
+        contract: the run's plan, and whether it is kept; None where nobody plans.
     """
 
     strategy: Strategy
@@ -76,6 +83,7 @@ class Run:
     device: torch.device
     tokens_per_step: int
     num_flops_per_token: int = 0
+    num_recomputed_flops_per_token: int = 0
     peak_flops_per_s: float | None = None
     first_step: int = 0
     scaler: LossScaler | None = None
@@ -88,6 +96,9 @@ class Run:
     data_sha256: str = ""
     lock: RunLock | None = None
     describe: Callable[[], None] = lambda: None
+    clock: Clock = field(default_factory=lambda: Clock("cpu", enabled=False))
+    measures: Measures | None = None
+    contract: Contract | None = None
 
     def require_folder(self) -> None:
         """Rank 0, before it gives a checkpoint its name: see that the run folder is still this run's.

@@ -22,6 +22,7 @@ from zeroshard.zero import full_state, grads, shards
 from zeroshard.zero import restage as restaging
 from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.flat import Init
+from zeroshard.zero.holdings import Holding, holdings
 from zeroshard.zero.hooks import attach
 from zeroshard.zero.levels import Levels, check_row
 from zeroshard.zero.optimizer import PiecewiseOptimizer, SavesPasses, ShardedParams
@@ -427,6 +428,10 @@ class Zero:
         if self._ema is not None:
             total["ema"] = self._ema.num_bytes
         return total
+
+    def holdings(self) -> Iterator[Holding]:
+        """Each tensor that the engine holds on this rank now, in the middle of a step too, and what it is for."""
+        return holdings(self.units, [known.optimizer for known in self._optimizers], self._ema)
 
     # -- construction -----------------------------------------------------------------------------------------
 

@@ -202,6 +202,11 @@ class FlatParams:
         return flat
 
     @property
+    def on_its_way(self) -> bool:
+        """Whether `gather` has started what nobody has waited for."""
+        return self._work is not None
+
+    @property
     def full_bytes(self) -> int:
         """Bytes that full weights hold now."""
         return self.full.untyped_storage().nbytes()

@@ -244,10 +244,15 @@ class FlatGrads:
         return [piece for rank in ranks for piece in self.layout.owned(rank)]
 
     @property
+    def buffers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """This rank's own sum, the mean that was reduced, the mean on its way; they may share memory."""
+        return self._local, self.reduced, self._arriving
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes that gradient buffers hold now."""
         storages = {}
-        for tensor in (self._local, self.reduced, self._arriving):
+        for tensor in self.buffers:
             if tensor is not None:
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()

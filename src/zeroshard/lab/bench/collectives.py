@@ -1,0 +1,176 @@
+"""Time of each communicator's collectives beside a memory copy and raw TCP.
+
+A call is timed on every rank from a common barrier, and takes as long as its slowest rank. algbw and busbw are
+nccl-tests' (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): bytes of the whole tensor over time,
+and that times 2 (W-1)/W for an all-reduce, (W-1)/W for the other two. ``copy`` copies the whole tensor once; ``tcp``
+sends (W-1)/W of it to the right neighbour and receives as much from the left, over plain sockets.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.lab.bench.ranks import close, communicator, on_ranks, slowest, synchronise
+from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, giga, interleaved, milliseconds, spread_of
+
+OPS = ("reduce_scatter", "all_gather", "all_reduce")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SMALL_BYTES = 1 << 20  # up to here a round takes the median of several calls
+YARDSTICKS = ("copy", "tcp")
+
+
+def run(
+    worlds: list[int], sizes: dict[str, int], dtypes: list[str], comms: list[str], num_rounds: int, device: str
+) -> Report:
+    """Measure; ``sizes`` by name, in bytes of the whole tensor; the first of ``comms`` is what others are held against."""
+    rows: list[Row] = []
+    for world in worlds:
+        seen = on_ranks(_measure, world, sizes, dtypes, comms, num_rounds, device=device)
+        for found in seen:
+            rows += rows_of(found, world, sizes[found["size"]], comms[0])
+    against = f"x {comms[0]}"
+    columns = [
+        Column("world", "ranks"),
+        Column("size", "size"),
+        Column("dtype", "dtype"),
+        Column("op", "operation"),
+        Column("comm", "by"),
+        Column("time_s", "ms", milliseconds),
+        Column("algbw_bytes_per_s", "algbw GB/s", giga),
+        Column("busbw_bytes_per_s", "busbw GB/s", giga),
+        Column("speedup", against, "{:.2f}".format),
+    ]
+    charts = [
+        Chart(
+            f"{op} of {dtypes[0]} over {world} ranks",
+            "size",
+            "busbw_bytes_per_s",
+            "comm",
+            "busbw, GB/s",
+            1e-9,
+            {"op": op, "world": world, "dtype": dtypes[0]},
+        )
+        for world in worlds
+        for op in OPS
+    ]
+    return Report("collectives", rows, columns, charts)
+
+
+def bus_factor(op: str, world: int) -> float:
+    """busbw over algbw."""
+    return {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "tcp": 1.0}.get(op, 0.0) * (world - 1) / world
+
+
+def rows_of(found: dict[str, Any], world: int, num_bytes: int, base: str) -> list[Row]:
+    """A row for each contestant of one size and dtype; speed-ups over ``base``'s same operation round by round."""
+    rounds: dict[str, list[float]] = found["rounds_s"]
+    rows = []
+    for name, times in rounds.items():
+        comm, _, op = name.partition(" ")
+        spread = Spread.of(times)
+        factor = bus_factor(op or comm, world)
+        against = rounds.get(f"{base} {op}")
+        row = {
+            "world": world,
+            "size": found["size"],
+            "num_bytes": num_bytes,
+            "dtype": found["dtype"],
+            "op": op or comm,
+            "comm": comm,
+            "time_s": spread_of(times),
+            "algbw_bytes_per_s": num_bytes / spread.median,
+            "busbw_bytes_per_s": num_bytes / spread.median * factor if factor else None,
+            "speedup": statistics.median(b / t for b, t in zip(against, times, strict=True)) if against else None,
+            "rounds_s": times,
+        }
+        rows.append(row)
+    order = [*OPS, *YARDSTICKS]
+    return sorted(rows, key=lambda row: order.index(row["op"]))
+
+
+def _measure(
+    rank: int, device: torch.device, sizes: dict[str, int], dtypes: list[str], comms: list[str], num_rounds: int
+) -> list[dict[str, Any]]:
+    made = {name: communicator(name) for name in comms}
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    tcp = _Tcp(rank, world) if world > 1 else None
+    order = random.Random(0)  # the same on every rank
+    found = []
+    for size, num_bytes in sizes.items():
+        for dtype in dtypes:
+            calls = contestants(made, tcp, world, num_bytes, DTYPES[dtype], device)
+            num_calls = 7 if num_bytes <= SMALL_BYTES else 1
+            timers = {name: _timer(call, num_calls, device) for name, call in calls.items()}
+            found.append({"size": size, "dtype": dtype, "rounds_s": interleaved(timers, num_rounds, order)})
+    for comm in made.values():
+        close(comm)
+    return found
+
+
+def contestants(
+    comms: dict[str, Any], tcp: _Tcp | None, world: int, num_bytes: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Callable[[], object]]:
+    """What a round visits, by name, each called once already."""
+    numel = num_bytes // dtype.itemsize // world * world
+    whole, shard = (torch.ones(n, dtype=dtype, device=device) for n in (numel, numel // world))
+    copied = torch.empty_like(whole)
+    calls: dict[str, Callable[[], object]] = {"copy": lambda: copied.copy_(whole)}
+    if tcp is not None:
+        message = torch.ones(num_bytes * (world - 1) // world, dtype=torch.uint8)
+        landing = torch.empty_like(message)
+        calls["tcp"] = lambda: tcp.exchange(message, landing)
+    for name, comm in comms.items():
+        calls[f"{name} reduce_scatter"] = lambda comm=comm: comm.reduce_scatter(shard, whole).wait()
+        calls[f"{name} all_gather"] = lambda comm=comm: comm.all_gather(whole, shard).wait()
+        calls[f"{name} all_reduce"] = lambda comm=comm: comm.all_reduce(whole).wait()
+    for call in calls.values():
+        call()
+    whole.fill_(0)  # sums of zeros neither overflow nor turn into slow denormals
+    shard.fill_(0)
+    return calls
+
+
+def _timer(call: Callable[[], object], num_calls: int, device: torch.device) -> Callable[[], float]:
+    def seconds() -> float:
+        times = []
+        for _ in range(num_calls):
+            synchronise(device)
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+            call()
+            synchronise(device)
+            times.append(time.perf_counter() - start)
+        return statistics.median(slowest(times))
+
+    return seconds
+
+
+class _Tcp:
+    """Plain sockets around the ring."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ports: list[Any] = [None] * world
+            dist.all_gather_object(ports, server.getsockname()[1])
+            self.right = socket.create_connection(("127.0.0.1", ports[(rank + 1) % world]))
+            self.left = server.accept()[0]
+
+    def exchange(self, send: Tensor, receive: Tensor) -> None:
+        """Send to the right while receiving from the left."""
+        sender = threading.Thread(target=self.right.sendall, args=(memoryview(send.numpy()),))
+        sender.start()
+        view = memoryview(receive.numpy())
+        while view:
+            view = view[self.left.recv_into(view) :]
+        sender.join()

@@ -1,0 +1,327 @@
+"""What this machine can do: the calibration that the planner reads instead of a data sheet.
+
+All ranks measure at the same time, because ranks of one machine share its cores and its memory: what one of four ranks
+reaches on two cores is what a step of it will have.
+
+    matmul      FLOP/s of products as large as a model's, by dtype, forward and both of backward
+    attention   FLOP/s of fused causal attention, forward and backward, as a share of that
+    memory      bytes/s of a copy, reads and writes; and of an operation that makes its output anew, as a share of that
+    kernel      the least time of an operation: of a small module's, forward and backward, Python and autograd included
+    link        seconds of a collective: a constant and bytes over a rate, fitted by least squares to medians over sizes
+    hides       the share of communication that computation beside it really hides: where cores do both, not all
+
+Rates are medians over rounds; the file has every spread.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zeroshard.comm import Communicator
+from zeroshard.lab.bench.ranks import ON_CPU, close, communicator, on_ranks, slowest, synchronise
+from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, environment, interleaved, spread_of
+from zeroshard.lab.hardware import Calibration, Device, Link, write_calibration
+
+OPS = ("all_reduce", "reduce_scatter", "all_gather")
+WARM_S = 0.05
+"""How long a timing lasts at least, in calls."""
+
+
+def run(world: int, comms: Sequence[str], num_rounds: int, device: str, num_threads: int) -> tuple[Report, Calibration]:
+    """Measure, on ``world`` ranks at once; the calibration has the first of ``comms`` as its link."""
+    found = on_ranks(_measure, world, list(comms), num_rounds, device=device, num_threads=num_threads)
+    rows = _rows(found, world)
+    calibration = calibration_of(found, world, comms[0] if comms else "", device, num_threads)
+    columns = [
+        Column("what", ""),
+        Column("case", ""),
+        Column("rate", "rate"),
+        Column("spread", "quartiles"),
+    ]
+    chart = Chart("Collectives", "size", "time_s", "case", "ms", 1e3, {"what": "collective"})
+    facts = {"world": world, "num_threads": num_threads, "device_type": device}
+    return Report("device", rows, columns, [chart] if world > 1 else [], facts), calibration
+
+
+def write(report: Report, calibration: Calibration, path: Path) -> None:
+    """The file that ``zeroshard plan`` and ``--plan.device`` read, with all that was seen."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_calibration(path, calibration, environment=environment(), **report.facts, rows=report.rows)
+
+
+# -- what is timed ----------------------------------------------------------------------------------------------
+
+
+def _products(device: torch.device, dtype: torch.dtype) -> list[tuple[int, int, int]]:
+    """Tokens, inputs, outputs: a small model's linear layers on a CPU, a large one's on a GPU."""
+    if device.type == "cuda":
+        return [(8192, 4096, 4096), (8192, 4096, 14336)]
+    return [(256, 384, 1536), (512, 512, 2048)] if dtype == torch.float32 else [(256, 384, 1536)]
+
+
+def _dtypes(device: torch.device) -> list[torch.dtype]:
+    return [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])
+
+
+def _matmul(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> tuple[float, Callable[[], object]]:
+    """FLOPs, and the three products that a linear layer makes."""
+    x, w, g = (torch.randn(*size, device=device).to(dtype) for size in ((m, k), (k, n), (m, n)))
+    return 6.0 * m * k * n, lambda: (x @ w, x.t() @ g, g @ w.t())
+
+
+def _attention(dtype: torch.dtype, device: torch.device) -> tuple[float, Callable[[], object]]:
+    batch, heads, length, width = (4, 16, 2048, 128) if device.type == "cuda" else (4, 8, 256, 64)
+    q, k, v = (
+        torch.randn(batch, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
+    grad = torch.randn_like(q)
+
+    def call() -> object:
+        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
+
+    # Two products forward and five backward, of which a causal mask leaves half.
+    return 14.0 * batch * heads * length * length * width / 2, call
+
+
+def _copy(device: torch.device) -> tuple[float, Callable[[], object]]:
+    source = torch.ones((256 if device.type == "cuda" else 16) * 2**20 // 4, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * source.nbytes, lambda: target.copy_(source)
+
+
+def _anew(device: torch.device) -> tuple[float, Callable[[], object]]:
+    """An operation on tensors as large as a small model's activations, that makes its output anew."""
+    numel = (64 if device.type == "cuda" else 1) * 2**20 // 4
+    a, b = (torch.ones(numel, device=device) for _ in range(2))
+    return 3.0 * a.nbytes, lambda: a + b
+
+
+class _Tiny(nn.Module):
+    """Many operations that do next to nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(8)
+        )
+        self.to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.sum()
+
+
+def _small_operations(device: torch.device) -> tuple[float, Callable[[], object]]:
+    """How many operations (forward 5 a layer, backward 9), and a forward and backward of them."""
+    net, x = _Tiny(device), torch.ones(2, 8, device=device)
+    return 8.0 * (5 + 9), lambda: torch.autograd.grad(net(x), list(net.parameters()))
+
+
+def _timer(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """Seconds a call, of as many as take `WARM_S`; how many is settled here, alike on every rank."""
+    call()
+    synchronise(device)
+    start = time.perf_counter()
+    call()
+    synchronise(device)
+    once = slowest([time.perf_counter() - start])[0]
+    num_calls = max(1, min(math.ceil(WARM_S / max(once, 1e-7)), 2000))
+
+    def seconds() -> float:
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        synchronise(device)
+        return (time.perf_counter() - start) / num_calls
+
+    return seconds
+
+
+def _collective(comm: Communicator, op: str, num_bytes: int, device: torch.device) -> Callable[[], object]:
+    numel = max(num_bytes // 4 // comm.world_size, 1) * comm.world_size
+    whole = torch.zeros(numel, device=device)
+    own = slice(comm.rank * (numel // comm.world_size), (comm.rank + 1) * (numel // comm.world_size))
+    # In place, as the engine's are.
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: comm.all_reduce(whole).wait(),
+        "reduce_scatter": lambda: comm.reduce_scatter(whole[own], whole).wait(),
+        "all_gather": lambda: comm.all_gather(whole, whole[own]).wait(),
+    }
+    return calls[op]
+
+
+SIZES = {"64KiB": 1 << 16, "1MiB": 1 << 20, "4MiB": 1 << 22, "16MiB": 1 << 24}
+
+
+def _measure(rank: int, device: torch.device, comms: list[str], num_rounds: int) -> dict[str, Any]:
+    """Seconds of each case by round, slowest rank for collectives, this rank elsewhere."""
+    order = random.Random(0)  # the same on every rank
+    amounts: dict[str, float] = {}
+    calls: dict[str, Callable[[], float]] = {}
+
+    def add(name: str, case: tuple[float, Callable[[], object]]) -> None:
+        amounts[name], calls[name] = case[0], _timer(case[1], device)
+
+    for dtype in _dtypes(device):
+        for m, k, n in _products(device, dtype):
+            add(f"matmul {str(dtype)[6:]} {m}x{k}x{n}", _matmul(m, k, n, dtype, device))
+    attention_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    add(f"attention {str(attention_dtype)[6:]}", _attention(attention_dtype, device))
+    add("copy", _copy(device))
+    add("anew", _anew(device))
+    add("kernel", _small_operations(device))
+    made = {name: communicator(name) for name in comms if not (device.type == "cuda" and name in ON_CPU)}
+    several = dist.is_initialized()
+    for name, comm in made.items() if several else ():
+        for op in OPS:
+            for size, num_bytes in SIZES.items():
+                amounts[f"{name} {op} {size}"] = num_bytes
+                calls[f"{name} {op} {size}"] = _of_all(_timer(_collective(comm, op, num_bytes, device), device))
+        both = _beside(comm, device)
+        for kind, call in both.items():
+            calls[f"{name} {kind}"] = _of_all(_timer(call, device))
+    seconds = interleaved(calls, num_rounds, order)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    for comm in made.values():
+        close(comm)
+    return {"seconds": seconds, "amounts": amounts, "memory_bytes": memory}
+
+
+def _of_all(seconds: Callable[[], float]) -> Callable[[], float]:
+    return lambda: slowest([seconds()])[0]
+
+
+def _beside(comm: Communicator, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Computation alone, communication alone, and both at once."""
+    m, k, n = _products(device, torch.float32)[0]
+    _, product = _matmul(m, k, n, torch.float32, device)
+    num_products = 8
+    whole = torch.zeros((1 << 24) // 4 // comm.world_size * comm.world_size, device=device)
+
+    def compute() -> None:
+        for _ in range(num_products):
+            product()
+
+    def both() -> None:
+        work = comm.all_reduce(whole)
+        compute()
+        work.wait()
+
+    return {"compute": compute, "communicate": lambda: comm.all_reduce(whole).wait(), "both": both}
+
+
+# -- what it comes to -------------------------------------------------------------------------------------------
+
+
+def fitted(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """The constant and the seconds a byte of ``seconds = constant + bytes * rate``; neither is negative.
+
+    Least squares of relative errors, so that small sizes count as much as large ones.
+    """
+    weights = [1 / s for s in seconds]
+    a = [[w, w * x] for w, x in zip(weights, sizes, strict=True)]
+    solution = torch.linalg.lstsq(torch.tensor(a, dtype=torch.float64), torch.ones(len(a), 1, dtype=torch.float64))
+    constant, rate = solution.solution.flatten().tolist()
+    if constant < 0:
+        return 0.0, statistics.median(s / x for s, x in zip(seconds, sizes, strict=True))
+    return constant, max(rate, 0.0)
+
+
+def hiding(compute_s: float, comm_s: float, both_s: float) -> float:
+    """The share of what could be hidden that was, in [0, 1]."""
+    could = min(compute_s, comm_s)
+    return min(max((compute_s + comm_s - both_s) / could, 0.0), 1.0) if could > 0 else 1.0
+
+
+def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type: str, num_threads: int) -> Calibration:
+    """What `zeroshard.lab.hardware` keeps of the measurements."""
+    middle = {name: statistics.median(times) for name, times in found["seconds"].items()}
+    amounts = found["amounts"]
+
+    def rate(name: str) -> float:
+        return amounts[name] / middle[name]
+
+    by_dtype: dict[str, list[str]] = {}
+    for name in amounts:
+        if name.startswith("matmul "):
+            by_dtype.setdefault(name.split()[1], []).append(name)
+    matmul = {
+        dtype: sum(amounts[n] for n in names) / sum(middle[n] for n in names) for dtype, names in by_dtype.items()
+    }
+    attention = next(name for name in amounts if name.startswith("attention "))
+    name = torch.cuda.get_device_name() if device_type == "cuda" else f"this machine, {num_threads} threads a rank"
+    memory = found["memory_bytes"] or psutil.virtual_memory().total // world
+    device = Device(
+        name=name,
+        memory_bytes=memory,
+        matmul_flops_per_s=matmul,
+        bytes_per_s=rate("copy"),
+        source=f"zeroshard bench device, {world} ranks at once, {environment()['processor']}",
+        attention_share=min(rate(attention) / matmul[attention.split()[1]], 1.0),
+        memory_share=min(rate("anew") / rate("copy"), 1.0),
+        kernel_s=middle["kernel"] / amounts["kernel"],
+        device_type=device_type,
+    )
+    if world == 1 or not comm:
+        return Calibration(device)
+    collectives: dict[str, tuple[float, float]] = {}
+    for op in OPS:
+        seconds = [middle[f"{comm} {op} {size}"] for size in SIZES]
+        collectives[op] = fitted(list(SIZES.values()), seconds)
+    constant, s_per_byte = collectives["all_gather"]
+    link = Link(
+        name=f"{comm} among {world} ranks",
+        latency_s=constant / (world - 1),
+        bytes_per_s=(world - 1) / world / max(s_per_byte, 1e-15),
+        source=device.source,
+        call_s=0.0,
+        share=1.0,
+        num_ranks=world,
+        collectives=collectives,
+        hides=hiding(*(middle[f"{comm} {kind}"] for kind in ("compute", "communicate", "both"))),
+    )
+    return Calibration(device, link)
+
+
+def _rows(found: Mapping[str, Any], world: int) -> list[Row]:
+    rows: list[Row] = []
+    for name, times in found["seconds"].items():
+        what, *case = name.split()
+        spread = Spread.of(times)
+        row: Row = {"what": what, "case": " ".join(case), "time_s": spread_of(times), "rounds_s": times}
+        amount = found["amounts"].get(name)
+        if what in ("matmul", "attention"):
+            rates, unit = spread.inverse(amount / 1e9), "GFLOP/s"
+        elif what in ("copy", "anew"):
+            rates, unit = spread.inverse(amount / 1e9), "GB/s"
+        elif what == "kernel":
+            rates, unit = (
+                Spread(*(s / amount * 1e6 for s in (spread.median, spread.low, spread.high)), spread.num),
+                "us",
+            )
+        elif amount is not None:
+            row |= {"what": "collective", "case": f"{what} {case[0]}", "size": case[1]}
+            rates, unit = spread.inverse(amount / 1e9), "GB/s"
+            row["shown"] = f"{row['case']} {case[1]}"
+        else:
+            row |= {"what": "overlap", "case": f"{what} {case[0]}"}
+            rates, unit = Spread(*(s * 1e3 for s in (spread.median, spread.low, spread.high)), spread.num), "ms"
+        row["rate"] = f"{rates.median:.3g} {unit}"
+        row["spread"] = f"{rates.low:.3g}-{rates.high:.3g}"
+        rows.append(row)
+    return rows

@@ -1,0 +1,230 @@
+"""What a bench has found: rows with their spread, the environment that they hold for, a table, a file, a figure."""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from zeroshard.comm.launch import num_cpus
+from zeroshard.errors import UserError
+
+Row = dict[str, Any]  # as JSON can hold it; a `Spread` is a dict there
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The middle of several measurements, and its quartiles.
+
+    Attributes:
+        median, low, high: the second, first and third quartile.
+        num: how many were measured.
+    """
+
+    median: float
+    low: float
+    high: float
+    num: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Of at least one value."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0], 1)
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high, len(values))
+
+    def inverse(self, amount: float) -> Spread:
+        """Of ``amount`` over each value: rates from times."""
+        return Spread(amount / self.median, amount / self.high, amount / self.low, self.num)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: the key in a row, what stands above it, and how a value is written."""
+
+    key: str
+    title: str
+    text: Callable[[Any], str] = str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """How rows become a figure: bars of ``y`` for each ``series``, side by side at each ``x``.
+
+    ``x``, ``y`` and ``series`` are keys of a row; ``y`` may be a spread, which gives the bar its whiskers. ``where``:
+    values by key that rows must have to be in it.
+    """
+
+    title: str
+    x: str
+    y: str
+    series: str
+    y_title: str
+    scale: float = 1.0  # of y's values, to the unit in `y_title`
+    where: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """What a bench has found.
+
+    Attributes:
+        what: the bench's name.
+        rows: what was measured.
+        columns: which of it the table shows.
+        charts: which of it the figure shows, one below the other.
+        facts: more that holds for all rows.
+        notes: lines below the table.
+        drawn: what the figure shows instead of the rows.
+    """
+
+    what: str
+    rows: list[Row]
+    columns: Sequence[Column]
+    charts: Sequence[Chart] = ()
+    facts: Row = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    drawn: Sequence[Row] = ()
+
+    def text(self) -> str:
+        """The table, in plain text: words to the left, numbers to the right."""
+        lines = [[column.title for column in self.columns]]
+        for row in self.rows:
+            values = ((column, row.get(column.key)) for column in self.columns)
+            lines.append(["" if value is None else column.text(value) for column, value in values])
+        widths = [max(len(line[place]) for line in lines) for place in range(len(self.columns))]
+        words = [all(isinstance(row.get(c.key), str | None) for row in self.rows) for c in self.columns]
+        aligned = (
+            "  ".join(
+                cell.ljust(width) if word else cell.rjust(width)
+                for cell, width, word in zip(line, widths, words, strict=True)
+            ).rstrip()
+            for line in lines
+        )
+        return "\n".join([*aligned, *self.notes])
+
+    def write(self, path: Path) -> None:
+        """All of it as JSON, with the environment."""
+        content = {"what": self.what, "environment": environment(), **self.facts, "rows": self.rows}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def spread_of(values: Sequence[float]) -> dict[str, Any]:
+    """`Spread` as a row holds it."""
+    return asdict(Spread.of(values))
+
+
+def milliseconds(seconds: Mapping[str, Any] | float) -> str:
+    """``12.345``, or with quartiles ``12.345 (12.100-13.002)``."""
+    return _with_quartiles(seconds, 1e3, 3)
+
+
+def giga(value: Mapping[str, Any] | float) -> str:
+    """In units of 10^9: ``12.35``, or with quartiles."""
+    return _with_quartiles(value, 1e-9, 2)
+
+
+def _with_quartiles(value: Mapping[str, Any] | float, scale: float, digits: int) -> str:
+    if isinstance(value, Mapping):
+        low, high = (f"{value[key] * scale:.{digits}f}" for key in ("low", "high"))
+        return f"{value['median'] * scale:.{digits}f} ({low}-{high})"
+    return f"{value * scale:.{digits}f}"
+
+
+def environment() -> dict[str, Any]:
+    """What figures depend on, beside what was measured."""
+    on_gpu = torch.cuda.is_available()
+    versions = {name: __import__(name).__version__ for name in ("torch", "triton") if find_spec(name)}
+    return {
+        **versions,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cpus": num_cpus(),
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "num_gpus": torch.cuda.device_count(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _processor() -> str:
+    """The processor's own name, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], float]], num_rounds: int, order: random.Random
+) -> dict[str, list[float]]:
+    """What each call returned, round by round; a round calls all of them in a shuffled order.
+
+    Where several ranks measure together they must shuffle alike: give each the same seed.
+    """
+    seen: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(num_rounds):
+        for name in order.sample(list(calls), len(calls)):
+            seen[name].append(calls[name]())
+    return seen
+
+
+def require_matplotlib() -> None:
+    """Raise UserError where figures cannot be drawn: before anything is measured."""
+    if find_spec("matplotlib") is None:
+        raise UserError("--plot", "matplotlib is not installed", 'leave it out, or pip install "zeroshard[report]"')
+
+
+def plot(report: Report, path: Path) -> None:
+    """Draw the report's charts into one PNG.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2 * len(report.charts)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, chart in enumerate(report.charts, 1):
+        _draw(figure.add_subplot(len(report.charts), 1, place), chart, report.drawn or report.rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _draw(axes: Any, chart: Chart, rows: Iterable[Row]) -> None:
+    wanted = chart.where.items()
+    rows = [row for row in rows if row.get(chart.y) is not None and all(row.get(k) == v for k, v in wanted)]
+    places = list(dict.fromkeys(str(row[chart.x]) for row in rows))
+    series = list(dict.fromkeys(str(row[chart.series]) for row in rows))
+    width = 0.8 / max(len(series), 1)
+    for index, name in enumerate(series):
+        chosen = [row for row in rows if str(row[chart.series]) == name]
+        at = [places.index(str(row[chart.x])) + (index - (len(series) - 1) / 2) * width for row in chosen]
+        values = [row[chart.y] for row in chosen]
+        if all(isinstance(value, Mapping) for value in values):
+            middle = [value["median"] * chart.scale for value in values]
+            errors = [
+                [max(m - value["low"] * chart.scale, 0.0) for m, value in zip(middle, values, strict=True)],
+                [max(value["high"] * chart.scale - m, 0.0) for m, value in zip(middle, values, strict=True)],
+            ]
+            axes.bar(at, middle, width, yerr=errors, label=name, capsize=2)
+        else:
+            axes.bar(at, [value * chart.scale for value in values], width, label=name)
+    axes.set_xticks(range(len(places)), places)
+    axes.set_title(chart.title)
+    axes.set_ylabel(chart.y_title)
+    axes.legend(fontsize="small", ncols=min(len(series), 6))
+    axes.grid(axis="y", alpha=0.3)

@@ -1,0 +1,94 @@
+"""What each `zeroshard bench` takes; read before torch is."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Dtype = Literal["float32", "bfloat16"]
+CommName = Literal["torch", "ring", "shm"]
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # pydantic has a deprecated method of the name that our flag has
+
+    class _Bench(BaseModel):
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        json: str = Field("", description="Write all that was measured here, with the environment.")
+        plot: str = Field("", description="Draw a figure into this PNG; needs the extra `report`.")
+
+
+class MemoryBench(_Bench):
+    """Bytes on a rank at three points and at the peak, component by component, beside the formula."""
+
+    models: tuple[str, ...] = Field(("gpt2-demo", "llama-tiny"), min_length=1, description="Presets.")
+    stages: tuple[int, ...] = Field((0, 1, 2, 3), min_length=1, description="ZeRO stages.")
+    nproc: int = Field(2, ge=1, description="Ranks that there would be; one of them is built.")
+    rank: int = Field(0, ge=0, description="Which of them.")
+    dtype: Dtype = Field("float32", description="Compute type; masters are float32.")
+    seq_len: int = Field(128, ge=1, description="Tokens in a sequence, at most the model's.")
+    micro_batch_size: int = Field(1, ge=1, description="Sequences in a forward pass.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one.")
+
+
+class StepBench(_Bench):
+    """Time of one training step: stages beside DDP and a plain loop."""
+
+    nproc: int = Field(2, ge=1, description="Ranks, as processes of this machine.")
+    shapes: tuple[Literal["wide", "deep", "small", "tiny"], ...] = Field(
+        ("wide",), min_length=1, description="Models: 29.5 M parameters and few tokens, 12.3 M and more, 2.0 M, 0.12 M."
+    )
+    contestants: tuple[str, ...] = Field(
+        (), description="plain, ddp, zeroN, zeroN@COMM; others are held against the first. None: ddp and all stages."
+    )
+    comm: CommName = Field("torch", description="What stages without @COMM communicate with.")
+    rounds: int = Field(8, ge=1, description="Rounds, after one that warms up.")
+    steps: int = Field(3, ge=1, description="Timed steps of each contestant in a round, after one untimed.")
+    threads: int = Field(1, ge=1, description="Threads of a rank that compute.")
+    device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="auto: GPUs where there are any.")
+
+
+class CollectivesBench(_Bench):
+    """Time and bandwidth of collectives: communicator x operation x size."""
+
+    worlds: tuple[int, ...] = Field((2, 4), min_length=1, description="Ranks, as processes of this machine.")
+    sizes: tuple[str, ...] = Field(("64KiB", "1MiB", "16MiB", "64MiB"), min_length=1, description="Of the tensor.")
+    dtypes: tuple[Dtype, ...] = Field(("float32", "bfloat16"), min_length=1, description="Of its elements.")
+    comms: tuple[CommName, ...] = Field(
+        ("torch", "ring", "shm"), min_length=1, description="Communicators; others are held against the first."
+    )
+    rounds: int = Field(9, ge=1, description="Rounds.")
+    device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Where tensors lie; auto: GPUs where any are.")
+
+
+class DeviceBench(_Bench):
+    """What this machine can do, for `zeroshard plan` and --plan.device: computation, memory, links."""
+
+    nproc: int = Field(1, ge=1, description="Ranks that measure at once, as those of a run would share the machine.")
+    comms: tuple[CommName, ...] = Field(
+        ("torch",), min_length=1, description="Communicators; the file has the first one's link."
+    )
+    rounds: int = Field(7, ge=1, description="Rounds.")
+    threads: int = Field(1, ge=1, description="Threads of a rank that compute.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
+    out: str = Field("device.json", min_length=1, description="The file to write.")
+
+
+class KernelsBench(_Bench):
+    """Our kernels beside eager PyTorch, torch.compile, torch's fused optimizer and Liger-Kernel."""
+
+    operations: tuple[str, ...] = Field((), description="Which; none: all.")
+    dtypes: tuple[Dtype, ...] = Field(("bfloat16", "float32"), min_length=1, description="Of their tensors.")
+    rounds: int = Field(0, ge=0, description="Rounds; 0: 7 on a GPU, else 1.")
+
+
+BENCHES: dict[str, type[_Bench]] = {
+    "memory": MemoryBench,
+    "step": StepBench,
+    "collectives": CollectivesBench,
+    "device": DeviceBench,
+    "kernels": KernelsBench,
+}

@@ -1,0 +1,196 @@
+"""Time of one training step: our stages beside a plain loop and torch's DDP.
+
+Every contestant trains its own copy of the same model on the same data in the same processes. A round takes a few steps
+with each; ratios are taken round by round against the first contestant. No gradient clipping, the same fused AdamW on
+every side, large tensors in huge pages for all, as the trainer has them. ``plain`` communicates nothing: the floor under
+DDP. Wall time, and CPU time of the process with its communication threads.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zeroshard.comm import Communicator
+from zeroshard.errors import UserError
+from zeroshard.lab.bench.ranks import close, communicator, on_ranks, synchronise
+from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, milliseconds, spread_of
+from zeroshard.models import LanguageModel, build_model
+from zeroshard.zero import STAGES, Zero
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of GPT-2's kind, and the batch of a rank."""
+
+    n_embd: int
+    n_layer: int
+    n_head: int
+    vocab_size: int
+    seq_len: int
+    batch: int
+
+
+SHAPES = {
+    "wide": Shape(512, 8, 8, 8192, 128, 1),  # 29.5 M parameters, few tokens: heavy in communication
+    "deep": Shape(384, 6, 6, 4096, 128, 4),  # 12.3 M parameters, more tokens: heavy in computation
+    "small": Shape(192, 4, 4, 1024, 128, 4),  # 2.0 M parameters
+    "tiny": Shape(64, 2, 2, 256, 64, 1),  # 0.12 M parameters: pure overhead
+}
+Times = tuple[float, float]  # seconds of wall and of CPU time
+
+
+@dataclass
+class Contestant:
+    """What is trained: its model, what is called, its optimizer."""
+
+    model: nn.Module
+    forward: Callable[..., Tensor]
+    optimizer: torch.optim.Optimizer
+
+
+def check_contestant(name: str) -> None:
+    """Raise UserError for a name that is none of plain, ddp, zeroN and zeroN@COMM."""
+    kind, _, comm = name.partition("@")
+    known = {"plain", "ddp"} if "@" not in name else set()
+    if kind not in {*known, *(f"zero{stage}" for stage in STAGES)} or comm not in ("", "torch", "ring", "shm"):
+        raise UserError("contestants", f"{name!r} is unknown", "write plain, ddp, zero2, or zero2@ring")
+
+
+def make_model(shape: Shape, device: torch.device | str) -> LanguageModel:
+    """The model of ``shape``."""
+    sizes = {"n_embd": shape.n_embd, "n_layer": shape.n_layer, "n_head": shape.n_head}
+    with torch.device(device):
+        return build_model("gpt2-demo", vocab_size=shape.vocab_size, seq_len=shape.seq_len, overrides=sizes)
+
+
+def build(name: str, shape: Shape, comms: Mapping[str, Communicator], device: torch.device) -> Contestant:
+    """A contestant; ``comms`` by what stands behind the ``@``."""
+    model = make_model(shape, device)
+    if name.startswith("zero"):
+        stage, _, comm = name.partition("@")
+        zero = Zero(model, stage=int(stage[-1]), units=model.blocks, comm=comms[comm])
+        return Contestant(model, model, zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True))
+    wrapped: nn.Module = model
+    if name == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return Contestant(model, wrapped, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+
+
+def batch(shape: Shape, rank: int, device: torch.device) -> list[Tensor]:
+    """Tokens and targets of a rank."""
+    generator = torch.Generator().manual_seed(rank)
+    size = (shape.batch, shape.seq_len)
+    return [torch.randint(0, shape.vocab_size, size, generator=generator).to(device) for _ in range(2)]
+
+
+def take(contestant: Contestant, tokens: Tensor, targets: Tensor) -> Times:
+    """One step, from a common barrier."""
+    if dist.is_initialized():
+        dist.barrier()
+    synchronise(tokens.device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    contestant.forward(tokens, targets).backward()
+    contestant.optimizer.step()
+    contestant.optimizer.zero_grad()
+    synchronise(tokens.device)
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def run(
+    world: int,
+    shapes: Sequence[str],
+    contestants: Sequence[str],
+    num_rounds: int,
+    num_steps: int,
+    *,
+    comm: str = "torch",
+    device: str = "cpu",
+    num_threads: int = 1,
+) -> Report:
+    """Measure; the first of ``contestants`` is what others are held against.
+
+    Args:
+        world: ranks, as processes of this machine.
+        shapes: keys of `SHAPES`.
+        contestants: as `check_contestant` knows them; empty: DDP (in a world of one, ``plain``) and all stages.
+        num_rounds: after one that warms up.
+        num_steps: timed in each round, after one untimed.
+        comm: what stages without ``@`` communicate with.
+        device: ``cpu`` or ``cuda``.
+        num_threads: that compute, of each rank.
+    """
+    names = list(contestants) or ["plain" if world == 1 else "ddp", *(f"zero{stage}" for stage in STAGES)]
+    rows: list[Row] = []
+    for shape in shapes:
+        args = (SHAPES[shape], names, num_rounds, num_steps, comm)
+        rounds = on_ranks(measure, world, *args, device=device, num_threads=num_threads)
+        rows += [{"shape": shape, "world": world, **row} for row in rows_of(rounds, names)]
+    columns = [
+        Column("shape", "model"),
+        Column("name", ""),
+        Column("wall_s", "wall ms", milliseconds),
+        Column("ratio", f"/ {names[0]}", _ratio),
+        Column("cpu_s", "cpu ms", milliseconds),
+        Column("cpu_ratio", f"/ {names[0]}", _ratio),
+    ]
+    chart = Chart(f"One step, {world} ranks", "shape", "wall_s", "name", "ms", 1e3)
+    facts = {"shapes": {shape: asdict(SHAPES[shape]) for shape in shapes}, "world": world, "comm": comm}
+    return Report("step", rows, columns, [chart], facts | {"device": device, "num_threads": num_threads})
+
+
+def measure(
+    rank: int,
+    device: torch.device,
+    shape: Shape,
+    names: Sequence[str],
+    num_rounds: int,
+    num_steps: int,
+    default_comm: str,
+) -> list[dict[str, Times]]:
+    """Median times of each contestant by round, on this rank."""
+    kinds = sorted({name.partition("@")[2] for name in names})
+    comms = {kind: communicator(kind or default_comm) for kind in kinds}
+    contestants = {name: build(name, shape, comms, device) for name in names}
+    tokens, targets = batch(shape, rank, device)
+    rounds: list[dict[str, Times]] = []
+    order = random.Random(0)  # the same on every rank
+    for _ in range(num_rounds + 1):
+        seen = {}
+        for name in order.sample(list(names), len(names)):
+            times = [take(contestants[name], tokens, targets) for _ in range(num_steps + 1)][1:]
+            wall, cpu = (statistics.median(column) for column in zip(*times, strict=True))
+            seen[name] = (wall, cpu)
+        rounds.append(seen)
+        gc.freeze()  # as the trainer does: what lives from here on is not searched for garbage again and again
+    gc.unfreeze()
+    del contestants
+    for comm in comms.values():
+        close(comm)
+    return rounds[1:]
+
+
+def rows_of(rounds: Sequence[Mapping[str, Times]], names: Sequence[str]) -> list[Row]:
+    """A row for each contestant; ratios to the first round by round."""
+    base = names[0]
+    rows: list[Row] = []
+    for name in names:
+        wall, cpu = ([each[name][kind] for each in rounds] for kind in (0, 1))
+        ratios = [spread_of([r[name][kind] / r[base][kind] for r in rounds]) for kind in (0, 1)]
+        row = {"name": name, "wall_s": spread_of(wall), "ratio": ratios[0], "cpu_s": spread_of(cpu)}
+        rows.append({**row, "cpu_ratio": ratios[1], "rounds_wall_s": wall})
+    return rows
+
+
+def _ratio(value: Mapping[str, Any]) -> str:
+    spread = Spread(**value)
+    return f"{spread.median:.3f} ({spread.low:.3f}-{spread.high:.3f})"

@@ -1,0 +1,95 @@
+"""What a training run should come to on one rank: the planner's side of `zeroshard.train.contract`."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroshard.lab.buffers import Buffer, buffers_of
+from zeroshard.lab.hardware import Calibration, Link, read_calibration
+from zeroshard.lab.memory import OPTIMIZER_STATES, state_bytes
+from zeroshard.lab.step import Settings, Step, step_of
+from zeroshard.lab.timeline import Cluster, Timing, simulate
+from zeroshard.lab.trace import trace_language_model
+from zeroshard.lab.traffic import messages
+from zeroshard.models import LanguageModel
+from zeroshard.train.contract import Job, Planned, Sent
+from zeroshard.zero import MixedPrecision, ShardingStrategy
+from zeroshard.zero.strategy import SHARD
+
+NOBODY = Link("none", 0.0, 1.0, "one rank talks to nobody")
+
+
+def predict(job: Job) -> Planned:
+    """What ``job`` holds and sends, exactly, and its peak; the time of a step where the device was measured.
+
+    AdamW, as the trainer has it. The peak is what the engine and autograd hold, without what communicators keep for
+    themselves.
+
+    Raises:
+        UserError: the calibration that was named is not there, or is none.
+    """
+    calibration = read_calibration(job.calibration, "plan.device") if job.calibration else None
+    precision = MixedPrecision(param_dtype=job.compute_dtype) if job.compute_dtype != torch.float32 else None
+    buffers = buffers_of(job.model, job.shard_size, list(job.model.blocks))
+    rank = job.rank % job.shard_size
+    optimizer = OPTIMIZER_STATES["AdamW"]
+    num_replicas = job.world_size // job.shard_size
+    held = state_bytes(buffers, job.row, rank, optimizer, precision, device_type=job.device_type)
+    if job.keeps_ema:
+        held["ema"] = sum(_master_bytes(buffer, job, rank) for buffer in buffers)
+    found = messages(
+        buffers,
+        job.row,
+        precision,
+        num_micro=job.num_micro,
+        uniform_order=job.uniform_order,
+        num_replicas=num_replicas,
+    )
+    sent = [Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in found]
+    settings = Settings(
+        job.row,
+        precision or MixedPrecision(),
+        num_micro=job.num_micro,
+        num_replicas=num_replicas,
+        uniform_order=job.uniform_order,
+        device_type=job.device_type,
+        fused_copies=job.saves_passes and job.compute_dtype != torch.float32,
+        rank=rank,
+    )
+    step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings)
+    timing = None if calibration is None else _timing(step, calibration, job.world_size)
+    return Planned(held, sent, step.peak.total + held.get("ema", 0), None if timing is None else timing.step_s)
+
+
+def predicted_step(
+    model: LanguageModel,
+    row: ShardingStrategy,
+    world_size: int,
+    micro_batch_size: int,
+    seq_len: int,
+    calibration: Calibration,
+    *,
+    clips: bool = False,
+) -> Timing:
+    """The time of a step of one micro-batch in fp32 with AdamW, ``model`` without values."""
+    buffers = buffers_of(model, world_size, list(model.blocks))
+    settings = Settings(row, device_type=calibration.device.device_type, clips=clips)
+    return _timing(_step(model, buffers, micro_batch_size, seq_len, settings), calibration, world_size)
+
+
+def _step(model: LanguageModel, buffers: list[Buffer], micro_batch_size: int, seq_len: int, settings: Settings) -> Step:
+    trace = trace_language_model(model, micro_batch_size, seq_len, settings.precision, device_type=settings.device_type)
+    return step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings)
+
+
+def _timing(step: Step, calibration: Calibration, world_size: int) -> Timing:
+    link = calibration.link or NOBODY
+    return simulate(step, calibration.device, Cluster(world_size, world_size, link, link))
+
+
+def _master_bytes(buffer: Buffer, job: Job, rank: int) -> int:
+    """What the optimizer sees of a buffer, without padding."""
+    layout = buffer.layout
+    sharded = job.row.optim is SHARD and layout.world_size > 1
+    numel = sum(piece.numel for piece in layout.owned(rank)) if sharded else layout.numel
+    return numel * buffer.dtype.itemsize

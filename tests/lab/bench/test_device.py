@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from zeroshard.lab.bench import device
+from zeroshard.lab.hardware import read_calibration
+
+
+def test_a_constant_and_a_rate_are_fitted_to_sizes():
+    sizes = [1e4, 1e5, 1e6, 1e7]
+    constant, s_per_byte = device.fitted(sizes, [2e-4 + size * 3e-9 for size in sizes])
+    assert constant == pytest.approx(2e-4)
+    assert s_per_byte == pytest.approx(3e-9)
+
+
+def test_a_constant_is_never_negative():
+    constant, s_per_byte = device.fitted([1e3, 1e6], [1e-7, 1e-3])
+    assert constant == 0.0
+    assert s_per_byte > 0
+
+
+def test_what_is_hidden_is_a_share_of_what_could_be():
+    assert device.hiding(3.0, 1.0, 3.0) == 1.0
+    assert device.hiding(3.0, 1.0, 4.0) == 0.0
+    assert device.hiding(1.0, 2.0, 2.5) == 0.5
+    assert device.hiding(1.0, 2.0, 9.0) == 0.0
+
+
+def _found():
+    """Medians by hand: 6 GFLOP/s of products, half of it in attention, and collectives of 1 ms and 1 GB/s."""
+    seconds = {"matmul float32 a": [1.0], "matmul float32 b": [2.0], "attention float32": [1.0]}
+    seconds |= {"copy": [1.0], "anew": [1.0], "kernel": [1.0]}
+    amounts = {"matmul float32 a": 4e9, "matmul float32 b": 14e9, "attention float32": 3e9}
+    amounts |= {"copy": 8e9, "anew": 6e9, "kernel": 1e5}
+    for op in device.OPS:
+        for size, num_bytes in device.SIZES.items():
+            seconds[f"torch {op} {size}"] = [1e-3 + num_bytes / 1e9]
+            amounts[f"torch {op} {size}"] = num_bytes
+    seconds |= {"torch compute": [2.0], "torch communicate": [1.0], "torch both": [2.75]}
+    return {"seconds": seconds, "amounts": amounts, "memory_bytes": 1 << 30}
+
+
+def test_the_calibration_has_rates_shares_and_a_link():
+    found = device.calibration_of(_found(), 4, "torch", "cpu", 1)
+    measured, link = found.device, found.link
+    assert measured.matmul_flops_per_s == {"float32": 6e9}
+    assert (measured.attention_share, measured.bytes_per_s, measured.memory_share) == (0.5, 8e9, 0.75)
+    assert measured.kernel_s == 1e-5
+    assert link.num_ranks == 4
+    assert link.hides == 0.25
+    for op in device.OPS:
+        assert link.collectives[op] == pytest.approx((1e-3, 1e-9))
+    assert link.bytes_per_s == pytest.approx(0.75e9)
+    assert device.calibration_of(_found(), 1, "torch", "cpu", 1).link is None
+
+
+def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(device, "WARM_S", 1e-4)
+    report, calibration = device.run(1, [], 1, "cpu", 1)
+    assert {row["what"] for row in report.rows} == {"matmul", "attention", "copy", "anew", "kernel"}
+    device.write(report, calibration, tmp_path / "device.json")
+    assert read_calibration(tmp_path / "device.json") == calibration

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zeroshard.errors import UserError
+from zeroshard.lab.bench import step
+
+
+def test_ratios_are_taken_round_by_round():
+    rounds = [{"plain": (1.0, 2.0), "zero1": (2.0, 2.0)}, {"plain": (4.0, 2.0), "zero1": (4.0, 6.0)}]
+    plain, ours = step.rows_of(rounds, ["plain", "zero1"])
+    assert plain["ratio"]["median"] == 1.0
+    assert ours["ratio"]["median"] == 1.5
+    assert ours["cpu_ratio"]["median"] == 2.0
+    assert ours["rounds_wall_s"] == [2.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ["zero4", "ddp@ring", "zero1@mpi", "fsdp"])
+def test_an_unknown_contestant_is_refused(name):
+    with pytest.raises(UserError, match=r"contestants: .* is unknown; write plain, ddp, zero2, or zero2@ring"):
+        step.check_contestant(name)
+
+
+@pytest.mark.parametrize("name", ["plain", "ddp", "zero0", "zero3@shm", "zero1@torch"])
+def test_known_contestants_are_taken(name):
+    step.check_contestant(name)
+
+
+def test_one_rank_measures_in_this_process():
+    report = step.run(1, ["tiny"], ["plain", "zero2"], 2, 1)
+    assert [(row["shape"], row["name"]) for row in report.rows] == [("tiny", "plain"), ("tiny", "zero2")]
+    assert all(row["wall_s"]["median"] > 0 and row["wall_s"]["num"] == 2 for row in report.rows)
+    assert torch.get_num_threads() == 1
+    assert "tiny" in report.text()

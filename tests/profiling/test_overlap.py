@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from zeroshard.profiling.overlap import Flight, Overlap, by_phase, overlap, table, under_way
+
+
+def test_shares_add_up_to_the_time_in_which_anything_was_under_way():
+    flights = [Flight("a", 0.0, 4.0), Flight("b", 1.0, 6.0), Flight("a", 7.0, 8.0), Flight("c", 7.5, 7.8)]
+    found = under_way(flights)
+    assert found == {"a": 5.0, "b": 2.0, "c": 0.0}
+    assert sum(found.values()) == 7.0  # 0 to 6, and 7 to 8
+
+
+def test_what_was_not_exposed_was_hidden_and_never_less_than_nothing():
+    found = overlap({"a": 5.0, "b": 1.0}, {"b": 1.5, "c": 2.0})
+    assert list(found) == ["c", "b", "a"]
+    assert [value.hidden_s for value in found.values()] == [0.0, 0.0, 5.0]
+
+
+def test_phases_are_sums_over_units():
+    units = {
+        "blocks.0/weights/forward": Overlap(1.0, 0.5),
+        "blocks.1/weights/forward": Overlap(2.0, 0.5),
+        "control": Overlap(0.25, 0.25),
+    }
+    assert by_phase(units) == {"weights/forward": Overlap(3.0, 1.0), "control": Overlap(0.25, 0.25)}
+
+
+def test_the_table_ends_with_the_sum():
+    last = table({"a": Overlap(0.003, 0.001), "b": Overlap(0.001, 0.0)}).splitlines()[-1]
+    assert last.split() == ["all", "4.000", "3.000", "1.000"]

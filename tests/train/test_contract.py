@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard.comm import CONTROL, CommRecord, LocalCommunicator, run_threads
+from zeroshard.errors import ExitStatus
+from zeroshard.lab.contract import predict
+from zeroshard.train.build import build_run
+from zeroshard.train.contract import Contract, Planned, Sent, memory_difference, message_difference
+from zeroshard.train.loop import train
+
+CPU = torch.device("cpu")
+GATHER = Sent("all_gather", 32, "root/weights", 2)
+REDUCE = Sent("reduce_scatter", 32, "root/grads", 2)
+PLANNED = Planned({"params": 8, "grads": 4}, [GATHER, REDUCE], peak_bytes=100, step_s=0.5)
+
+
+def _records(*sent):
+    control = CommRecord("all_reduce", 1, CONTROL, 2)
+    return [control, *(CommRecord(each.op, each.num_bytes, each.scope, each.world_size) for each in sent), control]
+
+
+def test_a_step_that_follows_another_is_held_to_the_plan():
+    contract = Contract(PLANNED)
+    contract.see(1, _records(REDUCE), {}, taken=True)  # gathers nothing: there were no weights to refresh
+    assert contract.num_checked == 0
+    contract.see(2, _records(GATHER, REDUCE), {"params": 8, "grads": 4}, taken=True)
+    assert (contract.num_checked, contract.num_broken, contract.difference) == (1, 0, "")
+
+
+def test_a_step_after_an_evaluation_or_a_skipped_one_is_not():
+    contract = Contract(PLANNED)
+    contract.see(1, [], {}, taken=True)
+    contract.interrupt()
+    contract.see(2, [], {}, taken=True)
+    contract.see(3, [], {}, taken=False)
+    contract.see(4, [], {}, taken=True)
+    assert contract.num_checked == 0
+    contract.see(5, [], {}, taken=True)
+    assert contract.num_broken == 1
+
+
+def test_the_first_difference_is_kept_and_later_ones_counted():
+    contract = Contract(PLANNED)
+    for step in range(1, 4):
+        contract.see(step, _records(GATHER, REDUCE), {"params": 8, "grads": step}, taken=True)
+    assert contract.num_broken == 2
+    assert contract.difference == "step 2: grads holds 2 bytes, planned were 4"
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        ({"params": 8, "grads": 4, "master": 0}, ""),
+        ({"params": 8}, "grads holds 0 bytes, planned were 4"),
+        ({"params": 8, "grads": 4, "ema": 2}, "ema holds 2 bytes, planned were 0"),
+    ],
+)
+def test_a_category_that_differs_is_named(measured, said):
+    assert memory_difference(PLANNED.memory_bytes, measured) == said
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        ([GATHER, REDUCE], ""),
+        ([GATHER, GATHER], "message 1 is all_gather of 32 bytes for root/weights over 2 ranks, planned was reduce"),
+        ([GATHER], "1 messages were sent, planned were 2; missing: reduce_scatter of 32 bytes"),
+        ([GATHER, REDUCE, REDUCE], "3 messages were sent, planned were 2; beyond them: reduce_scatter"),
+    ],
+)
+def test_a_message_that_differs_is_named(measured, said):
+    found = message_difference(PLANNED.messages, measured)
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+
+
+def test_the_report_has_predicted_beside_measured():
+    contract = Contract(PLANNED)
+    for step in (1, 2):
+        contract.see(step, _records(GATHER, REDUCE), {"params": 8, "grads": 2}, taken=True)
+    report = contract.report(peak_bytes=90, step_s=None)
+    assert report["memory_bytes"]["grads"] == {"predicted": 4, "measured": 2, "ratio": 0.5}
+    assert report["messages"]["all_gather"]["number"] == {"predicted": 1, "measured": 1, "ratio": 1.0}
+    assert report["messages"]["reduce_scatter"]["bytes"]["measured"] == 32
+    assert report["peak_bytes"]["ratio"] == 0.9
+    assert report["step_s"] == {"predicted": 0.5, "measured": None, "ratio": None}
+    assert Contract(PLANNED).report(None, None)["memory_bytes"]["params"]["measured"] is None
+
+
+def test_the_line_has_bytes_messages_peak_and_time():
+    planned = replace(PLANNED, memory_bytes={"params": 3 << 20, "master": 0}, peak_bytes=5 << 20)
+    assert Contract(planned).line() == (
+        "3.0MiB held (params 3.0MiB), 2 messages of 0.0MiB a step, peak 5.0MiB, 500.0 ms a step"
+    )
+
+
+# -- in a run ---------------------------------------------------------------------------------------------------
+
+
+def _trained(comm, config, planner=predict):
+    with torch.random.fork_rng():
+        run = build_run(config, comm, CPU, predict=planner)
+    try:
+        return train(run), run.contract
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("changes", [{}, {"ema_decay": 0.9}, {"grad_accum_steps": 3}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
+def test_a_run_keeps_its_plan(tiny_config, strategy, changes):
+    config = tiny_config(strategy=strategy, plan={"enforce": True}, eval_interval=4, **changes)
+    for status, contract in run_threads(lambda comm: _trained(comm, config), 2):
+        assert status == ExitStatus.OK
+        assert contract.difference == ""
+        assert contract.num_checked == 4  # of 6: not the first, and not the one after the evaluation
+    summary = json.loads((Path(config.out) / "summary.json").read_text())["plan"]
+    assert summary["num_broken"] == 0
+    assert summary["peak_bytes"]["predicted"] > sum(p["predicted"] for p in summary["memory_bytes"].values())
+    assert all(pair["ratio"] in (1.0, None) for pair in summary["memory_bytes"].values())
+    assert summary["step_s"]["measured"] > 0
+
+
+def test_replicas_keep_their_plan(tiny_config):
+    config = tiny_config(strategy="zero3", shard_size=2, plan={"enforce": True})
+    assert [status for status, _ in run_threads(lambda comm: _trained(comm, config), 4)] == [ExitStatus.OK] * 4
+
+
+def test_a_plan_that_is_not_kept_ends_the_run_where_it_is_enforced(tiny_config, capsys):
+    def wrong_on_one_rank(job):
+        planned = predict(job)
+        held = {**planned.memory_bytes, "grads": planned.memory_bytes["grads"] + job.rank}
+        return replace(planned, memory_bytes=held)
+
+    config = tiny_config(strategy="zero2", plan={"enforce": True})
+    found = run_threads(lambda comm: _trained(comm, config, wrong_on_one_rank), 2)
+    assert [status for status, _ in found] == [ExitStatus.CHECK_FAILED] * 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: plan: rank 1, step 2: grads holds")
+    summary = json.loads((Path(config.out) / "summary.json").read_text())
+    assert summary["status"] == "check_failed"
+
+
+def test_elsewhere_it_is_only_reported(tiny_config):
+    config = tiny_config()
+    status, contract = _trained(LocalCommunicator(), config, lambda job: PLANNED)
+    assert status == ExitStatus.OK
+    assert contract.num_broken == contract.num_checked == 4  # not the first, and not the one after the evaluation
+    assert json.loads((Path(config.out) / "summary.json").read_text())["plan"]["difference"].startswith("step 2: ")
+
+
+def test_a_strategy_without_a_plan_cannot_be_held_to_it(tiny_config):
+    with pytest.raises(ValueError, match=r"plan.enforce: ddp has no plan"):
+        tiny_config(strategy="ddp", plan={"enforce": True})
+    assert _trained(LocalCommunicator(), tiny_config(strategy="ddp"))[1] is None

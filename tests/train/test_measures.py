@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.profiling.memory import POINTS
+from zeroshard.train.build import build_run
+from zeroshard.train.loop import train
+
+CPU = torch.device("cpu")
+
+
+def _trained(comm, config):
+    run = build_run(config, comm, CPU)
+    try:
+        return train(run)
+    finally:
+        run.close()
+
+
+def _summary(config):
+    return json.loads((Path(config.out) / "summary.json").read_text())
+
+
+def test_every_run_tells_memory_at_three_points(tiny_config):
+    config = tiny_config()
+    run_threads(lambda comm: _trained(comm, config), 2)
+    points = _summary(config)["memory_points_bytes"]
+    assert tuple(points) == POINTS
+    assert points["initialised"]["grads"] == points["before_step"]["optimizer"] == 0
+    assert points["after_step"]["optimizer"] > points["after_step"]["params"]
+    assert not {"memory_peak", "overlap_s_per_step"} & _summary(config).keys()
+    assert not (Path(config.out) / "trace").exists()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_the_peak_is_found_in_the_second_step(tiny_config, strategy):
+    config = tiny_config(strategy=strategy, profile={"memory": True})
+    _trained(LocalCommunicator(), config)
+    peak = _summary(config)["memory_peak"]
+    assert peak["bytes"] == sum(peak["by_category"].values())
+    assert peak["phase"] in ("forward", "backward", "update")
+    held = sum(_summary(config)["memory_points_bytes"]["initialised"].values())
+    assert peak["bytes"] > 3 * held  # states, and activations
+
+
+def test_a_recorded_step_has_the_same_bits(tiny_config):
+    losses = []
+    for name, memory in (("plain", False), ("recorded", True)):
+        config = tiny_config(profile={"memory": memory}, out=f"{tiny_config().out}-{name}")
+        _trained(LocalCommunicator(), config)
+        lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines if '"step"' in line[:20]])
+    assert losses[0] == losses[1]
+
+
+def test_overlap_is_told_by_unit_and_phase(tiny_config):
+    config = tiny_config(strategy="zero3", profile={"overlap": True})
+    run_threads(lambda comm: _trained(comm, config), 2)
+    found = _summary(config)["overlap_s_per_step"]
+    labels = {f"{unit}/{phase}" for unit in ("blocks.0", "root") for phase in ("weights/forward", "grads/backward")}
+    assert labels <= found.keys()
+    for value in found.values():
+        assert value["hidden"] == pytest.approx(max(value["total"] - value["exposed"], 0), abs=1e-9)
+
+
+@pytest.mark.parametrize(("trace_steps", "max_steps"), [(2, 6), (9, 4)])
+def test_a_trace_is_one_file_with_every_rank_and_its_units(tiny_config, trace_steps, max_steps):
+    config = tiny_config(strategy="zero3", profile={"trace_steps": trace_steps}, max_steps=max_steps)
+    _trained(LocalCommunicator(), config)
+    folder = Path(config.out) / "trace"
+    assert [path.name for path in folder.iterdir()] == ["trace.json"]
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    traced = min(trace_steps, max_steps - 2)
+    for unit in ("root", "blocks.0", "blocks.1"):
+        assert names.count(f"backward {unit}") == traced
+        assert names.count(f"forward {unit}") >= traced
+    assert {event["pid"] for event in events} == {0}
+
+
+def _traced_rank(comm, config):
+    _trained(comm, config)
+
+
+def test_ranks_of_processes_share_a_clock(tiny_config, gloo_ranks):
+    config = tiny_config(strategy="zero2", profile={"trace_steps": 1}, max_steps=4, eval_interval=0)
+    gloo_ranks(2).run(_traced_rank, config)
+    events = json.loads((Path(config.out) / "trace" / "trace.json").read_text())["traceEvents"]
+    by_rank = {rank: [e for e in events if e["pid"] == rank and e["ph"] == "X"] for rank in range(2)}
+    for rank, mine in by_rank.items():
+        assert {e["name"] for e in mine} >= {"forward blocks.0", "backward blocks.1", "reduce_scatter root/grads"}, rank
+        under_way = [e["name"] for e in mine if e.get("cat") == "communication"]
+        assert "blocks.0/grads/backward" in under_way
+    # A reduction of both ends on both at the same time, within what threads of a busy machine take to be woken.
+    ends = [
+        next(e["ts"] + e["dur"] for e in mine if e.get("cat") == "communication" and e["name"] == "root/grads/backward")
+        for mine in by_rank.values()
+    ]
+    assert abs(ends[0] - ends[1]) < 200_000  # microseconds
+
+
+def test_a_steps_parts_are_in_its_record(tiny_config):
+    config = tiny_config(grad_accum_steps=2)
+    _trained(LocalCommunicator(), config)
+    steps = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+    for step in (each for each in steps if each["event"] == "step"):
+        assert set(step["spans_s"]) == {"data", "forward", "backward", "clip", "update"}
+        assert 0 < sum(step["spans_s"].values()) <= step["step_s"]
