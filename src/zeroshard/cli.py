@@ -290,6 +290,22 @@ def _sweep_help(kind: type[BaseModel]) -> str:
     return "\n".join(lines)
 
 
+def _report(config: None, words: Sequence[str]) -> int:
+    folders, out = _folders_and_out(words)
+    from zeroshard.lab.report.command import run_report
+
+    return _written(out or "report", lambda: run_report(folders, out))
+
+
+def _folders_and_out(words: Sequence[str]) -> tuple[list[str], str]:
+    """Words without a flag, and what ``--out`` says."""
+    out, rest = take_option(words, "--out")
+    flags = [word for word in rest if word.startswith("--")]
+    if flags:
+        raise UserError(flags[0], "there is no such flag", nearest(flags[0], ["--out"], "see --help"))
+    return rest, out
+
+
 def _lab(config: None, words: Sequence[str]) -> int:
     from zeroshard.lab.commands import OPTIONS, WORDS, run_lab
 
@@ -351,6 +367,12 @@ VERBS: dict[str, Verb] = {
     "sweep": Verb(
         "Train once for each combination of settings, and compare.",
         _sweep,
+    ),
+    "report": Verb(
+        "Make one page and PNGs of runs or a sweep: OUT/report.html opens offline, OUT/figures/ holds the figures. OUT is "
+        "the folder itself, or `report` where several are given.",
+        _report,
+        usage="RUN... | SWEEP [--out OUT]",
     ),
     "lab": Verb(
         "clean: remove networks whose runs have died. tc: slow what leaves a network interface, say how slow it is, "
