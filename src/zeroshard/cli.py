@@ -297,6 +297,23 @@ def _report(config: None, words: Sequence[str]) -> int:
     return _written(out or "report", lambda: run_report(folders, out))
 
 
+def _dashboard(config: None, words: Sequence[str]) -> int:
+    host, words = take_option(words, "--host")
+    port, words = take_option(words, "--port")
+    if len(words) != 1 or words[0].startswith("--"):
+        wrong = next((word for word in words if word.startswith("--")), words[1] if len(words) > 1 else "dir")
+        raise UserError(wrong, "needs one folder, of runs", "write zeroshard dashboard DIR [--host ADDRESS] [--port N]")
+    if port and not (port.isascii() and port.isdecimal() and int(port) < 2**16):
+        raise UserError("port", f"{port!r} is no port", "give a number below 65536; 0: any that is free")
+    from zeroshard.lab.report.command import require
+
+    require("dashboard", ("dash",))
+    from zeroshard.lab.dashboard.server import serve
+
+    serve(words[0], host or "127.0.0.1", int(port or 8050))
+    return ExitStatus.OK
+
+
 def _folders_and_out(words: Sequence[str]) -> tuple[list[str], str]:
     """Words without a flag, and what ``--out`` says."""
     out, rest = take_option(words, "--out")
@@ -369,10 +386,16 @@ VERBS: dict[str, Verb] = {
         _sweep,
     ),
     "report": Verb(
-        "Make one page and PNGs of runs or a sweep: OUT/report.html opens offline, OUT/figures/ holds the figures. OUT is "
-        "the folder itself, or `report` where several are given.",
+        "Make one page and PNGs of runs or a sweep: OUT/report.html opens offline, OUT/figures/ holds the figures. OUT "
+        "is the folder itself, or `report` where several are given.",
         _report,
         usage="RUN... | SWEEP [--out OUT]",
+    ),
+    "dashboard": Verb(
+        "Show the runs below a folder live, with a planner: a page on 127.0.0.1, or on --host; port 8050, --port 0: "
+        "any.",
+        _dashboard,
+        usage="DIR [--host ADDRESS] [--port N]",
     ),
     "lab": Verb(
         "clean: remove networks whose runs have died. tc: slow what leaves a network interface, say how slow it is, "
