@@ -1,6 +1,6 @@
 """Both pages in one Dash application.
 
-All that it shows is text of React's, which is escaped; it asks this server for its scripts and nobody for anything else.
+All that it shows is text of React's, which is escaped. It asks this server for its scripts, and nobody else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page that answers before a run: controls are `zeroshard plan`'s settings, the answer is `zeroshard.lab.plan`'s."""
+"""The page that answers before a run: controls are settings of `zeroshard plan`, and it calls `zeroshard.lab.plan`."""
 
 from __future__ import annotations
 

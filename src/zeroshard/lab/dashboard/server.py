@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from flask import Flask, Response, abort, request
@@ -65,7 +66,7 @@ def _refuse_other_names() -> None:
         abort(403)
 
 
-def _add_headers(server: Flask, hashes: list[str]) -> None:
+def _add_headers(server: Flask, hashes: Sequence[str]) -> None:
     """The browser itself keeps the page from asking anybody else."""
     scripts = " ".join(["'self'", *hashes])
     policy = (

@@ -7,7 +7,11 @@ from typing import Any
 
 from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
 
-CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
+CONFIG: Any = {  # of plotly.js; dash has a type of its own for it
+    "displaylogo": False,
+    "responsive": True,
+    "modeBarButtonsToRemove": ["select2d", "lasso2d"],
+}
 USUAL_HEIGHT = 400  # pixels
 _SYMBOLS = {"triangle": "triangle-up", "cross": "x"}
 _LEGEND_ROW = 21  # pixels

@@ -231,9 +231,9 @@ def plan_of(run: RunResult | None) -> Mapping[str, Any]:
 def pair_of(run: RunResult | None, name: str) -> tuple[float, float]:
     """Predicted and measured ``step_s`` or ``peak_bytes``; NaN where one is not known."""
     found = plan_of(run).get(name)
-    return tuple(
-        _finite(found.get(key)) if isinstance(found, Mapping) else math.nan for key in ("predicted", "measured")
-    )
+    if not isinstance(found, Mapping):
+        return math.nan, math.nan
+    return _finite(found.get("predicted")), _finite(found.get("measured"))
 
 
 def _overlap(run: RunResult, what: str) -> float:
