@@ -352,6 +352,39 @@ def _sweep_help(kind: type[BaseModel]) -> str:
     return "\n".join(lines)
 
 
+def _report(config: None, words: Sequence[str]) -> int:
+    folders, out = _folders_and_out(words)
+    from zeroshard.lab.report.command import run_report
+
+    return _written(out or "report", lambda: run_report(folders, out))
+
+
+def _dashboard(config: None, words: Sequence[str]) -> int:
+    host, words = take_option(words, "--host")
+    port, words = take_option(words, "--port")
+    if len(words) != 1 or words[0].startswith("--"):
+        wrong = next((word for word in words if word.startswith("--")), words[1] if len(words) > 1 else "dir")
+        raise UserError(wrong, "needs one folder, of runs", "write zeroshard dashboard DIR [--host ADDRESS] [--port N]")
+    if port and not (port.isascii() and port.isdecimal() and int(port) < 2**16):
+        raise UserError("port", f"{port!r} is no port", "give a number below 65536; 0: any that is free")
+    from zeroshard.lab.report.command import require
+
+    require("dashboard", ("dash",))
+    from zeroshard.lab.dashboard.server import serve
+
+    serve(words[0], host or "127.0.0.1", int(port or 8050))
+    return ExitStatus.OK
+
+
+def _folders_and_out(words: Sequence[str]) -> tuple[list[str], str]:
+    """Words without a flag, and what ``--out`` says."""
+    out, rest = take_option(words, "--out")
+    flags = [word for word in rest if word.startswith("--")]
+    if flags:
+        raise UserError(flags[0], "there is no such flag", nearest(flags[0], ["--out"], "see --help"))
+    return rest, out
+
+
 def _lab(config: None, words: Sequence[str]) -> int:
     from zeroshard.lab.commands import OPTIONS, WORDS, run_lab
 
@@ -441,6 +474,18 @@ VERBS: dict[str, Verb] = {
     "sweep": Verb(
         "Train once for each combination of settings, and compare.",
         _sweep,
+    ),
+    "report": Verb(
+        "Make one page and PNGs of runs or a sweep: OUT/report.html opens offline, OUT/figures/ holds the figures. OUT "
+        "is the folder itself, or `report` where several are given.",
+        _report,
+        usage="RUN... | SWEEP [--out OUT]",
+    ),
+    "dashboard": Verb(
+        "Show the runs below a folder live, with a planner: a page on 127.0.0.1, or on --host; port 8050, --port 0: "
+        "any.",
+        _dashboard,
+        usage="DIR [--host ADDRESS] [--port N]",
     ),
     "lab": Verb(
         "clean: remove networks whose runs have died. tc: slow what leaves a network interface, say how slow it is, "

@@ -48,14 +48,15 @@ def heading(plan: Plan) -> str:
 
 def table(plan: Plan) -> str:
     """One line a row; the recommended one has an arrow."""
-    lines: list[Sequence[str]] = [COLUMNS, *(_cells(row, plan.cluster.world_size) for row in plan.rows)]
+    lines: list[Sequence[str]] = [COLUMNS, *(cells(row, plan.cluster.world_size) for row in plan.rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
     shown = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     marks = ["  ", *("> " if row is plan.best else "  " for row in plan.rows)]
     return "\n".join(mark + line.rstrip() for mark, line in zip(marks, shown, strict=True))
 
 
-def _cells(row: Row, world_size: int) -> tuple[str, ...]:
+def cells(row: Row, world_size: int) -> tuple[str, ...]:
+    """A row as text, in the order of `COLUMNS`."""
     timing = row.timing
     micro = f"{row.micro_batch} x {row.num_micro}" if row.num_micro > 1 else str(row.micro_batch)
     speed = (

@@ -1,0 +1,75 @@
+"""Remake the screenshots of docs/images: a report and the dashboard of a finished sweep, in Debian's Chromium.
+
+zeroshard sweep --config configs/sweeps/bandwidth.toml --base.link.mode simulated
+python docs/screenshots.py sweeps/bandwidth
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+IMAGES = Path(__file__).parent / "images"
+CHROMIUM, ARGS = "/usr/bin/chromium", ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+HEIGHTS = {1280: 1500, 400: 1500}  # pixels, by width
+MOST_BYTES = 150_000
+ZEROSHARD = (sys.executable, "-m", "zeroshard")
+
+
+def main() -> None:
+    """Write every screenshot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweep", type=Path, help="folder of a finished sweep")
+    sweep = parser.parse_args().sweep
+    IMAGES.mkdir(exist_ok=True)
+    with sync_playwright() as tools, tempfile.TemporaryDirectory() as out, dashboard(sweep) as address:
+        subprocess.run([*ZEROSHARD, "report", str(sweep), "--out", out], check=True)
+        browser = tools.chromium.launch(executable_path=CHROMIUM, args=ARGS)
+        for width, height in HEIGHTS.items():
+            page = browser.new_page(viewport={"width": width, "height": height})
+            page.goto((Path(out) / "report.html").as_uri())
+            page.locator(".main-svg").first.wait_for()
+            page.get_by_role("heading", name="Results").scroll_into_view_if_needed()
+            shoot(page, f"report-{width}")
+            page.goto(address)
+            page.locator("#graph-memory .bars path").first.wait_for(timeout=60_000)
+            shoot(page, f"dashboard-{width}")
+            page.get_by_role("tab", name="Planner").click()
+            page.locator(".advice").wait_for(timeout=120_000)
+            page.wait_for_timeout(1000)
+            shoot(page, f"planner-{width}")
+        browser.close()
+
+
+@contextmanager
+def dashboard(folder: Path) -> Generator[str]:
+    """The address of one, over ``folder``."""
+    child = subprocess.Popen([*ZEROSHARD, "dashboard", str(folder), "--port", "0"], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    try:
+        yield child.stdout.readline().split("  ")[0]
+    finally:
+        child.send_signal(signal.SIGINT)
+        child.wait()
+
+
+def shoot(page: Page, name: str) -> None:
+    """What is to be seen now, in as few colours as keep the file small."""
+    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    path = IMAGES / f"{name}.png"
+    image.save(path, optimize=True)
+    assert path.stat().st_size < MOST_BYTES, f"{path} has {path.stat().st_size} bytes"
+
+
+if __name__ == "__main__":
+    main()

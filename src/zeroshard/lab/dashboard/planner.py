@@ -1,0 +1,140 @@
+"""The page that answers before a run: controls are settings of `zeroshard plan`, and it calls `zeroshard.lab.plan`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from dash import dcc, html
+
+from zeroshard.errors import UserError
+from zeroshard.lab.advice import GIB
+from zeroshard.lab.command import arguments
+from zeroshard.lab.config import PlanConfig
+from zeroshard.lab.hardware import DEVICES, LINKS
+from zeroshard.lab.planner import MICRO_BATCHES, Plan, plan
+from zeroshard.lab.report.figure import BLACK, GREEN, VERMILLION, Axis, Figure, Series
+from zeroshard.lab.report.insides import CATEGORY_COLOURS, GREY
+from zeroshard.lab.report.interactive import CONFIG, as_plotly
+from zeroshard.lab.show import COLUMNS, cells, heading
+from zeroshard.models.presets import PRESETS
+from zeroshard.train.validate import validate
+
+BANDWIDTHS = ("100Mbit/s", "1Gbit/s", "10Gbit/s", "25Gbit/s", "100Gbit/s", "200Gbit/s", "400Gbit/s", "800Gbit/s")
+WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_ONE_AT_A_TIME = threading.Lock()  # a trace takes all the CPU that there is
+_CHOICES: Mapping[str, tuple[str, list[tuple[Any, str]], Any]] = {
+    "model": ("Model", [(name, name) for name in PRESETS], "gpt2-1.5b"),
+    "gpu": ("GPU", [(name, name) for name in DEVICES], "h100-80gb"),
+    "gpus": ("GPUs", [(count, f"{count:,}") for count in WORLDS], 16),
+    "gpus_per_node": ("GPUs in a node", [(count, str(count)) for count in (1, 2, 4, 8, 16)], 8),
+    "network": ("Network of each GPU", [(name, name) for name in (*BANDWIDTHS, *LINKS)], "400Gbit/s"),
+    "stage": ("Stage", [("all", "all"), *((str(stage), str(stage)) for stage in range(4))], "all"),
+    "micro_batch": ("Micro-batch", [(0, "as many as fit"), *((size, str(size)) for size in MICRO_BATCHES)], 0),
+    "seq_len": ("Sequence, tokens", [(0, "the model's"), *((2**p, f"{2**p:,}") for p in range(8, 14))], 0),
+}
+CONTROLS = tuple(_CHOICES)
+
+
+def page() -> html.Div:
+    """Controls and an answer that is still empty."""
+    controls = [
+        html.Div(
+            [
+                html.Label(title, htmlFor=f"plan-{name}"),
+                dcc.Dropdown(
+                    id=f"plan-{name}",
+                    options=[{"label": text, "value": choice} for choice, text in choices],
+                    value=chosen,
+                    clearable=False,
+                ),
+            ]
+        )
+        for name, (title, choices, chosen) in _CHOICES.items()
+    ]
+    return html.Div(
+        [
+            html.Div(controls, className="controls"),
+            dcc.Loading(html.Div(id="answer", **{"aria-live": "polite"}), delay_show=300, type="dot"),
+        ]
+    )
+
+
+def answer(given: Mapping[str, Any]) -> list[Any]:
+    """What `zeroshard plan` would print, and figures; what cannot be planned is one line."""
+    try:
+        found = _planned(tuple(sorted(given.items())))
+    except UserError as error:
+        return [html.P(str(error), className="refusal", role="alert")]
+    head = html.Tr([html.Th(title) for title in COLUMNS])
+    rows = [
+        html.Tr(list(map(html.Td, cells(row, found.cluster.world_size))), className="best" if row is found.best else "")
+        for row in found.rows
+    ]
+    graphs = [
+        html.Figure(
+            [html.H3(figure.title), dcc.Graph(figure=as_plotly(figure), config=CONFIG), html.Figcaption(figure.caption)]
+        )
+        for figure in (_memory(found), _time(found))
+    ]
+    return [
+        html.P(found.advice, className="advice"),
+        html.Div(html.Table([html.Thead(head), html.Tbody(rows)]), className="scroll", tabIndex=0),
+        html.Div(graphs, className="figures"),
+        *(html.P(line, className="quiet") for line in heading(found).splitlines()),
+    ]
+
+
+@lru_cache(maxsize=64)
+def _planned(given: tuple[tuple[str, Any], ...]) -> Plan:
+    values = dict(given)
+    config = validate(PlanConfig, {**values, "model": {"name": values["model"]}})
+    stage = None if config.stage == "all" else int(config.stage)
+    with _ONE_AT_A_TIME:
+        return plan(**arguments(config), stage=stage, micro_batch=config.micro_batch or None)
+
+
+def _memory(found: Plan) -> Figure:
+    tables = [{**row.step.peak.by_category, "communicators": row.comm_bytes} for row in found.rows]
+    names = [name for name in CATEGORY_COLOURS if any(table.get(name) for table in tables)]
+    names += sorted({name for table in tables for name, n in table.items() if n} - set(names))
+    places = tuple(map(float, range(len(tables))))
+    bottoms, series = [0.0] * len(tables), []
+    for name in names:
+        heights = [table.get(name, 0) / GIB for table in tables]
+        colour = CATEGORY_COLOURS.get(name, GREY)
+        notes = (name.replace("_", " "),) * len(tables)
+        series.append(
+            Series(notes[0] if notes else name, "bar", colour, places, tuple(heights), base=tuple(bottoms), notes=notes)
+        )
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    there = found.device.memory_bytes / GIB
+    ends = (-0.5, len(tables) - 0.5)
+    series.append(Series("the GPU's", "line", BLACK, ends, (there, there), dashed=True))
+    return Figure(
+        "memory", "Memory at the peak", Axis("", ticks=_names(found)), Axis("GiB", from_zero=True), tuple(series)
+    )
+
+
+def _time(found: Plan) -> Figure:
+    places = tuple(map(float, range(len(found.rows))))
+    computing = tuple(row.timing.compute_s * 1e3 for row in found.rows)
+    waiting = tuple(row.timing.exposed_s * 1e3 for row in found.rows)
+    series = (
+        Series("computing", "bar", GREEN, places, computing),
+        Series("waiting for the network", "bar", VERMILLION, places, waiting, base=computing),
+    )
+    return Figure(
+        "time", "Time of a step", Axis("", ticks=_names(found)), Axis("ms", from_zero=True), series,
+        "Rows differ in micro-batch, and so in tokens a step: compare tokens/s in the table.",
+    )  # fmt: skip
+
+
+def _names(found: Plan) -> dict[float, str]:
+    world_size = found.cluster.world_size
+    return {
+        float(place): f"stage {row.stage}" + (f" / {row.shard_size}" if row.shard_size != world_size else "")
+        for place, row in enumerate(found.rows)
+    }

@@ -1,0 +1,82 @@
+"""`zeroshard report`: from folders to files."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import zeroshard
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.lab.report.figures import figures_of
+from zeroshard.lab.report.material import Material, gather
+from zeroshard.lab.sweep import write_whole
+
+NEEDED = ("matplotlib", "plotly", "jinja2")  # of the extra `report`
+
+
+def run_report(folders: Sequence[str], out: str = "") -> int:
+    """Write ``report.html`` and ``figures/*.png``.
+
+    Args:
+        folders: of runs, of sweeps, or of folders of either.
+        out: where to write; empty: into the folder, if it is one, else into ``report``.
+
+    Raises:
+        UserError: there is no run, or the extra is not installed.
+        OSError: it cannot be written.
+    """
+    require("report", NEEDED)
+    if not folders:
+        raise UserError("runs", "none is given", "write zeroshard report RUN..., or the folder of a sweep")
+    material = gather(folders)
+    target = Path(out or (folders[0] if len(folders) == 1 else "report"))
+    page, names = write_report(material, target)
+    print(f"{len(material.entries)} configurations, {len(names)} figures, {len(material.notices)} warnings: {page}")
+    return ExitStatus.OK
+
+
+def require(extra: str, needed: Sequence[str]) -> None:
+    """Raise UserError where what ``extra`` brings is not there."""
+    absent = [name for name in needed if find_spec(name) is None]
+    if absent:
+        what = f"needs {', '.join(absent)}, not installed here"
+        raise UserError(extra, what, f'pip install "zeroshard[{extra}]"')
+
+
+def write_report(material: Material, target: Path) -> tuple[Path, list[str]]:
+    """The page and the names of its figures, written into ``target``."""
+    from zeroshard.lab.report.page import render
+    from zeroshard.lab.report.png import draw
+
+    figures, missing = figures_of(material)
+    folder = target / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"{figure.name}.png" for figure in figures]
+    for figure, name in zip(figures, names, strict=True):
+        draw(figure, folder / name)
+    page = target / "report.html"
+    write_whole(page, render(material, figures, missing, environment_of(material)))
+    return page, names
+
+
+def environment_of(material: Material) -> list[tuple[str, str]]:
+    """What the numbers hold for: what the runs said of themselves, each value once; and what made the report."""
+    found: dict[str, dict[str, None]] = {}
+    for run in material.runs:
+        for name in ("torch", "device", "world_size", "kernels"):
+            value = run.start.get(name)
+            if value not in (None, "", {}):
+                words = ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+                found.setdefault(name.replace("_", " "), {})[words] = None
+        if run.link is not None:
+            found.setdefault("links", {})[run.link.mode] = None
+    rows = [(name, "; ".join(values)) for name, values in found.items()]
+    made_by = [f"zeroshard {zeroshard.__version__}", f"python {platform.python_version()}"]
+    made_by += [f"{name} {metadata.version(name)}" for name in NEEDED]
+    rows.append(("report made with", ", ".join(made_by)))
+    rows.append(("report made on", f"{platform.platform()}, {os.cpu_count()} CPUs"))
+    return rows

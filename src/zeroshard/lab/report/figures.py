@@ -1,0 +1,49 @@
+"""Every figure of a report, and why others are not there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from zeroshard.lab.report.figure import Figure
+from zeroshard.lab.report.insides import loss, memory, predictions, timelines
+from zeroshard.lab.report.marks import LeftOutError
+from zeroshard.lab.report.material import Material
+from zeroshard.lab.report.speed import communication, relative, searched, throughput
+
+_LOG_FROM = 5.0  # the largest over the smallest value
+Drawn = tuple[list[Figure], list[str]]  # and what could not be drawn, a line each
+
+
+def figures_of(material: Material) -> Drawn:
+    """Every figure for which there are data, and a line for each kind without."""
+    entries = [entry for entry in material.entries if entry.first is not None]
+    kinds: dict[str, Callable[[], list[Figure]]] = {
+        "Throughput": lambda: throughput(entries),
+        "Communication": lambda: communication(entries),
+        "Crossovers": lambda: [*searched(material.crossings), *relative(entries, optional=bool(material.crossings))],
+        "Loss": lambda: loss(entries),
+        "Memory": lambda: memory(entries),
+        "Step timeline": lambda: timelines(entries),
+        "Predicted against measured": lambda: predictions(entries),
+    }
+    figures: list[Figure] = []
+    missing: list[str] = []
+    for kind, draw in kinds.items():
+        try:
+            figures += map(_rightly_scaled, draw())
+        except LeftOutError as why:
+            missing.append(f"{kind}: {why}")
+    return figures, missing
+
+
+def _rightly_scaled(figure: Figure) -> Figure:
+    """A logarithmic y axis is for values that differ by multiples; others are read off a straight one."""
+    values = [value for series in figure.series for value in series.y if math.isfinite(value)]
+    if not figure.y.log or figure.name.startswith("predicted"):
+        return figure
+    if values and min(values) > 0 and max(values) / min(values) > _LOG_FROM:
+        return figure
+    from_zero = not figure.name.startswith("relative")
+    return replace(figure, y=replace(figure.y, log=False, from_zero=from_zero))

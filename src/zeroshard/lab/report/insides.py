@@ -1,0 +1,255 @@
+"""Figures of what goes on inside runs: loss, memory, the step of each rank, and how predictions came out."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from zeroshard.lab.report.figure import (
+    BLACK,
+    BLUE,
+    CYCLE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    YELLOW,
+    Axis,
+    Figure,
+    Series,
+)
+from zeroshard.lab.report.marks import MOST_BARS, LeftOutError, numbered, only_first, rank_of_strategy, style
+from zeroshard.lab.report.material import OF_LINKS, Entry, pair_of, plan_of
+from zeroshard.lab.report.spans import TRACE, TraceError, read_spans
+from zeroshard.lab.results import RunResult
+
+MOST_LINES = 12
+MOST_POINTS = 400  # of a curve
+MOST_TIMELINES = 4
+MIB, GIB = 2**20, 2**30
+CATEGORY_COLOURS = {
+    "params": BLUE,
+    "grads": ORANGE,
+    "master": SKY,
+    "optimizer": GREEN,
+    "ema": PURPLE,
+    "unit_buffers": YELLOW,
+    "prefetch": "#F8F8F8",
+    "activations": VERMILLION,
+    "temporaries": "#8C510A",
+    "comm_buffers": BLACK,
+    "others": GREY,
+}
+SPAN_COLOURS = {"forward": BLUE, "backward": ORANGE, "other": GREEN, "communication": VERMILLION}
+
+
+def loss(entries: Sequence[Entry]) -> list[Figure]:
+    """Loss by step. Curves that are equal to the bit are drawn once and said to be."""
+    curves: dict[tuple[tuple[int, float], ...], list[Entry]] = defaultdict(list)
+    for entry in entries:
+        run = entry.first
+        if run is not None and run.steps:
+            curves[tuple((step.step, step.loss) for step in run.steps)].append(entry)
+    if not curves:
+        raise LeftOutError("no run has taken a step")
+    series: list[Series] = []
+    for index, (points, group) in enumerate(list(curves.items())[:MOST_LINES]):
+        colour = CYCLE[index % len(CYCLE)]
+        more = f" and {len(group) - 1} more, the same bits" if len(group) > 1 else ""
+        shown = _thinned(points)
+        x, y = tuple(float(step) for step, _ in shown), tuple(value for _, value in shown)
+        series.append(Series(group[0].label + more, "line", colour, x, y, dashed=index >= len(CYCLE)))
+        run = group[0].first
+        if run is not None and run.evaluations and len(curves) <= MOST_LINES // 2:
+            steps = tuple(float(each.step) for each in run.evaluations)
+            losses = tuple(each.loss for each in run.evaluations)
+            series.append(Series(f"{group[0].label} (validation)", "points", colour, steps, losses, marker="diamond"))
+    caption = f"{len(curves) - MOST_LINES} more curves are not drawn." if len(curves) > MOST_LINES else ""
+    return [Figure("loss", "Loss", Axis("step"), Axis("nats per token"), tuple(series), caption)]
+
+
+def memory(entries: Sequence[Entry]) -> list[Figure]:
+    """What a rank holds, by category, beside its plan; and the peak of a step, measured and planned."""
+    chosen: dict[tuple[str, str], Entry] = {}
+    for entry in sorted(entries, key=rank_of_strategy):
+        if entry.first is not None and any(_held(entry.first)):
+            chosen.setdefault((entry.strategy, _without_links(entry)), entry)
+    if not chosen:
+        raise LeftOutError("no run has recorded its memory")
+    shown = list(chosen.values())[:MOST_BARS]
+    held = [_held(entry.first) for entry in shown if entry.first is not None]
+    unit, scale = _memory_unit(max(sum(table.values()) for pair in held for table in pair))
+    names = [name for name in CATEGORY_COLOURS if any(table.get(name) for pair in held for table in pair)]
+    names += sorted({name for pair in held for table in pair for name in table} - set(CATEGORY_COLOURS))
+    has_plan = any(planned for _, planned in held)
+    series: list[Series] = []
+    for which, hatched in ((0, False), (1, True)) if has_plan else ((0, False),):
+        bottoms = [0.0] * len(shown)
+        shift = (0.2 if hatched else -0.2) if has_plan else 0.0
+        for name in names:
+            heights = [pair[which].get(name, 0) / scale for pair in held]
+            series.append(
+                Series(
+                    "" if hatched else name.replace("_", " "),
+                    "bar",
+                    CATEGORY_COLOURS.get(name, GREY),
+                    tuple(place + shift for place in range(len(shown))),
+                    tuple(heights),
+                    base=tuple(bottoms),
+                    width=0.36 if has_plan else 0.6,
+                    hatched=hatched,
+                    notes=tuple(f"{name}, {'planned' if hatched else 'measured'}" for _ in shown),
+                )
+            )
+            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    series += _peaks(shown, scale)
+    caption = "Left bar: measured on rank 0. Right, hatched: planned. " if has_plan else "Measured on rank 0. "
+    caption += "Bars: held between backward and update." + (" Marks: the peak of a step." if _peaks(shown, 1) else "")
+    x = Axis("", ticks={float(i): _name_in(entry, shown) for i, entry in enumerate(shown)})
+    caption = only_first(shown, list(chosen.values()), caption)
+    return [Figure("memory", "Memory of a rank", x, Axis(unit, from_zero=True), tuple(series), caption, height=1.15)]
+
+
+def timelines(entries: Sequence[Entry]) -> list[Figure]:
+    """What each rank did when, for one traced run of each strategy."""
+    chosen: dict[str, tuple[Entry, RunResult]] = {}
+    for entry in sorted(entries, key=rank_of_strategy):
+        for run in entry.case.runs:
+            if entry.strategy not in chosen and (run.folder / TRACE).is_file():
+                chosen[entry.strategy] = (entry, run)
+    if not chosen:
+        raise LeftOutError("no run has a trace; --profile.trace-steps 1 records one")
+    figures, damaged = [], []
+    for entry, run in list(chosen.values())[:MOST_TIMELINES]:
+        try:
+            figures.append(_timeline(entry, run))
+        except TraceError as why:
+            damaged.append(f"{entry.label}: {why}")
+    if not figures:
+        raise LeftOutError("; ".join(damaged))
+    return numbered(figures)
+
+
+def predictions(entries: Sequence[Entry]) -> list[Figure]:
+    """Step time and peak memory as they were predicted and as they were measured."""
+    figures = []
+    for name, title, unit, scale in (("step_s", "Step time", "ms", 1e-3), ("peak_bytes", "Peak memory", "MiB", MIB)):
+        of_strategy: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+        for entry in sorted(entries, key=rank_of_strategy):
+            for run in entry.case.done:
+                predicted, measured = pair_of(run, name)
+                if predicted > 0 and measured > 0:
+                    of_strategy[entry.strategy].append((predicted / scale, measured / scale, entry.label))
+        if not of_strategy:
+            continue
+        series = [
+            Series(
+                strategy,
+                "points",
+                style(strategy, index)[0],
+                tuple(x for x, _, _ in points),
+                tuple(y for _, y, _ in points),
+                marker=style(strategy, index)[1],
+                notes=tuple(label for _, _, label in points),
+            )
+            for index, (strategy, points) in enumerate(of_strategy.items())
+        ]
+        every = [value for points in of_strategy.values() for point in points for value in point[:2]]
+        ends = (min(every) / 1.3, max(every) * 1.3)
+        guides = [Series("equal", "line", GREY, ends, ends)]
+        guides += [
+            Series("20 % off" if share > 1 else "", "line", GREY, ends, tuple(e * share for e in ends), dashed=True)
+            for share in (1.2, 0.8)
+        ]
+        off = sorted(abs(y / x - 1) for points in of_strategy.values() for x, y, _ in points)
+        half = f"Half of {len(off)} runs are within {off[len(off) // 2]:.1%} of their prediction"
+        caption = f"{half}, all within {off[-1]:.1%}."
+        x, y = Axis(f"predicted, {unit}", log=True), Axis(f"measured, {unit}", log=True)
+        slug = "predicted-" + name.partition("_")[0]
+        figures.append(Figure(slug, f"{title}, predicted and measured", x, y, (*guides, *series), caption))
+    if not figures:
+        raise LeftOutError("no run has a prediction of its peak (--profile.memory) or its step time (--plan.device)")
+    return figures
+
+
+def _timeline(entry: Entry, run: RunResult) -> Figure:
+    spans = read_spans(run.folder / TRACE)
+    ranks = sorted({span.rank for span in spans})
+    rows: dict[float, str] = {}
+    series = []
+    for rank in ranks:
+        rows[2.0 * ranks.index(rank)] = f"rank {rank}"
+        rows[2.0 * ranks.index(rank) + 0.8] = "communication"
+    for kind, colour in SPAN_COLOURS.items():
+        own = [span for span in spans if span.kind == kind]
+        if own:
+            shift = 0.8 if kind == "communication" else 0.0
+            series.append(
+                Series(
+                    {"other": "update"}.get(kind, kind),
+                    "span",
+                    colour,
+                    tuple((span.end_s - span.start_s) * 1e3 for span in own),
+                    tuple(2.0 * ranks.index(span.rank) + shift for span in own),
+                    base=tuple(span.start_s * 1e3 for span in own),
+                    width=0.7,
+                    notes=tuple(span.name for span in own),
+                )
+            )
+    title = f"Step of {entry.label}"
+    return Figure(
+        f"timeline-{entry.strategy or 'run'}", title, Axis("ms"), Axis("", ticks=rows, reversed=True), tuple(series),
+        "Communication is under way while its bar lasts, whether or not anybody waits.",
+        height=0.45 + 0.22 * len(ranks),
+    )  # fmt: skip
+
+
+def _peaks(shown: Sequence[Entry], scale: float) -> list[Series]:
+    found = []
+    for name, index, marker, shift in (("peak, measured", 1, "diamond", -0.2), ("peak, planned", 0, "circle", 0.2)):
+        points = [
+            (place + shift, pair_of(entry.first, "peak_bytes")[index] / scale) for place, entry in enumerate(shown)
+        ]
+        points = [point for point in points if math.isfinite(point[1])]
+        if points:
+            x, y = zip(*points, strict=True)
+            found.append(Series(name, "points", PURPLE, x, y, marker=marker))
+    return found
+
+
+def _held(run: RunResult) -> tuple[dict[str, int], dict[str, int]]:
+    """Measured and planned, by category; of a run that was held to no plan, the records' largest."""
+    planned: dict[str, int] = {}
+    measured: dict[str, int] = {}
+    table = plan_of(run).get("memory_bytes")
+    for name, pair in table.items() if isinstance(table, Mapping) else ():
+        if isinstance(pair, Mapping):
+            planned[name], measured[name] = int(pair.get("predicted") or 0), int(pair.get("measured") or 0)
+    if not any(measured.values()):
+        fullest = max(run.steps, key=lambda step: sum(step.memory_bytes.values()), default=None)
+        measured = dict(fullest.memory_bytes) if fullest else {}
+    return {name: n for name, n in measured.items() if n}, {name: n for name, n in planned.items() if n}
+
+
+def _without_links(entry: Entry) -> str:
+    """What sets its memory apart."""
+    names = [name for name in entry.case.axes if name.startswith("link")]
+    return entry.rest("strategy", *OF_LINKS, *names, *(f"link.{name}" for name in ("mode", "latency", "node_size")))
+
+
+def _name_in(entry: Entry, shown: Sequence[Entry]) -> str:
+    """The strategy alone where that tells it apart."""
+    alike = [other for other in shown if other.strategy == entry.strategy]
+    return entry.strategy if entry.strategy and len(alike) == 1 else entry.label
+
+
+def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    step = -(-len(points) // MOST_POINTS)
+    return [*points[::step], *(points[-1:] if (len(points) - 1) % step else [])]
+
+
+def _memory_unit(num_bytes: float) -> tuple[str, float]:
+    return ("GiB", GIB) if num_bytes >= GIB else ("MiB", MIB) if num_bytes >= MIB else ("KiB", 1024)

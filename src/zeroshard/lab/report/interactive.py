@@ -1,0 +1,119 @@
+"""A figure as plotly has it: plain data, which the page and the dashboard hand to plotly.js."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
+
+CONFIG: Any = {  # of plotly.js; dash has a type of its own for it
+    "displaylogo": False,
+    "responsive": True,
+    "modeBarButtonsToRemove": ["select2d", "lasso2d"],
+}
+USUAL_HEIGHT = 400  # pixels
+_SYMBOLS = {"triangle": "triangle-up", "cross": "x"}
+_LEGEND_ROW = 21  # pixels
+_FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+
+
+def as_plotly(figure: Figure) -> dict[str, Any]:
+    """``{"data", "layout"}``. plotly.js reads tags in any text, so all of it is escaped."""
+    num_named = sum(bool(series.name) for series in figure.series)
+    longest = max((len(series.name) for series in figure.series), default=0)
+    rows = num_named if longest > 24 else -(-num_named // 3)
+    height = USUAL_HEIGHT * figure.height + rows * _LEGEND_ROW
+    x_axis = _axis(figure.x)
+    if figure.x.ticks and not figure.x.log and max(map(len, figure.x.ticks.values())) > 8:
+        x_axis["tickangle"] = -30
+    layout: dict[str, Any] = {
+        "height": round(height),
+        "margin": {"l": 10, "r": 14, "t": 12, "b": 10},
+        "font": {"family": _FONT, "size": 13, "color": "#1a1a1a"},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "barmode": "overlay",
+        "hovermode": "closest",
+        "showlegend": num_named > 1,
+        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
+        "xaxis": x_axis,
+        "yaxis": _axis(figure.y),
+    }
+    if figure.band is not None:
+        edges = {"x0": figure.band[0], "x1": figure.band[1], "y0": 0, "y1": 1}
+        shape = {"type": "rect", "xref": "x", "yref": "paper", **edges, "fillcolor": GREY, "opacity": 0.25}
+        layout["shapes"] = [{**shape, "line": {"width": 0}, "layer": "below"}]
+    return {"data": [_trace(series) for series in figure.series], "layout": layout}
+
+
+def _axis(axis: Axis) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "title": {"text": _text(axis.title)},
+        "automargin": True,
+        "gridcolor": "#e3e3e3",
+        "linecolor": "#555555",
+        "zeroline": False,
+        "ticks": "outside",
+    }
+    if axis.log:
+        found |= {"type": "log", "exponentformat": "none", "separatethousands": True}
+    if axis.ticks:
+        found |= {
+            "tickmode": "array",
+            "tickvals": list(axis.ticks),
+            "ticktext": [_short(t) for t in axis.ticks.values()],
+        }
+    if axis.reversed:
+        found["autorange"] = "reversed"
+    if axis.from_zero and not axis.log:
+        found["rangemode"] = "tozero"
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _trace(series: Series) -> dict[str, Any]:
+    trace: dict[str, Any] = {
+        "name": _text(series.name),
+        "showlegend": bool(series.name),
+        "x": list(series.x),
+        "y": list(series.y),
+        "text": [_text(note) for note in series.notes] or None,
+        "hovertemplate": "%{text}<br>%{x:.4~g}, %{y:.4~g}" if series.notes else None,
+    }
+    if series.mark in ("bar", "span"):
+        pattern = {"shape": "/", "fgcolor": "white", "fillmode": "overlay", "size": 6} if series.hatched else None
+        border = {"width": 0.5 if series.mark == "bar" else 0, "color": "#333333"}
+        trace |= {"type": "bar", "marker": _present(color=series.colour, pattern=pattern, line=border)}
+        trace |= {"base": list(series.base) or None, "width": series.width, "textposition": "none"}
+        if series.mark == "span":
+            trace |= {"orientation": "h", "hovertemplate": "%{text}<br>%{x:.4~g} ms"}
+        elif series.notes:
+            trace["hovertemplate"] = "%{text}<br>%{y:.4~g}"
+    else:
+        symbol = _SYMBOLS.get(series.marker, series.marker or "circle")
+        symbols = [f"{symbol}-open" if hollow else symbol for hollow in series.hollow] or symbol
+        mode = "markers" if series.mark == "points" else "lines+markers" if series.marker else "lines"
+        trace |= {"type": "scatter", "mode": mode, "marker": {"symbol": symbols, "size": 9, "color": series.colour}}
+        trace["line"] = {"color": series.colour, "width": 2, "dash": "dash" if series.dashed else "solid"}
+    if series.low and any(low != high for low, high in zip(series.low, series.high, strict=True)):
+        trace["error_y"] = {
+            "type": "data",
+            "symmetric": False,
+            "array": [high - y for high, y in zip(series.high, series.y, strict=True)],
+            "arrayminus": [y - low for low, y in zip(series.low, series.y, strict=True)],
+            "color": series.colour if series.mark != "bar" else "#333333",
+            "thickness": 1.2,
+        }
+    return _present(**trace)
+
+
+def _present(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _short(text: str) -> str:
+    return _text(text if len(text) <= 28 else text[:27] + "…")
+
+
+def _text(text: str) -> str:
+    return html.escape(text, quote=False)

@@ -1,0 +1,333 @@
+"""What a report is about: entries, one for each configuration that ran, and everything that speaks against them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from zeroshard.errors import UserError
+from zeroshard.lab.cases import CHANGES_NO_RESULT, in_words
+from zeroshard.lab.results import RunResult, find_runs, locks_held, read_run
+from zeroshard.lab.sweep_results import SWEEP, CaseResult, read_sweep
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.sizes import parse_bandwidth
+
+CROSSOVER = "crossover.json"
+STRATEGIES = ("zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2", "auto")  # in the order of figures
+OF_LINKS = ("link.bandwidth",)
+# What sets runs apart and has no part in what they come to.
+_ASIDE = (*CHANGES_NO_RESULT, "profile.trace_steps", "profile.memory", "profile.overlap", "plan.enforce", "plan.device")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A configuration with its runs.
+
+    Attributes:
+        label: what sets it apart, in words.
+        case: its runs and failures.
+    """
+
+    label: str
+    case: CaseResult
+
+    @cached_property
+    def first(self) -> RunResult | None:
+        """The run that stands for all where one must: the first that has ended well, else the first with steps."""
+        runs = [*self.case.done, *(run for run in self.case.runs if run.steps)]
+        return runs[0] if runs else None
+
+    @property
+    def strategy(self) -> str:
+        """By name; empty where nobody can say."""
+        return str(self.setting("strategy", ""))
+
+    @property
+    def bytes_per_s(self) -> float:
+        """That its links were asked for; infinite where none was slowed, NaN where nobody can say."""
+        asked = self.setting("link.bandwidth", "")
+        try:
+            return parse_bandwidth("link.bandwidth", str(asked)) if asked else math.inf
+        except UserError:
+            return math.nan
+
+    @property
+    def world_size(self) -> int:
+        """Ranks; 0 where nobody can say."""
+        found = self.first.start.get("world_size") if self.first else None
+        found = found or self.setting("nproc", 0)
+        return found if isinstance(found, int) else 0
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether its links were what was asked for."""
+        return not self.case.why_not_comparable
+
+    @property
+    def total_comm_s(self) -> float:
+        """Seconds of a step in which communication was under way on rank 0; NaN where no run looked for it."""
+        return _middle(_overlap(run, "total") for run in self.case.done)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of the median step that rank 0 stood still for it."""
+        found = self.case.exposed_s
+        return found.median if found else math.nan
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """A setting by its dotted name: of its runs, else as its axes have it."""
+        for run in self.case.runs:
+            if run.config:
+                return run.setting(name, default)
+        return flat(self.case.axes).get(name, default)
+
+    def rest(self, *without: str) -> str:
+        """What sets it apart but for these settings, in words."""
+        return in_words({name: value for name, value in flat(self.case.axes).items() if name not in without})
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What a search for the bandwidth at which two strategies draw has found.
+
+    Attributes:
+        label: what else was set, in words.
+        strategies: the two.
+        low, high: bytes per second between which they draw.
+        below, above: which is faster there; None where a run failed.
+        points: seconds of a step of both, by bytes per second; NaN where a run failed.
+    """
+
+    label: str
+    strategies: tuple[str, str]
+    low: float
+    high: float
+    below: str | None
+    above: str | None
+    points: tuple[tuple[float, float, float], ...]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that a reader must know.
+
+    Attributes:
+        kind: ``comparable``: points that others cannot be compared with; ``failed``: attempts without a result;
+            ``folder``: what is not whole; ``plan``: runs that differ from what was planned.
+        about: whom it concerns.
+        line: what it is.
+    """
+
+    kind: Literal["comparable", "failed", "folder", "plan"]
+    about: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Material:
+    """All that a report shows.
+
+    Attributes:
+        title: of the page.
+        entries: in the order in which they were asked for.
+        crossings: of sweeps that looked for them.
+        notices: worst first.
+    """
+
+    title: str
+    entries: tuple[Entry, ...]
+    crossings: tuple[Crossing, ...]
+    notices: tuple[Notice, ...]
+
+    @property
+    def runs(self) -> Iterator[RunResult]:
+        """Every run."""
+        return (run for entry in self.entries for run in entry.case.runs)
+
+
+def gather(folders: Sequence[str | Path]) -> Material:
+    """Everything in ``folders``: runs, sweeps, and folders of either.
+
+    Raises:
+        UserError: one of them is no folder, or there is no run in any.
+    """
+    entries: list[Entry] = []
+    crossings: list[Crossing] = []
+    notices: list[Notice] = []
+    loose: list[Path] = []
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise UserError("runs", f"{folder} is not a folder", "give the folder of a run or of a sweep")
+        sweeps = _find_sweeps(folder)
+        for each in sweeps:
+            found = read_sweep(each)
+            entries += [Entry(in_words(case.axes) or case.name, case) for case in found.cases]
+            notices += [Notice("folder", str(each), line) for line in found.problems]
+            crossings += _read_crossings(each, notices)
+        inside = [run for run in find_runs(folder) if not any(run.is_relative_to(each) for each in sweeps)]
+        loose += inside or ([] if sweeps else [folder])
+    held = locks_held()
+    entries += entries_of_runs([read_run(folder, held) for folder in dict.fromkeys(loose)])
+    if not notices and not any(_is_something(entry) for entry in entries):
+        raise UserError("runs", f"there is no run in {', '.join(map(str, folders))}", "give the folder of a run")
+    notices = [*_notices(entries), *notices]
+    title = ", ".join(Path(folder).resolve().name for folder in folders[:3]) + (" ..." if len(folders) > 3 else "")
+    return Material(title, tuple(entries), tuple(crossings), tuple(notices))
+
+
+def entries_of_runs(runs: Sequence[RunResult]) -> list[Entry]:
+    """Runs of one configuration are repeats of one entry; its axes are the settings in which it differs from others."""
+    configs = {run.folder: flat(run.config, only_tables=False) for run in runs}
+    for config in configs.values():
+        for name in _ASIDE:
+            config.pop(name, None)
+    groups: dict[str, list[RunResult]] = {}
+    for run in runs:
+        config = configs[run.folder]
+        key = json.dumps(config, sort_keys=True, default=str) if config else str(run.folder)
+        groups.setdefault(key, []).append(run)
+    known = [configs[group[0].folder] for group in groups.values() if configs[group[0].folder]]
+    names = list(dict.fromkeys(name for config in known for name in config))
+    differing = [name for name in names if len({str(config.get(name)) for config in known}) > 1]
+    entries = []
+    for group in groups.values():
+        config = configs[group[0].folder]
+        axes = {name: config[name] for name in differing if name in config}
+        label = ", ".join(_unique_names(run.folder for run in group))
+        entries.append(Entry(label, CaseResult(label, axes, tuple(group), ())))
+    return _told_apart(entries)
+
+
+def flat(table: Mapping[str, Any], prefix: str = "", *, only_tables: bool = True) -> dict[str, Any]:
+    """Nested settings by their dotted names. An axis of tables that no setting is called by stands for what it holds.
+
+    Args:
+        table: axes of a case, or a configuration.
+        prefix: of names.
+        only_tables: whether names that are no table of a configuration are left out of what is inside them.
+    """
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            inner = f"{prefix}{name}." if not only_tables or prefix or name in TrainConfig.model_fields else ""
+            found |= flat(value, inner, only_tables=only_tables)
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def plan_of(run: RunResult | None) -> Mapping[str, Any]:
+    """What was predicted and measured, as ``summary.json`` has it; empty where nobody planned."""
+    found = run.summary.get("plan") if run else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def pair_of(run: RunResult | None, name: str) -> tuple[float, float]:
+    """Predicted and measured ``step_s`` or ``peak_bytes``; NaN where one is not known."""
+    found = plan_of(run).get(name)
+    if not isinstance(found, Mapping):
+        return math.nan, math.nan
+    return _finite(found.get("predicted")), _finite(found.get("measured"))
+
+
+def _overlap(run: RunResult, what: str) -> float:
+    found = run.summary.get("overlap_s_per_step")
+    if not isinstance(found, Mapping):
+        return math.nan
+    values = [_finite(each.get(what)) for each in found.values() if isinstance(each, Mapping)]
+    return sum(values) if values else math.nan
+
+
+def _finite(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+
+
+def _middle(values: Iterable[float]) -> float:
+    known = sorted(value for value in values if math.isfinite(value))
+    return known[len(known) // 2] if known else math.nan
+
+
+def _find_sweeps(folder: Path) -> list[Path]:
+    found = []
+    for inner, folders, names in os.walk(folder):
+        if SWEEP in names:
+            found.append(Path(inner))
+            folders.clear()
+    return sorted(found)
+
+
+def _is_something(entry: Entry) -> bool:
+    """Whether there is, or was, anything at all."""
+    if entry.case.axes or entry.case.failures:
+        return True
+    return any(find_runs(run.folder) for run in entry.case.runs)
+
+
+def _unique_names(folders: Iterable[Path]) -> list[str]:
+    return list(dict.fromkeys(folder.resolve().name for folder in folders))
+
+
+def _told_apart(entries: Sequence[Entry]) -> list[Entry]:
+    """Folders of one name in several places have the place in their label."""
+    labels = [entry.label for entry in entries]
+    return [
+        replace(entry, label=str(entry.case.runs[0].folder)) if labels.count(entry.label) > 1 else entry
+        for entry in entries
+    ]
+
+
+def _notices(entries: Iterable[Entry]) -> list[Notice]:
+    found: list[Notice] = []
+    environments: dict[str, list[str]] = {}
+    for entry in entries:
+        case = entry.case
+        found += [Notice("comparable", entry.label, why) for why in dict.fromkeys(case.why_not_comparable)]
+        found += [Notice("failed", entry.label, line) for line in dict.fromkeys(case.failures)]
+        for run in case.runs:
+            if run.state in ("damaged", "unfinished") or run.problems:
+                line = "; ".join(run.problems) or "killed, or its machine went down: it has not ended"
+                found.append(Notice("folder", f"{run.folder}", f"{run.state}: {line}"))
+            elif run.state == "failed":
+                found.append(Notice("failed", entry.label, f"{run.folder.name} ended with {run.summary.get('status')}"))
+            difference = plan_of(run).get("difference")
+            if difference:
+                found.append(Notice("plan", entry.label, f"{run.folder.name} differs from its plan: {difference}"))
+        if entry.first is not None:
+            where = ", ".join(f"{name} {entry.first.start.get(name)}" for name in ("torch", "device"))
+            environments.setdefault(where, []).append(entry.label)
+    if len(environments) > 1:
+        line = "; ".join(f"{len(labels)} with {where}" for where, labels in environments.items())
+        found.insert(0, Notice("comparable", "environments", f"these runs did not have the same: {line}"))
+    order = ("comparable", "plan", "failed", "folder")
+    return sorted(found, key=lambda notice: order.index(notice.kind))
+
+
+def _read_crossings(folder: Path, notices: list[Notice]) -> list[Crossing]:
+    try:
+        found = json.loads((folder / CROSSOVER).read_text(encoding="utf-8"))
+        return [_crossing(each) for each in found]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        notices.append(Notice("folder", str(folder / CROSSOVER), f"cannot be read ({error})"))
+        return []
+
+
+def _crossing(facts: Mapping[str, Any]) -> Crossing:
+    first, second = facts["strategies"]
+    points = [(float(p["bytes_per_s"]), *map(_finite, p["step_s"])) for p in facts["points"]]
+    return Crossing(
+        label=in_words(facts["axes"]),
+        strategies=(str(first), str(second)),
+        low=float(facts["low_bytes_per_s"]),
+        high=float(facts["high_bytes_per_s"]),
+        below=facts["faster_below"],
+        above=facts["faster_above"],
+        points=tuple(sorted((rate, a, b) for rate, a, b in points)),
+    )

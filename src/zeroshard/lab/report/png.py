@@ -1,0 +1,99 @@
+"""A figure as matplotlib draws it, into a PNG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
+
+WIDTH, HEIGHT, DPI = 8.0, 4.3, 110  # inches, dots an inch
+_MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "X", "star": "*"}
+_LONGEST = 60  # letters of a name in a legend
+
+
+def draw(figure: Figure, path: Path) -> None:
+    """Write ``figure`` to ``path``. Names are text: no ``$`` in them begins a formula."""
+    with rc_context({"text.parse_math": False, "hatch.linewidth": 0.8, "font.size": 10}):
+        canvas = Canvas(figsize=(WIDTH, HEIGHT * max(figure.height, 0.7)), layout="constrained")
+        FigureCanvasAgg(canvas)
+        axes = canvas.add_subplot()
+        for series in figure.series:
+            _mark(axes, series)
+        if figure.band is not None:
+            axes.axvspan(*figure.band, color=GREY, alpha=0.25, linewidth=0)
+        axes.grid(alpha=0.35)
+        axes.set_axisbelow(True)
+        _shape(axes, "x", figure.x)
+        _shape(axes, "y", figure.y)
+        axes.set_title(_cut(figure.title, 90), fontsize="medium", loc="left")
+        named = [series for series in figure.series if series.name]
+        if len(named) > 1:
+            longest = max(len(series.name) for series in named)
+            columns = 2 if longest > 24 else min(len(named), 4)
+            canvas.legend(loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
+        canvas.savefig(path, dpi=DPI)
+
+
+def _mark(axes: Any, series: Series) -> None:
+    name = _cut(series.name, _LONGEST) or "_hidden"
+    errors = None
+    if series.low and any(low != high for low, high in zip(series.low, series.high, strict=True)):
+        errors = [
+            [y - low for low, y in zip(series.low, series.y, strict=True)],
+            [high - y for high, y in zip(series.high, series.y, strict=True)],
+        ]
+    if series.mark == "bar":
+        style = {"hatch": "///", "edgecolor": "white"} if series.hatched else {"edgecolor": "#333333", "linewidth": 0.4}
+        bottom = series.base or 0.0
+        axes.bar(
+            series.x,
+            series.y,
+            series.width,
+            bottom=bottom,
+            yerr=errors,
+            capsize=2,
+            color=series.colour,
+            label=name,
+            **style,
+        )
+        return
+    if series.mark == "span":
+        axes.barh(series.y, series.x, series.width, left=series.base or 0.0, color=series.colour, label=name)
+        return
+    line = {"line": "--" if series.dashed else "-", "points": ""}[series.mark]
+    marker = _MARKERS.get(series.marker, "")
+    axes.errorbar(series.x, series.y, errors, linestyle=line, marker=marker, color=series.colour, label=name, capsize=2)
+    hollow = [place for place, doubtful in enumerate(series.hollow) if doubtful]
+    if hollow:
+        x, y = [series.x[i] for i in hollow], [series.y[i] for i in hollow]
+        axes.plot(x, y, linestyle="", marker=marker, markeredgecolor=series.colour, markerfacecolor="white", zorder=5)
+
+
+def _shape(axes: Any, which: str, axis: Axis) -> None:
+    own = getattr(axes, f"{which}axis")
+    own.set_label_text(axis.title)
+    if axis.log:
+        getattr(axes, f"set_{which}scale")("log")
+        own.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        own.set_minor_locator(NullLocator())
+        own.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.10g}"))
+    if axis.ticks:
+        words = [_cut(text, 28) for text in axis.ticks.values()]
+        slanted = which == "x" and not axis.log and max(map(len, words)) > 8 and len(words) > 3
+        own.set_ticks(list(axis.ticks), words, **({"rotation": 25, "ha": "right"} if slanted else {}))
+    elif not axis.log:
+        own.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.10g}"))
+    if axis.from_zero and not axis.log:
+        getattr(axes, f"set_{which}lim")(**{"bottom" if which == "y" else "left": 0})
+    if axis.reversed:
+        own.set_inverted(True)
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"

@@ -1,0 +1,174 @@
+"""Figures of speed: throughput, communication, and which strategy wins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from zeroshard.lab.report.figure import SKY, VERMILLION, Axis, Figure, Series, bandwidth_in_words
+from zeroshard.lab.report.marks import (
+    MOST_BARS,
+    LeftOutError,
+    alone,
+    bandwidth,
+    bandwidth_axis,
+    bandwidth_ticks,
+    bars,
+    by_strategy,
+    groups,
+    lines,
+    numbered,
+    only_first,
+    scaled,
+    style,
+    titled,
+)
+from zeroshard.lab.report.material import OF_LINKS, Crossing, Entry
+from zeroshard.lab.results import Spread
+
+
+def throughput(entries: Sequence[Entry]) -> list[Figure]:
+    """Tokens per second against bandwidth, and per rank against ranks; where neither varies, by configuration."""
+    entries = [entry for entry in entries if entry.case.tokens_per_s]
+    if not entries:
+        raise LeftOutError("no run has ended well yet")
+    figures = []
+    for name, group in groups(entries, bandwidth, OF_LINKS):
+        series = lines(group, bandwidth, lambda entry: entry.case.tokens_per_s)
+        y = Axis("tokens/s, all ranks", log=True)
+        figures.append(titled("throughput", "Throughput against bandwidth", name, bandwidth_axis(group), y, series))
+    for name, group in groups(entries, lambda entry: entry.world_size or math.nan, ("nproc",)):
+        series = lines(
+            group, lambda entry: entry.world_size, lambda e: scaled(e.case.tokens_per_s, 1 / max(e.world_size, 1))
+        )
+        ranks = sorted({entry.world_size for entry in group})
+        x = Axis("ranks", log=True, ticks={rank: str(rank) for rank in ranks})
+        figures.append(
+            titled("scaling", "Throughput of a rank", name, x, Axis("tokens/s and rank", from_zero=True), series)
+        )
+    if not figures:
+        figures.append(
+            bars(
+                "throughput",
+                "Throughput",
+                entries,
+                Axis("tokens/s, all ranks", from_zero=True),
+                lambda e: e.case.tokens_per_s,
+            )
+        )
+    return numbered(figures)
+
+
+def communication(entries: Sequence[Entry]) -> list[Figure]:
+    """Communication of a step on rank 0: all that was under way, and what computation stood still for."""
+    entries = [entry for entry in entries if math.isfinite(entry.exposed_s) and entry.world_size != 1]
+    if not entries:
+        raise LeftOutError("no run of several ranks has ended well yet")
+    has_total = any(math.isfinite(entry.total_comm_s) for entry in entries)
+    caption = "Exposed: computation stood still for it. "
+    caption += "Total: it was under way, hidden or not." if has_total else "--profile.overlap records the total too."
+    y = Axis("ms of a step, rank 0", log=True)
+    figures = []
+    for name, group in groups(entries, bandwidth, OF_LINKS):
+        exposed = lines(group, bandwidth, lambda e: scaled(e.case.exposed_s, 1e3), suffix=" exposed")
+        total = lines(group, bandwidth, lambda e: alone(e.total_comm_s * 1e3), suffix=" total", dashed=True)
+        figure = titled(
+            "communication", "Communication against bandwidth", name, bandwidth_axis(group), y, [*exposed, *total]
+        )
+        figures.append(replace(figure, caption=caption))
+    if not figures:
+        shown = entries[:MOST_BARS]
+        places = tuple(map(float, range(len(shown))))
+        exposed_ms = tuple(entry.exposed_s * 1e3 for entry in shown)
+        hidden_ms = tuple(max(entry.total_comm_s - entry.exposed_s, 0.0) * 1e3 for entry in shown)
+        shown_bars = [Series("exposed", "bar", VERMILLION, places, exposed_ms)]
+        if has_total:
+            shown_bars.append(Series("hidden", "bar", SKY, places, hidden_ms, base=exposed_ms))
+        x = Axis("", ticks={float(i): entry.label for i, entry in enumerate(shown)})
+        figures.append(
+            Figure(
+                "communication",
+                "Communication",
+                x,
+                Axis("ms of a step, rank 0", from_zero=True),
+                tuple(shown_bars),
+                only_first(shown, entries, caption),
+            )
+        )
+    return numbered(figures)
+
+
+def searched(crossings: Iterable[Crossing]) -> list[Figure]:
+    """The step times of two strategies, around the bandwidth at which they draw."""
+    figures = []
+    for crossing in crossings:
+        rates = tuple(point[0] for point in crossing.points)
+        series = tuple(
+            Series(
+                name, "line", *style(name, index)[:1], rates,
+                tuple(point[1 + index] * 1e3 for point in crossing.points), marker=style(name, index)[1],
+            )
+            for index, name in enumerate(crossing.strategies)
+        )  # fmt: skip
+        found = crossing.below is not None and crossing.below != crossing.above
+        band = (crossing.low, crossing.high) if found else None
+        between = f"{bandwidth_in_words(crossing.low)} and {bandwidth_in_words(crossing.high)}"
+        if crossing.below is None or crossing.above is None:
+            caption = "Not every run of the search has ended well."
+        elif found:
+            caption = f"{crossing.below} is faster below, {crossing.above} above; they draw between {between}."
+        else:
+            caption = f"{crossing.below} is faster everywhere between {between}."
+        x = Axis("bandwidth of a link", log=True, ticks=bandwidth_ticks(rates))
+        title = f"Crossover of {' and '.join(crossing.strategies)}" + (f": {crossing.label}" if crossing.label else "")
+        figures.append(Figure("crossover", title, x, Axis("ms of a step", log=True), series, caption, band))
+    return numbered(figures)
+
+
+def relative(entries: Sequence[Entry], *, optional: bool = False) -> list[Figure]:
+    """Step times as multiples of the first strategy's, by bandwidth: where a line crosses 1, the two draw."""
+    figures = []
+    entries = [entry for entry in entries if entry.case.step_s]
+    for name, group in groups(entries, bandwidth, OF_LINKS):
+        found_by_strategy = by_strategy(group)
+        if len(found_by_strategy) < 2:
+            continue
+        first, *_ = found_by_strategy
+        reference = {bandwidth(entry): entry.case.step_s for entry in found_by_strategy[first]}
+
+        def ratio(entry: Entry, reference: Mapping[float, Spread | None] = reference) -> Spread | None:
+            own, other = entry.case.step_s, reference.get(bandwidth(entry))
+            return Spread(own.median / other.median, own.low / other.median, own.high / other.median, own.count) if (
+                own and other
+            ) else None  # fmt: skip
+
+        series = lines(group, bandwidth, ratio)
+        y = Axis(f"step time / that of {first}", log=True)
+        figure = titled("relative", "Which strategy wins", name, bandwidth_axis(group), y, series)
+        caption = f"Below 1: faster than {first}. {_winners(group)}{_draws(series, first)}"
+        figures.append(replace(figure, caption=caption))
+    if not figures and not optional:
+        raise LeftOutError("needs two strategies at two bandwidths, or a sweep with --crossover")
+    return numbered(figures)
+
+
+def _winners(group: Sequence[Entry]) -> str:
+    words = []
+    for rate in sorted({bandwidth(entry) for entry in group}):
+        here = [entry for entry in group if bandwidth(entry) == rate]
+        best = min(here, key=lambda entry: entry.case.step_s.median if entry.case.step_s else math.inf)
+        words.append(f"{best.strategy} at {bandwidth_in_words(rate)}")
+    return f"Fastest: {', '.join(words)}."
+
+
+def _draws(series: Sequence[Series], first: str) -> str:
+    """Where lines cross 1, by a straight line between neighbours on logarithmic scales."""
+    found = []
+    for line in series[1:]:
+        for x0, x1, y0, y1 in zip(line.x, line.x[1:], line.y, line.y[1:], strict=False):
+            if (y0 - 1) * (y1 - 1) < 0:
+                share = math.log(y0) / (math.log(y0) - math.log(y1))
+                at = math.exp(math.log(x0) + share * (math.log(x1) - math.log(x0)))
+                found.append(f"{line.name} draws with {first} near {bandwidth_in_words(at)}")
+    return f" {'; '.join(found)}." if found else ""

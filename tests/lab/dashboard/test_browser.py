@@ -1,0 +1,128 @@
+"""The dashboard and a report in Chromium: a run appears while it trains, the planner answers, nobody else is asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from run_folders import write_run, write_sweep
+from zeroshard.cli import main
+
+CHROMIUM = Path("/usr/bin/chromium")
+pytest.importorskip("dash", reason="the extra `dashboard` is not installed")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = [
+    pytest.mark.skipif(not CHROMIUM.is_file(), reason=f"there is no {CHROMIUM}"),
+    pytest.mark.slow,
+]
+ATTACK = "<img src=x onerror=alert(1)>"
+
+
+class Browser:
+    """Pages in Chromium, and everything that they complain of or ask for."""
+
+    def __init__(self, chromium):
+        self._chromium = chromium
+        self.complaints: list[str] = []
+        self.requests: set[str] = set()
+
+    def open(self, url, width):
+        page = self._chromium.new_page(viewport={"width": width, "height": 900})
+        page.on("console", lambda message: self._heard(message.type, message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("dialog", lambda dialog: self.complaints.append(f"dialog {dialog.message}"))
+        page.on("request", lambda request: self.requests.add(re.match(r"[^:]+:(//[^/]*)?", request.url).group()))
+        page.set_default_timeout(60_000)
+        page.goto(url)
+        return page
+
+    def _heard(self, kind, text):
+        if kind in ("error", "warning"):
+            self.complaints.append(text)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as tools:
+        args = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        chromium = tools.chromium.launch(executable_path=str(CHROMIUM), args=args)
+        yield Browser(chromium)
+        chromium.close()
+
+
+@pytest.fixture
+def dashboard(tmp_path):
+    """Its address, over an empty folder ``runs``."""
+    (tmp_path / "runs").mkdir()
+    command = [sys.executable, "-m", "zeroshard", "dashboard", str(tmp_path / "runs"), "--port", "0"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    yield child.stdout.readline().split("  ")[0]
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=20)
+
+
+def _fits(page):
+    return page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_a_run_appears_while_it_trains_and_the_planner_answers(browser, dashboard, tiny_config, tmp_path):
+    browser.complaints.clear()
+    browser.requests.clear()
+    wide, narrow = browser.open(dashboard, 1280), browser.open(dashboard, 400)
+    wide.get_by_text("no run yet").wait_for()
+    config = tiny_config(max_steps=100_000, eval_interval=0, checkpoint_interval=0, out=str(tmp_path / "runs" / ATTACK))
+    from zeroshard.train.config import dump_toml
+
+    (tmp_path / "run.toml").write_text(dump_toml(config))
+    command = [sys.executable, "-m", "zeroshard", "train", "--config", str(tmp_path / "run.toml")]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        for page in (wide, narrow):
+            page.locator("td", has_text=ATTACK).first.wait_for()
+            page.locator(".state.running").first.wait_for()
+            page.locator("#graph-loss .scatterlayer path").first.wait_for()
+            assert _fits(page)
+        step = wide.locator("#table tbody td").nth(2)
+        before = step.inner_text()
+        wide.wait_for_function(
+            "before => document.querySelectorAll('#table tbody td')[2].innerText != before", arg=before
+        )
+    finally:
+        child.kill()
+        child.wait()
+    wide.locator(".state.unfinished").first.wait_for()
+
+    for page in (wide, narrow):
+        page.get_by_role("tab", name="Planner").click()
+        page.locator(".advice").wait_for()
+        assert _fits(page)
+    before = wide.locator(".advice").inner_text()
+    wide.locator("#plan-model").click()
+    wide.get_by_role("option", name="gpt2-124m", exact=True).click()
+    wide.wait_for_function("before => document.querySelector('.advice')?.innerText != before", arg=before)
+    assert "124M" in wide.locator("#answer").inner_text() or "0.124B" in wide.locator("#answer").inner_text()
+    assert _fits(wide)
+    assert browser.complaints == []
+    assert browser.requests <= {dashboard, "data:", "blob:" + dashboard, "blob:"}
+
+
+def test_a_report_opens_offline_without_a_complaint(browser, tmp_path):
+    browser.complaints.clear()
+    browser.requests.clear()
+    folder = write_sweep(tmp_path / "sweep", repeats=2, trace=True)
+    write_run(tmp_path / "sweep2" / ATTACK)
+    assert main(["report", str(folder), str(tmp_path / "sweep2"), "--out", str(tmp_path / "out")]) == 0
+    for width in (1280, 400):
+        page = browser.open((tmp_path / "out" / "report.html").as_uri(), width)
+        page.locator("#figure-0 .main-svg").first.wait_for()
+        assert page.locator(".main-svg").count() >= 10
+        assert page.locator("td", has_text=ATTACK).count() == 1
+        assert _fits(page)
+    assert browser.complaints == []
+    assert browser.requests <= {"file://", "data:", "blob:"}

@@ -1,0 +1,159 @@
+"""The dashboard without a browser: what it reads, who may ask, how it begins and ends."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib import util
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from run_folders import write_run, write_sweep
+from zeroshard.cli import main
+
+pytest.importorskip("dash", reason="the extra `dashboard` is not installed")
+
+from zeroshard.lab.dashboard import runs as page_of_runs
+from zeroshard.lab.dashboard.planner import answer
+from zeroshard.lab.dashboard.watch import Watch
+
+
+def test_runs_are_found_by_their_place_and_read_again_only_when_they_change(tmp_path, monkeypatch):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "deep" / "b")
+    watch = Watch(tmp_path)
+    first = watch.runs()
+    assert list(first) == ["a", "deep/b"]
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps({"event": "eval", "step": 10, "loss": 3.0}) + "\n")
+    second = watch.runs()
+    assert second["a"] is not first["a"]
+    assert second["deep/b"] is first["deep/b"]
+
+
+def test_a_run_that_begins_and_ends_changes_its_state(tmp_path):
+    folder = write_run(tmp_path / "a")
+    summary = (folder / "summary.json").read_text()
+    (folder / "summary.json").unlink()
+    watch = Watch(tmp_path)
+    with (folder / "run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert watch.runs()["a"].state == "running"
+    assert watch.runs()["a"].state == "unfinished"
+    (folder / "summary.json").write_text(summary)
+    assert watch.runs()["a"].state == "done"
+
+
+def test_links_that_lead_out_of_the_folder_are_not_followed(tmp_path):
+    secret = write_run(tmp_path / "outside" / "secret")
+    inside = tmp_path / "runs"
+    write_run(inside / "own")
+    (inside / "folder").symlink_to(secret)
+    (inside / "files").mkdir()
+    (inside / "files" / "config.toml").symlink_to(secret / "config.toml")
+    assert list(Watch(inside).runs()) == ["own"]
+
+
+def test_the_latest_runs_are_shown_first_those_that_run(tmp_path):
+    folders = [write_run(tmp_path / f"run{index}") for index in range(8)]
+    for index, folder in enumerate(folders):
+        os.utime(folder / "metrics.jsonl", (index, index))
+    (folders[0] / "summary.json").unlink()
+    with (folders[0] / "run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        names = page_of_runs.latest(Watch(tmp_path).runs())
+    assert names == ["run0", "run7", "run6", "run5", "run4", "run3"]
+
+
+def test_figures_and_plans_come_from_runs_whole_and_damaged(tmp_path):
+    write_sweep(tmp_path / "sweep", bandwidths=("1Gbit/s",))
+    (write_run(tmp_path / "damaged") / "config.toml").write_text("= 3")
+    found = Watch(tmp_path).runs()
+    assert len(page_of_runs.figures(found)) == len(page_of_runs.GRAPHS)
+    assert page_of_runs.figures({})[3]["data"] == []
+    text = str(page_of_runs.plans(found))
+    assert "step" in text
+    assert "1.075" in text
+    assert "does not parse" in str(page_of_runs.table(found))
+    assert "4 done, 1 damaged" in page_of_runs.summary(found, "x")
+
+
+def test_the_planner_answers_as_the_command_does(capsys):
+    given = {"model": "gpt2-124m", "gpu": "h100-80gb", "gpus": 4, "gpus_per_node": 8, "network": "10Gbit/s"}
+    given |= {"stage": "all", "micro_batch": 1, "seq_len": 256}
+    advice = answer(given)[0].children
+    words = ["--model", "gpt2-124m", "--gpus", "4", "--network", "10Gbit/s", "--micro-batch", "1", "--seq-len", "256"]
+    assert main(["plan", *words]) == 0
+    assert advice in capsys.readouterr().out
+    assert str(answer({**given, "network": "10furlongs"})[0].children).startswith("network: ")
+
+
+def _start(folder, *words):
+    command = [sys.executable, "-m", "zeroshard", "dashboard", str(folder), "--port", "0", *words]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    return child, child.stdout.readline().split("  ")[0]
+
+
+def _get(url, **headers):
+    with urlopen(Request(url, headers=headers), timeout=20) as response:
+        return response.status, response.headers, response.read().decode()
+
+
+def _text(url):
+    try:
+        return _get(url)[2]
+    except HTTPError as refusal:
+        return refusal.read().decode()
+
+
+@pytest.mark.slow
+def test_it_serves_loopback_alone_and_ends_with_the_signals_status(tmp_path):
+    write_run(tmp_path / "runs" / "a")
+    (tmp_path / "secret.txt").write_text("secret")
+    child, url = _start(tmp_path / "runs")
+    try:
+        assert url.startswith("http://127.0.0.1:")
+        status, headers, _ = _get(url)
+        assert status == 200
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        with pytest.raises(HTTPError, match="403"):
+            _get(url, Host="evil.example")
+        for path in (
+            "/../secret.txt",
+            "/assets/../../secret.txt",
+            "/assets/%2e%2e/%2e%2e/server.py",
+            "/runs/a/config.toml",
+        ):
+            assert "secret" not in _text(url + path)
+    finally:
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=20)
+    assert (child.returncode, out, err) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["nowhere"], "error: dir: nowhere is not a folder; give the folder that your runs are in, as runs"),
+        ([], "error: dir: needs one folder, of runs; write zeroshard dashboard DIR [--host ADDRESS] [--port N]"),
+        ([".", "--port", "x"], "error: port: 'x' is no port; give a number below 65536; 0: any that is free"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(capsys, words, line):
+    assert main(["dashboard", *words]) == 2
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+def test_without_the_extra_there_is_one_line(tmp_path, monkeypatch, capsys):
+    find = util.find_spec
+    monkeypatch.setattr("zeroshard.lab.report.command.find_spec", lambda name: None if name == "dash" else find(name))
+    assert main(["dashboard", str(tmp_path)]) == 2
+    expected = 'error: dashboard: needs dash, not installed here; pip install "zeroshard[dashboard]"\n'
+    assert capsys.readouterr().err == expected

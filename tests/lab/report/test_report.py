@@ -1,0 +1,302 @@
+"""`zeroshard report`: what is on the page, what is said of folders that are not whole, and what it costs."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from html.parser import HTMLParser
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+from run_folders import FACTORS, LINK, write_case, write_run, write_sweep
+from zeroshard.cli import main
+from zeroshard.errors import UserError
+from zeroshard.lab.report.command import run_report
+from zeroshard.lab.report.figures import figures_of
+from zeroshard.lab.report.material import gather
+from zeroshard.train.config import TrainConfig
+
+pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
+pytest.importorskip("plotly", reason="the extra `report` is not installed")
+
+
+def _page(folder: Path) -> str:
+    """Without the 5 MB of plotly.js, in which any word may stand."""
+    whole = (folder / "report.html").read_text()
+    start = whole.index("<script>/**")
+    return whole[:start] + whole[whole.index("</script>", start) :]
+
+
+def _drawings(folder: Path) -> list[dict]:
+    found = re.search(r'id="drawings">(.*?)</script>', _page(folder), re.DOTALL)
+    assert found is not None
+    return json.loads(found.group(1))
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """A sweep of three bandwidths and four stages, two repeats each, and its report."""
+    folder = write_sweep(tmp_path_factory.mktemp("sweep") / "study", repeats=2, trace=True)
+    assert main(["report", str(folder)]) == 0
+    return folder
+
+
+def test_a_sweep_has_every_figure_on_the_page_and_as_png(sweep):
+    names = sorted(path.stem for path in (sweep / "figures").glob("*.png"))
+    steps = [f"timeline-zero{stage}" for stage in range(4)]
+    expected = ["communication", "loss", "memory", "predicted-peak", "predicted-step", "relative", "throughput", *steps]
+    assert names == sorted(expected)
+    assert all((sweep / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in names)
+    assert len(_drawings(sweep)) == len(names)
+    assert "Not drawn" not in _page(sweep)
+
+
+def test_throughput_has_a_line_for_each_stage_and_a_place_for_each_bandwidth(sweep):
+    figure = next(figure for figure in figures_of(gather([sweep]))[0] if figure.name == "throughput")
+    assert [series.name for series in figure.series] == list(FACTORS)
+    assert figure.x.log
+    assert list(figure.x.ticks.values()) == ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s"]
+    assert all(series.x == (1.25e7, 1.25e8, 1.25e9) for series in figure.series)
+    for series in figure.series:
+        assert all(low < y < high for low, y, high in zip(series.low, series.y, series.high, strict=True))
+    assert len({series.colour for series in figure.series}) == len({series.marker for series in figure.series}) == 4
+
+
+def test_the_table_has_medians_and_what_they_lie_between(sweep):
+    page = _page(sweep)
+    assert "link.bandwidth 100Mbit/s  model.n_layer 2  strategy zero3" in page
+    assert re.search(r"<td>2 done</td><td>[\d.,]+ \([\d.,]+ to [\d.,]+\)</td>", page)
+    assert ">1.08<" in page  # measured over predicted
+    assert "torch" in page
+    assert "2.13.0" in page
+
+
+def test_communication_is_total_and_exposed(sweep):
+    figure = next(figure for figure in figures_of(gather([sweep]))[0] if figure.name == "communication")
+    lines = {series.name: series for series in figure.series}
+    assert set(lines) == {f"{stage} {what}" for stage in FACTORS for what in ("exposed", "total")}
+    for stage in FACTORS:
+        assert lines[f"{stage} total"].dashed
+        assert all(e <= t for e, t in zip(lines[f"{stage} exposed"].y, lines[f"{stage} total"].y, strict=True))
+
+
+def test_memory_stacks_to_what_a_rank_holds_beside_its_plan(sweep):
+    figure = next(figure for figure in figures_of(gather([sweep]))[0] if figure.name == "memory")
+    assert list(figure.x.ticks.values()) == list(FACTORS)
+    for hatched in (False, True):
+        bars = [series for series in figure.series if series.mark == "bar" and series.hatched is hatched]
+        tops = [bars[-1].base[i] + bars[-1].y[i] for i in range(4)]
+        assert tops == pytest.approx([n / 2**20 for n in (16e6, 10e6, 7e6, 4e6)])
+
+
+def test_curves_of_the_same_bits_are_one(sweep):
+    figure = next(figure for figure in figures_of(gather([sweep]))[0] if figure.name == "loss")
+    assert [series.name for series in figure.series if series.mark == "line"] == [
+        "link.bandwidth 100Mbit/s  model.n_layer 2  strategy zero0 and 11 more, the same bits"
+    ]
+
+
+def test_it_says_where_two_strategies_draw(sweep):
+    figure = next(figure for figure in figures_of(gather([sweep]))[0] if figure.name == "relative")
+    assert "Fastest: zero0 at 100 Mbit/s" in figure.caption
+    assert all(y == 1 for y in figure.series[0].y)
+
+
+def test_the_page_asks_nobody_for_anything(sweep):
+    page = _page(sweep)
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!data:)""", page)
+    assert "default-src 'none'" in page
+
+
+def test_damage_is_listed_and_breaks_nothing(tmp_path):
+    write_run(tmp_path / "good")
+    torn = write_run(tmp_path / "torn")
+    (torn / "summary.json").unlink()
+    with (torn / "metrics.jsonl").open("a") as log:
+        log.write('{"event": "st')
+    binary = write_run(tmp_path / "binary")
+    (binary / "config.toml").write_bytes(b"\xff\x00")
+    strange = write_run(tmp_path / "strange")
+    (strange / "summary.json").write_text(
+        '{"status": "ok", "plan": {"memory_bytes": 3, "peak_bytes": [1], "step_s": {"predicted": "x"}},'
+        ' "overlap_s_per_step": {"a": 1}, "memory_peak": 7}'
+    )
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "run.lock").touch()
+    (tmp_path / "strange" / "trace").mkdir()
+    (tmp_path / "strange" / "trace" / "trace.json").write_text('{"traceEvents": [{"ph": "X"}, 4]}')
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    page = _page(tmp_path / "out")
+    assert "Folders that are not whole (3)" in page
+    assert "unfinished: metrics.jsonl: the last line is half-written" in page
+    assert "damaged: config.toml: does not parse" in page
+    assert "there is no config.toml: no run has begun here" in page
+    assert "trace.json is damaged" in page
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"cases": 4}', b'{"cases": [{"name": "../.."}, 1]}', b"\xff"])
+def test_a_damaged_sweep_is_listed(tmp_path, damage):
+    folder = write_sweep(tmp_path / "sweep", bandwidths=("1Gbit/s",))
+    (folder / "sweep.json").write_bytes(damage)
+    (folder / "crossover.json").write_text('[{"axes": 3}]')
+    assert main(["report", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert "Folders that are not whole" in _page(tmp_path / "out")
+
+
+def test_what_is_not_drawn_is_said(tmp_path):
+    write_run(tmp_path / "run")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    page = _page(tmp_path / "run")
+    assert "Step timeline: no run has a trace" in page
+    assert "Predicted against measured: no run has a prediction" in page
+    assert "Crossovers: needs two strategies at two bandwidths" in page
+
+
+def test_points_that_are_not_comparable_are_hollow_and_say_why(tmp_path):
+    folder = write_sweep(tmp_path / "sweep")
+    victim = next(folder.glob("cases/*/0/metrics.jsonl"))
+    lines = victim.read_text().splitlines()
+    start = json.loads(lines[0])
+    lines[0] = json.dumps({**start, "link": {**start["link"], "comparable": False, "why_not_comparable": "12 % slow"}})
+    victim.write_text("\n".join(lines) + "\n")
+    figures, _ = figures_of(gather([folder]))
+    throughput = next(figure for figure in figures if figure.name == "throughput")
+    assert sum(hollow for series in throughput.series for hollow in series.hollow) == 1
+    assert main(["report", str(folder)]) == 0
+    assert "Not comparable (1)" in _page(folder)
+    assert "12 % slow" in _page(folder)
+
+
+ATTACKS = (
+    "<script>alert(1)<script>",
+    "<img src=x onerror=alert(1)>",
+    "x' onclick=alert(1) \"><a href=javascript:alert(1)>",
+    "<!--<title><b>",
+    r"$\frac{1}{0}$ {{7*7}} %{x} _hidden",
+)
+
+
+class _Tags(HTMLParser):
+    """Every tag with its attributes, and the text between them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[object] = []
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, attrs))
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_is_in_a_name_is_text(tmp_path, name):
+    tags = []
+    for each in ("harmless", name):
+        root = tmp_path / str(len(tags))
+        write_run(root / each, link={**LINK, "why_not_comparable": each})
+        write_case(root / "other", TrainConfig(max_steps=8, warmup_steps=0, strategy="zero3"))
+        (root / each / "summary.json").write_text(json.dumps({"status": each}))
+        assert main(["report", str(root), "--out", str(tmp_path / f"out{len(tags)}")]) == 0
+        found = _Tags(_page(tmp_path / f"out{len(tags)}"))
+        tags.append(found.tags)
+        assert each in found.texts
+        for drawing in _drawings(tmp_path / f"out{len(tags) - 1}"):
+            assert "<" not in json.dumps(drawing).replace("%{text}<br>", "")
+    assert tags[0] == tags[1]
+
+
+def test_runs_of_one_configuration_are_repeats(tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+    write_run(tmp_path / "c", num_steps=7)
+    entries = gather([tmp_path / name for name in "abc"]).entries
+    assert [(entry.label, len(entry.case.runs), dict(entry.case.axes)) for entry in entries] == [
+        ("a, b", 2, {"max_steps": 10}),
+        ("c", 1, {"max_steps": 7}),
+    ]
+
+
+def test_a_search_for_a_crossover_is_drawn_with_its_band(tmp_path):
+    folder = write_sweep(tmp_path / "sweep")
+    found = {
+        "axes": {"seq_len": 64},
+        "strategies": ["zero2", "zero3"],
+        "low_bytes_per_s": 1e8,
+        "high_bytes_per_s": 2e8,
+        "faster_below": "zero2",
+        "faster_above": "zero3",
+        "points": [{"bytes_per_s": r, "step_s": [1 / r, 2 / r - 5e-9]} for r in (1e7, 1e8, 2e8, 1e9)],
+    }
+    (folder / "crossover.json").write_text(json.dumps([found]))
+    figure = next(figure for figure in figures_of(gather([folder]))[0] if figure.name == "crossover")
+    assert figure.band == (1e8, 2e8)
+    expected = "zero2 is faster below, zero3 above; they draw between 800 Mbit/s and 1.6 Gbit/s."
+    assert figure.caption == expected
+
+
+def test_each_file_of_a_run_is_read_once(tmp_path, monkeypatch):
+    folder = write_sweep(tmp_path / "sweep", repeats=2)
+    opened: list[str] = []
+    real = builtins.open
+    real_path = Path.open
+
+    def note(path, *args, **kwargs):
+        opened.append(str(path))
+        return real_path(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", note)
+    monkeypatch.setattr(builtins, "open", lambda path, *a, **k: (opened.append(str(path)), real(path, *a, **k))[1])
+    gather([folder])
+    inside = [name for name in opened if "/cases/" in name and not name.endswith("failed.json")]
+    assert len(inside) == len(set(inside))
+    assert len(inside) <= 3 * 24
+    assert sum("/proc/locks" in name for name in opened) <= 2
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "plotly", "jinja2"])
+def test_without_the_extra_there_is_one_line(tmp_path, monkeypatch, capsys, missing):
+    write_run(tmp_path / "run")
+    find = util.find_spec
+    monkeypatch.setattr("zeroshard.lab.report.command.find_spec", lambda name: None if name == missing else find(name))
+    assert main(["report", str(tmp_path / "run")]) == 2
+    line = f'error: report: needs {missing}, not installed here; pip install "zeroshard[report]"\n'
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["nowhere"], "runs: nowhere is not a folder; give the folder of a run or of a sweep"),
+        (["."], "runs: there is no run in .; give the folder of a run"),
+        ([], "runs: none is given; write zeroshard report RUN..., or the folder of a sweep"),
+        (["--ouT", "x"], "--ouT: there is no such flag; did you mean --out?"),
+    ],
+)
+def test_what_cannot_be_reported_is_one_line(tmp_path, monkeypatch, capsys, words, line):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *words]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_a_link_that_was_off_is_told_of_a_single_run(tmp_path):
+    write_run(tmp_path / "run", link=LINK)
+    assert [notice.line for notice in gather([tmp_path / "run"]).notices] == ["bandwidth: off"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
+    write_run(tmp_path / "run")
+    (tmp_path / "file").touch()
+    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "file")]) == 5
+
+
+def test_run_report_refuses_as_the_command_does(tmp_path):
+    with pytest.raises(UserError, match="there is no run"):
+        run_report([str(tmp_path)])
