@@ -1,0 +1,137 @@
+"""What `zeroshard` can be asked to do: a table of words. Torch is imported inside the verbs, once all is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.lab.config import PlanConfig
+from zeroshard.submit import SubmitConfig
+from zeroshard.train.config import (
+    SHORTHANDS,
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    ImportConfig,
+    PrepareConfig,
+    TrainConfig,
+)
+from zeroshard.verbs.base import Verb, read_file, say, show_help
+from zeroshard.verbs.laboratory import SWEEP, bench, dashboard, lab, plan, report, sweep
+from zeroshard.verbs.training import (
+    evaluate,
+    export,
+    generate,
+    import_config,
+    import_model,
+    look_at_checkpoints,
+    prepare,
+    submit,
+    train,
+)
+
+__all__ = ["VERBS", "Verb", "read_file", "say", "show_help"]
+
+
+def look_around(config: None, words: Sequence[str]) -> int:
+    """What `zeroshard.doctor` finds."""
+    from zeroshard import doctor
+
+    if not words:
+        print(doctor.report())
+    elif words[0] == "--optimizers":
+        print(doctor.optimizers(words[1:]))
+    elif list(words) == ["--environment"]:
+        print(doctor.environment())
+    else:
+        raise UserError(words[0], "`zeroshard doctor` does not know it", "ask for --optimizers or --environment")
+    return ExitStatus.OK
+
+
+def complete(verbs: Mapping[str, Verb], words: Sequence[str]) -> int:
+    """A shell's completion script."""
+    from zeroshard import completion
+
+    if len(words) != 1:
+        raise UserError("shell", f"{len(words)} given", "write `zeroshard completion bash`, zsh or fish")
+    print(completion.script(words[0], verbs, SHORTHANDS))
+    return ExitStatus.OK
+
+
+VERBS: dict[str, Verb] = {
+    "train": Verb("Train a language model, on one rank or many.", train, TrainConfig, reads_file=True),
+    "prepare": Verb("Cut text into tokens once, for later runs.", prepare, PrepareConfig, reads_file=True),
+    "generate": Verb("Write text with the model of a run.", generate, GenerateConfig, ("run",)),
+    "eval": Verb("Measure loss, perplexity and bits per byte on prepared text.", evaluate, EvalConfig, ("run",)),
+    "export": Verb("Write a model for Hugging Face's transformers.", export, ExportConfig, ("source", "out")),
+    "import": Verb(
+        "Make a run of a Hugging Face GPT-2 or LLaMA, or of nanoGPT's ckpt.pt.",
+        import_model,
+        ImportConfig,
+        ("source", "out"),
+    ),
+    "import-config": Verb(
+        "Print settings of nanoGPT or DeepSpeed as ours, with what became of each of them.",
+        import_config,
+        usage="nanogpt [FILE.py] [--key=value ...] | deepspeed FILE.json",
+    ),
+    "plan": Verb(
+        "Say before a run what fits, how fast it will be and what to choose; status 3 if nothing fits.",
+        plan,
+        PlanConfig,
+    ),
+    "checkpoint": Verb(
+        "ls: the checkpoints of a run. show: what one holds. verify: whether every byte is what was written; status 3 "
+        "if not. diff: what differs between two; status 3 if anything does.",
+        look_at_checkpoints,
+        usage="ls RUN | show PATH | verify PATH | diff PATH PATH",
+        words=("ls", "show", "verify", "diff"),
+    ),
+    "bench": Verb(
+        "Measure on this machine: memory, step, collectives, device, kernels; a table, a JSON file, a figure.",
+        bench,
+        usage="memory | step | collectives | device | kernels [FLAGS]",
+        words=("memory", "step", "collectives", "device", "kernels"),
+    ),
+    "sweep": Verb(SWEEP, sweep),
+    "report": Verb(
+        "Make one page and PNGs of runs or a sweep: OUT/report.html opens offline, OUT/figures/ holds the figures. OUT "
+        "is the folder itself, or `report` where several are given.",
+        report,
+        usage="RUN... | SWEEP [--out OUT]",
+    ),
+    "dashboard": Verb(
+        "Show the runs below a folder live, with a planner: a page on 127.0.0.1, or on --host; port 8050, --port 0: "
+        "any.",
+        dashboard,
+        usage="DIR [--host ADDRESS] [--port N]",
+    ),
+    "lab": Verb(
+        "clean: remove networks whose runs have died. tc: slow what leaves a network interface, say how slow it is, "
+        "let it go; --yes even where your own session may pass through it.",
+        lab,
+        usage="clean | tc apply DEV --bandwidth RATE [--latency TIME] [--burst SIZE] [--yes] | tc status DEV "
+        "| tc delete DEV [--yes]",
+        words=("clean", "tc"),
+    ),
+    "doctor": Verb(
+        "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "
+        "optimizers of torch, and classes of your own, may be sharded, and what difference sharding makes. With "
+        "--environment: the variables that steer NCCL and gloo, and what each does.",
+        look_around,
+        usage="[--optimizers [module:Class ...] | --environment]",
+        words=("--optimizers", "--environment"),
+    ),
+    "submit": Verb(
+        "Queue a training run on a SLURM cluster, and again whenever it is pre-empted: submit [FLAGS] train [FLAGS].",
+        submit,
+        SubmitConfig,
+        before="train",
+    ),
+    "completion": Verb(
+        "Print a script that lets a shell complete this command.",
+        lambda config, words: complete(VERBS, words),
+        usage="bash | zsh | fish",
+        words=("bash", "zsh", "fish"),
+    ),
+}

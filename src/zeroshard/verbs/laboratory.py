@@ -1,0 +1,137 @@
+"""Verbs of the lab: before a run, beside it, after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel
+
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.flags import Flag, flags_of, read_flags, take_option
+from zeroshard.lab.config import PlanConfig
+from zeroshard.train.config import SHORTHANDS, TrainConfig, merge, read_toml
+from zeroshard.train.validate import nearest, validate
+from zeroshard.verbs.base import Verb, show_help
+from zeroshard.verbs.training import written
+
+SWEEP = "Train once for each combination of settings, and compare."
+
+
+def plan(config: PlanConfig, argv: Sequence[str]) -> int:
+    """What `zeroshard.lab.planner` foresees."""
+    from zeroshard.lab.command import run_plan
+
+    return run_plan(config)
+
+
+def bench(config: None, words: Sequence[str]) -> int:
+    """What `zeroshard.lab.bench` measures."""
+    from zeroshard.comm import launch
+
+    launch.prepare_torch()
+    from zeroshard.lab.bench.settings import BENCHES
+
+    kind = words[0] if words else "--help"
+    if kind in ("--help", "-h"):
+        lines = [f"  {name:<12}{(bench.__doc__ or '').splitlines()[0]}" for name, bench in BENCHES.items()]
+        print(
+            "\n".join(["usage: zeroshard bench WHAT [FLAGS]", "", *lines, "", "`zeroshard bench WHAT --help`: flags."])
+        )
+        return ExitStatus.OK
+    if kind not in BENCHES:
+        raise UserError(kind, "there is no such bench", nearest(kind, BENCHES, f"choose one of {', '.join(BENCHES)}"))
+    settings = BENCHES[kind]
+    if "--help" in words or "-h" in words:
+        about = (settings.__doc__ or "").splitlines()[0]
+        about += " --json FILE writes all that was measured, with the environment; --plot FILE.png draws it."
+        show_help(f"bench {kind}", Verb(about, bench, settings), {})
+        return ExitStatus.OK
+    json_path, rest = take_option(words[1:], "--json")
+    plot_path, rest = take_option(rest, "--plot")
+    chosen = validate(settings, read_flags(rest, flags_of(settings, {})))
+    from zeroshard.lab.bench.command import run_bench
+
+    return run_bench(chosen, json_path, plot_path)
+
+
+def sweep(config: None, words: Sequence[str]) -> int:
+    """``base`` and ``axes`` have the flags of a training run: ``--base.max-steps 30 --axes.strategy zero0 zero3``."""
+    from zeroshard.lab.cases import SweepConfig
+    from zeroshard.lab.sweep import run_sweep
+
+    def predicted(*asked: Any) -> int:
+        from zeroshard.lab.fill import largest_micro_batch  # with torch, which no other sweep needs
+
+        return largest_micro_batch(*asked)
+
+    path, words = take_option(words, "--config")
+    raw = read_toml(path) if path else {}
+    flags = {name: flag for name, flag in flags_of(SweepConfig, {}).items() if name not in ("--base", "--axes")}
+    if "--help" in words or "-h" in words:
+        print(_sweep_help(SweepConfig))
+        return ExitStatus.OK
+    for name, flag in flags_of(TrainConfig, SHORTHANDS).items():
+        flags[f"--base.{name[2:]}"] = replace(flag, path=("base", *flag.path))
+        if flag.says:
+            flags[f"--axes.{name[2:]}"] = Flag(("axes", ".".join(flag.path)), "many")
+    return run_sweep(validate(SweepConfig, merge(raw, read_flags(words, flags))), largest_micro_batch=predicted)
+
+
+def _sweep_help(kind: type[BaseModel]) -> str:
+    lines = [
+        "usage: zeroshard sweep [--config FILE.toml] [FLAGS]",
+        "",
+        f"{SWEEP} Started again, it goes on where it stopped.",
+        "",
+        "  --base.SETTING VALUE         of every run; any flag of `zeroshard train`: --base.max-steps 30",
+        "  --axes.SETTING VALUE ...     tried one after another: --axes.strategy zero0 zero3",
+    ]
+    for name, field in kind.model_fields.items():
+        if name not in ("base", "axes"):
+            lines.append(f"  --{name.replace('_', '-'):<27}{field.description} (default: {field.default or 'none'})")
+    return "\n".join(lines)
+
+
+def report(config: None, words: Sequence[str]) -> int:
+    """A page and figures."""
+    folders, out = _folders_and_out(words)
+    from zeroshard.lab.report.command import run_report
+
+    return written(out or "report", lambda: run_report(folders, out))
+
+
+def dashboard(config: None, words: Sequence[str]) -> int:
+    """A live page, until Ctrl-C."""
+    host, words = take_option(words, "--host")
+    port, words = take_option(words, "--port")
+    if len(words) != 1 or words[0].startswith("--"):
+        wrong = next((word for word in words if word.startswith("--")), words[1] if len(words) > 1 else "dir")
+        raise UserError(wrong, "needs one folder, of runs", "write zeroshard dashboard DIR [--host ADDRESS] [--port N]")
+    if port and not (port.isascii() and port.isdecimal() and int(port) < 2**16):
+        raise UserError("port", f"{port!r} is no port", "give a number below 65536; 0: any that is free")
+    from zeroshard.lab.report.command import require
+
+    require("dashboard", ("dash",))
+    from zeroshard.lab.dashboard.server import serve
+
+    serve(words[0], host or "127.0.0.1", int(port or 8050))
+    return ExitStatus.OK
+
+
+def _folders_and_out(words: Sequence[str]) -> tuple[list[str], str]:
+    """Words without a flag, and what ``--out`` says."""
+    out, rest = take_option(words, "--out")
+    flags = [word for word in rest if word.startswith("--")]
+    if flags:
+        raise UserError(flags[0], "there is no such flag", nearest(flags[0], ["--out"], "see --help"))
+    return rest, out
+
+
+def lab(config: None, words: Sequence[str]) -> int:
+    """Networks: removed, or shaped."""
+    from zeroshard.lab.commands import OPTIONS, WORDS, run_lab
+
+    flags = {"--yes": Flag(("yes",), "switch"), **{f"--{name}": Flag((name,), "one") for name in OPTIONS}}
+    return run_lab(read_flags(words, flags, WORDS))

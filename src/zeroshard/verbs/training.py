@@ -1,0 +1,194 @@
+"""Verbs of the trainer: a run, its data, what becomes of its weights."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.flags import flags_of, read_flags, take_option
+from zeroshard.submit import SubmitConfig
+from zeroshard.train.config import (
+    SHORTHANDS,
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    ImportConfig,
+    PrepareConfig,
+    TrainConfig,
+    merge,
+    parse_nnodes,
+)
+from zeroshard.train.validate import validate
+from zeroshard.verbs.base import read_file, say
+
+if TYPE_CHECKING:
+    from zeroshard.comm.launch import Nodes
+
+NUM_STAGES = 4
+
+
+def train(config: TrainConfig, argv: Sequence[str]) -> int:
+    """A training run: this rank's part of it, or the launcher of all."""
+    from zeroshard.comm import launch, machines
+
+    launch.prepare_torch()
+    world = launch.world_from_env()
+    several = config.nnodes != "1"
+    if world is None and (config.nproc > 1 or several):
+        launch.end_with_starter()
+        max_moves = NUM_STAGES - 1 if config.strategy == "auto" else 0
+        meeting = machines.meeting_at(config.rdzv_endpoint, *parse_nnodes(config.nnodes)) if several else None
+        nproc = max(1, config.nproc)
+        with _nodes(config) as nodes:
+            ending = launch.launch_workers(
+                argv, nproc, config.port, config.max_restarts, max_moves, meeting=meeting, nodes=nodes
+            )
+        if ending.line:
+            say(ending.line)
+        return ending.status
+    if world is not None and not several and config.nproc not in (0, world.world_size):
+        raise UserError(
+            "nproc",
+            f"{config.nproc} ranks in a world of {world.world_size}",
+            "leave --nproc out under a launcher",
+        )
+    faulthandler.enable(2)  # what ends in C, as a mapped file that was cut off does, says at least where
+    with launch.ended_with_launcher():
+        from zeroshard.comm import PeerError
+        from zeroshard.train.loop import run_training
+
+        try:
+            return run_training(config, _choose_stage if config.strategy == "auto" else None, _predict)
+        except PeerError as error:
+            lost_first = str(error).startswith("rank 0")
+            say(f"rank {world.rank if world else 0}: {error}; start again with --resume auto", all_ranks=lost_first)
+            return ExitStatus.PEER_LOST
+
+
+def _nodes(config: TrainConfig) -> AbstractContextManager[Nodes | None]:
+    """Where the ranks of a run live: in namespaces, if its links are to be slow so."""
+    if config.link.mode != "netns":
+        return nullcontext()
+    from zeroshard.lab.network import nodes
+    from zeroshard.train.sizes import parse_bandwidth, parse_duration, parse_size
+
+    link = config.link
+    return nodes(
+        config.nproc // link.node_size,
+        link.node_size,
+        parse_bandwidth("link.bandwidth", link.bandwidth),
+        parse_duration("link.latency", link.latency or "0s"),
+        parse_size("link.burst", link.burst) if link.burst else 0,
+    )
+
+
+def _choose_stage(*facts: Any) -> tuple[int, str]:
+    from zeroshard.lab.fit import fitting_stage
+
+    return fitting_stage(*facts)
+
+
+def _predict(job: Any) -> Any:
+    from zeroshard.lab.contract import predict
+
+    return predict(job)
+
+
+def prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
+    """Tokens on disk."""
+    from zeroshard.train.prepare import run_prepare
+
+    return written(config.data.dir or "data", lambda: run_prepare(config.data))
+
+
+def generate(config: GenerateConfig, argv: Sequence[str]) -> int:
+    """Text, as it comes."""
+    from zeroshard.train.generate import run_generate
+
+    return run_generate(config)
+
+
+def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
+    """Loss, perplexity and bits per byte, or scores of tasks."""
+    from zeroshard.comm import launch
+
+    launch.prepare_torch()
+    if config.tasks:
+        from zeroshard.train.harness import run_tasks
+
+        if config.nproc > 1 or config.strategy != "none":
+            raise UserError("tasks", "they run in one process, on whole weights", "leave out --nproc and --strategy")
+        return run_tasks(config)
+    if launch.world_from_env() is None and config.nproc > 1:
+        ending = launch.launch_workers(argv, config.nproc, config.port)
+        if ending.line:
+            say(ending.line)
+        return ending.status
+    with launch.ended_with_launcher():
+        from zeroshard.train.evaluation import run_eval
+
+        return run_eval(config)
+
+
+def export(config: ExportConfig, argv: Sequence[str]) -> int:
+    """A Hugging Face folder of a run."""
+    from zeroshard.train.hf_export import run_export
+
+    return written(config.out, lambda: run_export(config))
+
+
+def import_model(config: ImportConfig, argv: Sequence[str]) -> int:
+    """A run of somebody else's weights."""
+    from zeroshard.train.hf_import import run_import
+
+    return written(config.out, lambda: run_import(config))
+
+
+def written(out: str, write: Callable[[], int]) -> int:
+    """What ``write`` returns; a disk that fails is told in a line."""
+    try:
+        return write()
+    except OSError as error:
+        say(f"{out}: it was not written ({error.strerror or error}); free space, or name another folder")
+        return ExitStatus.STORAGE
+
+
+def look_at_checkpoints(config: None, words: Sequence[str]) -> int:
+    """What `zeroshard.train.checkpoints` answers."""
+    from zeroshard.train.checkpoints import run_checkpoint
+
+    try:
+        status = run_checkpoint(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` does; what is left goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitStatus.OK
+    return status
+
+
+def import_config(config: None, words: Sequence[str]) -> int:
+    """Our settings of somebody else's."""
+    from zeroshard.train.migrate import run_import_config
+
+    return run_import_config(words)
+
+
+def submit(config: SubmitConfig, argv: Sequence[str]) -> int:
+    """Jobs of a cluster."""
+    from zeroshard.submit import submit
+
+    words = list(argv[1:])
+    path, flags = take_option(words, "--config")
+    given = read_flags(flags, flags_of(TrainConfig, SHORTHANDS))
+    run = validate(TrainConfig, merge(read_file(path, TrainConfig) if path else {}, given))
+    if run.nproc or run.nnodes != "1":
+        raise UserError("nproc", "ranks are the cluster's to start", "say --nproc 0, and give submit --tasks-per-node")
+    if run.resume == "none":
+        words += ["--resume", "auto"]
+    print(submit(config, words))
+    return ExitStatus.OK
