@@ -61,7 +61,7 @@ def traced(instead: Traced) -> Generator[None]:
 
 def is_traced() -> bool:
     """Whether this is inside `traced`."""
-    return _traced.get() is not None
+    return not torch.compiler.is_compiling() and _traced.get() is not None  # the compiler cannot read such a variable
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -83,11 +83,10 @@ def opaque(name: str, *writes: str) -> Callable[[Launcher], Launcher]:
 
         @wraps(launcher)
         def call(*args: Any) -> None:
-            instead = _traced.get()
-            if instead is not None:
-                instead(name, args)
-            elif torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():
                 operator(*args)
+            elif (instead := _traced.get()) is not None:
+                instead(name, args)
             else:
                 launcher(*args)
 
