@@ -71,10 +71,11 @@ def open_hub(name: str, column: str) -> Tables:
 
 
 def _require_hub(wanted: HubName) -> None:
+    from datasets import config
     from huggingface_hub import constants
 
     todo = "go online, or give files by --data text --data.path"
-    if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+    if constants.HF_HUB_OFFLINE or config.HF_DATASETS_OFFLINE:
         raise UserError("data.source", f"{wanted} is on the Hugging Face hub, and HF_HUB_OFFLINE is set", todo)
     address = f"{constants.ENDPOINT}/api/datasets/{wanted.repo}"
     try:
