@@ -9,7 +9,6 @@ The hub is asked once, with a short time limit, before any loader is: those try 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
