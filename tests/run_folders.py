@@ -8,8 +8,9 @@ from pathlib import Path
 
 from zeroshard.lab.cases import SweepConfig, cases_of
 from zeroshard.lab.sweep_results import SWEEP_FORMAT, run_folder
-from zeroshard.train.config import TrainConfig, dump_toml
+from zeroshard.train.config import TrainConfig
 from zeroshard.train.sizes import parse_bandwidth
+from zeroshard.train.toml import dump_toml
 
 LINK = {
     "mode": "netns",

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zeroshard.comm.elastic import _ending
+from zeroshard.comm.ending import Ending, root_cause
 from zeroshard.comm.launch import (
-    Ending,
     World,
     init_process_group,
     prepare_torch,
     require_free_port,
-    root_cause,
     shutdown,
     tell_launcher,
     world_from_env,

@@ -4,7 +4,8 @@ import pytest
 
 from zeroshard.errors import UserError
 from zeroshard.lab.cases import SweepConfig, case_name, cases_of, in_words, make_case
-from zeroshard.train.config import TrainConfig, read_toml
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.toml import read_toml
 from zeroshard.train.validate import validate
 
 

@@ -13,7 +13,7 @@ from zeroshard.comm import LocalCommunicator
 from zeroshard.errors import UserError
 from zeroshard.parallel import STRATEGIES
 from zeroshard.train.build import build_run
-from zeroshard.train.config import GenerateConfig
+from zeroshard.train.commands import GenerateConfig
 from zeroshard.train.generate import run_generate
 from zeroshard.train.loop import take_step, train
 

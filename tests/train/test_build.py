@@ -8,7 +8,8 @@ from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.kernels import dispatch
 from zeroshard.kernels.launch import INTERPRETED
-from zeroshard.train.build import build_run, choose_device, make_model
+from zeroshard.train.assemble import make_model
+from zeroshard.train.build import build_run, choose_device
 from zeroshard.train.config import load_config
 from zeroshard.train.loop import run_training
 

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.errors import UserError
-from zeroshard.train.config import GenerateConfig, TrainConfig, dump_toml, load_config, merge, read_toml
+from zeroshard.train.commands import GenerateConfig
+from zeroshard.train.config import TrainConfig, load_config, merge
+from zeroshard.train.toml import dump_toml, read_toml
 from zeroshard.train.validate import fields_by_name, validate
 
 

@@ -11,7 +11,7 @@ from zeroshard.data import TokenDataset, load_tokenizer
 from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.data.tokenizer import num_text_bytes, train_bpe
 from zeroshard.errors import UserError
-from zeroshard.train.config import EvalConfig, ExportConfig
+from zeroshard.train.commands import EvalConfig, ExportConfig
 from zeroshard.train.evaluation import Scores, in_words, local_score, run_eval, score
 from zeroshard.train.generate import load_for_text
 from zeroshard.train.hf_export import run_export

@@ -5,8 +5,8 @@ from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.errors import UserError
 from zeroshard.models import build_model
 from zeroshard.models.cache import KVCache
-from zeroshard.train.build import make_model
-from zeroshard.train.config import ExportConfig, GenerateConfig
+from zeroshard.train.assemble import make_model
+from zeroshard.train.commands import ExportConfig, GenerateConfig
 from zeroshard.train.generate import decoded, run_generate, sample
 from zeroshard.train.hf_export import run_export
 from zeroshard.train.loop import run_training

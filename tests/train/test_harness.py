@@ -7,7 +7,7 @@ import torch
 from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.errors import UserError
 from zeroshard.models import build_model
-from zeroshard.train.config import EvalConfig
+from zeroshard.train.commands import EvalConfig
 from zeroshard.train.generate import sample
 from zeroshard.train.harness import harness_model, loglikelihoods, run_tasks
 from zeroshard.train.loop import run_training

@@ -7,7 +7,8 @@ from zeroshard.data import read_meta
 from zeroshard.errors import UserError
 from zeroshard.models import GPT2, GPT2Config
 from zeroshard.train.build import tokenizer_folder
-from zeroshard.train.config import ImportConfig, load_config
+from zeroshard.train.commands import ImportConfig
+from zeroshard.train.config import load_config
 from zeroshard.train.generate import load_weights
 from zeroshard.train.hf_import import run_import
 from zeroshard.train.loop import run_training

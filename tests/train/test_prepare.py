@@ -6,7 +6,8 @@ from rich.console import Console
 import small_tables as made
 from zeroshard.data.bulk import Told
 from zeroshard.errors import UserError
-from zeroshard.train.config import DataConfig, PrepareConfig
+from zeroshard.train.commands import PrepareConfig
+from zeroshard.train.config import DataConfig
 from zeroshard.train.prepare import Teller, data_folder, facts_of, run_prepare
 from zeroshard.train.validate import validate
 

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING, NoReturn
 
+from zeroshard.comm.ending import Ending
 from zeroshard.comm.machines import Meeting
 from zeroshard.errors import ExitStatus, UserError
 
@@ -45,11 +46,6 @@ _LOOPBACK = "127.0.0.1"
 _saves_first = threading.Event()
 _LAUNCHER = "ZEROSHARD_LAUNCHER_PID"  # set for the workers of `launch_workers`
 _RESTARTS = "ZEROSHARD_NUM_RESTARTS"  # set there too, after the first
-_SIGNAL_TODO = {
-    "SIGKILL": "look for a lack of memory here",
-    # the kernel's only word for a mapped page that has no file behind it any more
-    "SIGBUS": "a token file was cut off while it was read, or its disk failed: prepare the data again, then resume",
-}
 _NODES = "ZEROSHARD_NODES"  # theirs too, where they are put in network namespaces
 
 
@@ -62,14 +58,6 @@ class World:
     world_size: int = 1
     master_addr: str = ""
     master_port: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a group of workers ended: the status to pass on, and the line to print (may be empty)."""
-
-    status: int
-    line: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,32 +422,6 @@ def tell_launcher(line: str) -> bool:
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"message": line, "timestamp": int(time.time())}, file)
     return True
-
-
-def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
-    """The ending of a group from rank -> (exit code, negative for a signal; message).
-
-    A rank that was killed comes first: its peers fail after it, and because of it. A user error comes next.
-    """
-    for code, message in failures.values():
-        if code == ExitStatus.MOVED_UP:
-            return Ending(code, message)
-    if (ExitStatus.PEER_LOST, "") in failures.values():  # it has spoken: see `end_as_peer_lost`
-        return Ending(ExitStatus.PEER_LOST)
-    for rank, (code, _) in sorted(failures.items()):
-        if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT):
-            name = signal.Signals(-code).name
-            todo = _SIGNAL_TODO.get(name, "report it with `zeroshard doctor`")
-            return Ending(ExitStatus.PEER_LOST, f"rank {rank}: was ended by {name}; {todo}")
-    for _, (code, message) in sorted(failures.items()):
-        if code == ExitStatus.USAGE:
-            return Ending(code, message)
-    # Ranks that only lost a peer ended because of another, unless there is no other.
-    causes = [code for code, _ in failures.values() if code != ExitStatus.PEER_LOST]
-    if not causes:
-        return Ending(ExitStatus.PEER_LOST, next(message for _, (_, message) in sorted(failures.items())))
-    code = max(causes)
-    return Ending(code if code > 0 else 128 - code)
 
 
 def _end_after_interrupt(heard: socket.socket, left: threading.Event) -> None:

@@ -17,7 +17,7 @@ from zeroshard.lab.inverse import Answer, crossover, fewest, largest_micro_batch
 from zeroshard.lab.planner import Planner, Row, plan, planner_for
 from zeroshard.lab.show import seconds, size, text
 from zeroshard.models import LanguageModel
-from zeroshard.train.build import model_overrides
+from zeroshard.train.assemble import model_overrides
 from zeroshard.zero import STAGES
 
 

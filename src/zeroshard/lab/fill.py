@@ -7,7 +7,7 @@ import torch
 from zeroshard.lab import inverse
 from zeroshard.lab.hardware import Calibration, Device
 from zeroshard.lab.planner import planner_for
-from zeroshard.train.build import model_overrides
+from zeroshard.train.assemble import model_overrides
 from zeroshard.train.config import TrainConfig
 
 # PyTorch's own strategies hold what the stage does that they are modelled on, but for buckets.

@@ -32,8 +32,9 @@ from zeroshard.lab.results import RunResult, read_run
 from zeroshard.lab.search import Crossover, crossover, largest_that_fits, rounded
 from zeroshard.lab.sweep_board import Board
 from zeroshard.lab.sweep_results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, run_folder
-from zeroshard.train.config import TrainConfig, dump_toml
+from zeroshard.train.config import TrainConfig
 from zeroshard.train.sizes import parse_bandwidth, parse_size
+from zeroshard.train.toml import dump_toml
 
 TRAIN = (sys.executable, "-m", "zeroshard", "train")
 LargestMicroBatch = Callable[[TrainConfig, int], int]  # that is predicted to fit into so many bytes a rank

@@ -11,10 +11,8 @@ This module imports no torch: the command line reads it before it knows whether 
 
 from __future__ import annotations
 
-import json
 import re
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -22,6 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from zeroshard.errors import UserError
 from zeroshard.train.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
+from zeroshard.train.toml import read_toml
 from zeroshard.train.validate import validate
 
 # `model = "NAME"` stands for `model.name = "NAME"`
@@ -36,11 +35,13 @@ Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M
 CompileBackend = Literal["inductor", "aot_eager", "eager"]
 
 
-class _Config(BaseModel):
+class Config(BaseModel):
+    """Settings: every key is known, and none changes."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ModelConfig(_Config):
+class ModelConfig(Config):
     """Which model: a preset by name, and sizes that replace the preset's."""
 
     name: str = Field("gpt2-demo", min_length=1, description="Preset.")
@@ -95,7 +96,7 @@ class ModelConfig(_Config):
         return self
 
 
-class DataConfig(_Config):
+class DataConfig(Config):
     """Which text, cut into tokens how, kept where."""
 
     source: str = Field(
@@ -128,7 +129,7 @@ class DataConfig(_Config):
         return {SHORTHANDS["data"]: raw} if isinstance(raw, str) else raw
 
 
-class OptimConfig(_Config):
+class OptimConfig(Config):
     """Which steps are taken."""
 
     max_not_finite: int = Field(
@@ -142,7 +143,7 @@ class OptimConfig(_Config):
     )
 
 
-class ProfileConfig(_Config):
+class ProfileConfig(Config):
     """What a run measures of itself, beyond each step's record."""
 
     trace_steps: int = Field(
@@ -154,7 +155,7 @@ class ProfileConfig(_Config):
     overlap: bool = Field(False, description="Time each collective to its end: what was hidden, in summary.json.")
 
 
-class ContractConfig(_Config):
+class ContractConfig(Config):
     """What a run makes of its plan."""
 
     enforce: bool = Field(
@@ -163,7 +164,7 @@ class ContractConfig(_Config):
     device: str = Field("", description="File of `zeroshard bench device`, to predict the time of a step; empty: none.")
 
 
-class LinkConfig(_Config):
+class LinkConfig(Config):
     """A slower network than there is, between nodes; quantities carry their unit."""
 
     mode: Literal["none", "simulated", "netns", "tc"] = Field(
@@ -210,7 +211,7 @@ class LinkConfig(_Config):
                 raise UserError(f"link.{name}", what, "leave it out, or use --link.mode simulated")
 
 
-class TrackConfig(_Config):
+class TrackConfig(Config):
     """Who is told of the run's numbers, beside its own log."""
 
     to: tuple[str, ...] = Field((), description="tensorboard, wandb, trackio; none: metrics.jsonl alone.")
@@ -235,7 +236,7 @@ class TrackConfig(_Config):
         return self
 
 
-class TrainConfig(_Config):
+class TrainConfig(Config):
     """One training run. After construction `out` is always filled in."""
 
     model: ModelConfig = ModelConfig()
@@ -387,70 +388,6 @@ class TrainConfig(_Config):
             raise UserError("nproc", what, "give --nproc, at least twice link.node_size")
 
 
-class PrepareConfig(_Config):
-    """What `zeroshard prepare` writes: the same `data` as in a training run."""
-
-    data: DataConfig = DataConfig()
-
-
-class ExportConfig(_Config):
-    """What `zeroshard export` writes, and from where."""
-
-    source: str = Field(min_length=1, description="Run folder (its newest checkpoint), or a checkpoint.")
-    out: str = Field(min_length=1, description="New folder for the Hugging Face model.")
-    weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the weights in the files.")
-    max_shard_size: str = Field("5GB", min_length=1, description="Largest weights file, as 5GB or 512MiB.")
-
-    @model_validator(mode="after")
-    def _sizes_are_sizes(self) -> Self:
-        parse_size("max_shard_size", self.max_shard_size)
-        return self
-
-
-class ImportConfig(_Config):
-    """What `zeroshard import` reads, and the run that it makes."""
-
-    source: str = Field(
-        min_length=1, description="Folder of a Hugging Face GPT-2 or LLaMA with safetensors, or nanoGPT's ckpt.pt."
-    )
-    out: str = Field(min_length=1, description="New run folder, as in runs/NAME.")
-
-
-class EvalConfig(_Config):
-    """What `zeroshard eval` measures, and on what."""
-
-    run: str = Field(min_length=1, description="Run folder (its newest checkpoint), or a Hugging Face folder.")
-    data_dir: str = Field("", description="Prepared folder; empty: the run's own.")
-    split: Literal["val", "train"] = Field("val", description="Of the prepared folder.")
-    weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
-    strategy: Literal["none", "zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2"] = Field(
-        "none", description="How weights are spread over ranks; none: whole on each."
-    )
-    nproc: int = Field(0, ge=0, description="Ranks to start here; 0: torchrun's or SLURM's, else 1.")
-    port: int = Field(0, ge=0, le=65535, description="Port where --nproc ranks meet; 0: any free.")
-    seq_len: int = Field(0, ge=0, description="Tokens in a sequence; 0: as it was trained.")
-    micro_batch_size: int = Field(8, ge=1, description="Sequences per rank in one forward pass.")
-    batches: int = Field(0, ge=0, description="Batches to read, spread over the split; 0: all of it.")
-    tasks: tuple[str, ...] = Field((), description="Of lm-evaluation-harness, or .yaml files of tasks; none: the loss.")
-    limit: int = Field(0, ge=0, description="Examples of each task; 0: all.")
-    json_line: bool = Field(False, description="Print one JSON object in place of words.")
-
-
-class GenerateConfig(_Config):
-    """What `zeroshard generate` writes, and from which run."""
-
-    run: str = Field(min_length=1, description="Run folder, as in runs/NAME, or a Hugging Face folder.")
-    weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
-    prompt: str = Field("", description="Text to go on from; empty: a line break.")
-    max_new_tokens: int = Field(200, ge=1, description="Tokens to write.")
-    temperature: float = Field(0.8, ge=0, allow_inf_nan=False, description="0: always the likeliest token.")
-    top_k: int = Field(0, ge=0, description="Draw from the k likeliest; 0: from all.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest that have this probability together.")
-    stop: bool = Field(True, description="End where the model ends its document.")
-    seed: int = Field(0, ge=0, description="Of the draws.")
-
-
 def parse_nnodes(text: str) -> tuple[int, int]:
     """``"2"`` as (2, 2), ``"2:4"`` as (2, 4).
 
@@ -462,20 +399,6 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     if least > most:
         raise UserError("nnodes", f"{text!r} is no number of machines", "give it as 2, or as 2:4 for at least 2")
     return least, most
-
-
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """The raw values in a TOML file; a syntax error names its line and column."""
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise UserError("--config", f"{path} does not parse: {error}", "correct that line") from None
-    except FileNotFoundError:
-        raise UserError("--config", f"there is no file {path}", "give the path of a TOML file") from None
-    except UnicodeDecodeError:
-        raise UserError("--config", f"{path} is not UTF-8 text", "give the path of a TOML file") from None
-    except OSError as error:
-        raise UserError("--config", f"cannot read {path} ({error.strerror})", "give a readable file") from None
 
 
 def load_config(path: str | Path) -> TrainConfig:
@@ -492,28 +415,3 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             old = {SHORTHANDS[key]: old} if key in SHORTHANDS else old
         merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
-
-
-def dump_toml(config: BaseModel) -> str:
-    """TOML text that `load_config` reads back to an equal configuration."""
-    return toml_of(config.model_dump())
-
-
-def toml_of(values: Mapping[str, Any]) -> str:
-    """TOML text of values and of tables one level deep."""
-    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
-    lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if key not in tables]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items())]
-    return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def _toml_value(value: bool | int | float | str | Sequence[str]) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        # A JSON string is a TOML basic string, but for surrogate pairs (avoided) and a bare DEL.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return repr(value)

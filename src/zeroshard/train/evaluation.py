@@ -25,8 +25,10 @@ from zeroshard.data import EvalBatches, TokenDataset, Tokenizer, load_tokenizer,
 from zeroshard.data.tokenizer import num_text_bytes
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.models import LanguageModel
-from zeroshard.train.build import choose_device, sharded, tokenizer_folder
-from zeroshard.train.config import EvalConfig, TrainConfig, load_config
+from zeroshard.train.assemble import sharded
+from zeroshard.train.build import choose_device, tokenizer_folder
+from zeroshard.train.commands import EvalConfig
+from zeroshard.train.config import TrainConfig, load_config
 from zeroshard.train.evaluate import evaluate
 from zeroshard.train.generate import load_for_text, load_weights
 from zeroshard.train.prepare import data_folder

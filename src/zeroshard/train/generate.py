@@ -18,8 +18,10 @@ from zeroshard.data import Tokenizer, load_tokenizer, read_meta
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.models import LanguageModel
 from zeroshard.models.cache import KVCache
-from zeroshard.train.build import choose_device, make_model, separating_id, tokenizer_folder
-from zeroshard.train.config import GenerateConfig, TrainConfig, load_config
+from zeroshard.train.assemble import make_model, separating_id
+from zeroshard.train.build import choose_device, tokenizer_folder
+from zeroshard.train.commands import GenerateConfig
+from zeroshard.train.config import TrainConfig, load_config
 from zeroshard.train.hf_import import load_hf
 from zeroshard.train.run import checkpoint_folder
 from zeroshard.zero.ema import EMA

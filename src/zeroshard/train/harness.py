@@ -19,7 +19,7 @@ from torch import Tensor
 from zeroshard.data import Tokenizer
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.models import LanguageModel
-from zeroshard.train.config import EvalConfig
+from zeroshard.train.commands import EvalConfig
 from zeroshard.train.generate import load_for_text, sample
 
 

@@ -29,8 +29,10 @@ from zeroshard.data.portable import portable
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.models import GPT2Config, LlamaConfig, model_config
 from zeroshard.models.hf import HFWeight, hf_config, hf_weights
-from zeroshard.train.build import model_overrides, tokenizer_folder
-from zeroshard.train.config import ExportConfig, TrainConfig
+from zeroshard.train.assemble import model_overrides
+from zeroshard.train.build import tokenizer_folder
+from zeroshard.train.commands import ExportConfig
+from zeroshard.train.config import TrainConfig
 from zeroshard.train.run import checkpoint_folder
 from zeroshard.train.sizes import parse_size
 from zeroshard.train.validate import validate

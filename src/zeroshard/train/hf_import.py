@@ -24,10 +24,13 @@ from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, keep_tokenize
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.models import GPT2, GPT2Config, LanguageModel, Llama, LlamaConfig
 from zeroshard.models.hf import find_weights, from_hf_config
-from zeroshard.train.build import model_table, tokenizer_folder
-from zeroshard.train.config import DataConfig, ImportConfig, TrainConfig, dump_toml
+from zeroshard.train.assemble import model_table
+from zeroshard.train.build import tokenizer_folder
+from zeroshard.train.commands import ImportConfig
+from zeroshard.train.config import DataConfig, TrainConfig
 from zeroshard.train.nanogpt_weights import import_nanogpt, is_nanogpt
 from zeroshard.train.run import checkpoint_folder
+from zeroshard.train.toml import dump_toml
 from zeroshard.zero.state import NamedShard
 
 _SEQ_LEN = 1024  # of the run's own configuration, at most

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.train.config import TrainConfig, toml_of
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.toml import toml_of
 from zeroshard.train.validate import nearest, validate
 
 Fate = Literal["mapped", "changed", "ignored"]

@@ -22,10 +22,12 @@ from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_f
 from zeroshard.data.tokenizer import TIKTOKEN
 from zeroshard.errors import UserError
 from zeroshard.models import GPT2, GPT2Config
-from zeroshard.train.build import model_table, tokenizer_folder
-from zeroshard.train.config import DataConfig, TrainConfig, dump_toml
+from zeroshard.train.assemble import model_table
+from zeroshard.train.build import tokenizer_folder
+from zeroshard.train.config import DataConfig, TrainConfig
 from zeroshard.train.nanogpt import GPT2_IDS, PADDED_IDS
 from zeroshard.train.run import checkpoint_folder
+from zeroshard.train.toml import dump_toml
 from zeroshard.zero.state import NamedShard
 
 _SIZES = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")

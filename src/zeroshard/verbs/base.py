@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from zeroshard.errors import UserError
-from zeroshard.train.config import SHORTHANDS, TrainConfig, read_toml
+from zeroshard.train.config import SHORTHANDS, TrainConfig
+from zeroshard.train.toml import read_toml
 from zeroshard.train.validate import validate
 
 

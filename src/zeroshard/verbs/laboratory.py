@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import Flag, flags_of, read_flags, take_option
 from zeroshard.lab.config import PlanConfig
-from zeroshard.train.config import SHORTHANDS, TrainConfig, merge, read_toml
+from zeroshard.train.config import SHORTHANDS, TrainConfig, merge
+from zeroshard.train.toml import read_toml
 from zeroshard.train.validate import nearest, validate
 from zeroshard.verbs.base import Verb, show_help
 from zeroshard.verbs.training import written

@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING, Any
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import flags_of, read_flags, take_option
 from zeroshard.submit import SubmitConfig
-from zeroshard.train.config import (
-    SHORTHANDS,
-    EvalConfig,
-    ExportConfig,
-    GenerateConfig,
-    ImportConfig,
-    PrepareConfig,
-    TrainConfig,
-    merge,
-    parse_nnodes,
-)
+from zeroshard.train.commands import EvalConfig, ExportConfig, GenerateConfig, ImportConfig, PrepareConfig
+from zeroshard.train.config import SHORTHANDS, TrainConfig, merge, parse_nnodes
 from zeroshard.train.validate import validate
 from zeroshard.verbs.base import read_file, say
 

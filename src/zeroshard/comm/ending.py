@@ -1,0 +1,49 @@
+"""How a group of ranks ended: many of them fail after one and because of it, and one cause is worth telling."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zeroshard.errors import ExitStatus
+
+_SIGNAL_TODO = {
+    "SIGKILL": "look for a lack of memory here",
+    # the kernel's only word for a mapped page that has no file behind it any more
+    "SIGBUS": "a token file was cut off while it was read, or its disk failed: prepare the data again, then resume",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a group of workers ended: the status to pass on, and the line to print (may be empty)."""
+
+    status: int
+    line: str = ""
+
+
+def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
+    """The ending of a group from rank -> (exit code, negative for a signal; message).
+
+    A rank that was killed comes first: its peers fail after it, and because of it. A user error comes next.
+    """
+    for code, message in failures.values():
+        if code == ExitStatus.MOVED_UP:
+            return Ending(code, message)
+    if (ExitStatus.PEER_LOST, "") in failures.values():  # it has spoken: see `end_as_peer_lost`
+        return Ending(ExitStatus.PEER_LOST)
+    for rank, (code, _) in sorted(failures.items()):
+        if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT):
+            name = signal.Signals(-code).name
+            todo = _SIGNAL_TODO.get(name, "report it with `zeroshard doctor`")
+            return Ending(ExitStatus.PEER_LOST, f"rank {rank}: was ended by {name}; {todo}")
+    for _, (code, message) in sorted(failures.items()):
+        if code == ExitStatus.USAGE:
+            return Ending(code, message)
+    # Ranks that only lost a peer ended because of another, unless there is no other.
+    causes = [code for code, _ in failures.values() if code != ExitStatus.PEER_LOST]
+    if not causes:
+        return Ending(ExitStatus.PEER_LOST, next(message for _, (_, message) in sorted(failures.items())))
+    code = max(causes)
+    return Ending(code if code > 0 else 128 - code)
