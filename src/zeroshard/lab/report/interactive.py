@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
@@ -24,7 +26,7 @@ def as_plotly(figure: Figure) -> dict[str, Any]:
     longest = max((len(series.name) for series in figure.series), default=0)
     rows = num_named if longest > 24 else -(-num_named // 3)
     height = USUAL_HEIGHT * figure.height + rows * _LEGEND_ROW
-    x_axis = _axis(figure.x)
+    x_axis = _axis(figure.x, [value for series in figure.series for value in series.x])
     if figure.x.ticks and not figure.x.log and max(map(len, figure.x.ticks.values())) > 8:
         x_axis["tickangle"] = -30
     layout: dict[str, Any] = {
@@ -38,7 +40,7 @@ def as_plotly(figure: Figure) -> dict[str, Any]:
         "showlegend": num_named > 1,
         "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
         "xaxis": x_axis,
-        "yaxis": _axis(figure.y),
+        "yaxis": _axis(figure.y, [value for series in figure.series for value in series.y]),
     }
     if figure.band is not None:
         edges = {"x0": figure.band[0], "x1": figure.band[1], "y0": 0, "y1": 1}
@@ -47,7 +49,7 @@ def as_plotly(figure: Figure) -> dict[str, Any]:
     return {"data": [_trace(series) for series in figure.series], "layout": layout}
 
 
-def _axis(axis: Axis) -> dict[str, Any]:
+def _axis(axis: Axis, values: Sequence[float]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "title": {"text": _text(axis.title)},
         "automargin": True,
@@ -57,7 +59,9 @@ def _axis(axis: Axis) -> dict[str, Any]:
         "ticks": "outside",
     }
     if axis.log:
-        found |= {"type": "log", "exponentformat": "none", "separatethousands": True}
+        found["type"] = "log"
+        ticks = _log_ticks(values)
+        found |= {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
     if axis.ticks:
         found |= {
             "tickmode": "array",
@@ -71,9 +75,19 @@ def _axis(axis: Axis) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
+def _log_ticks(values: Sequence[float]) -> list[float]:
+    """1, 2 and 5 times powers of ten around ``values``; over many decades the powers alone."""
+    known = [value for value in values if value > 0 and math.isfinite(value)]
+    if not known:
+        return []
+    low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
+    steps = (1, 2, 5) if high - low <= 4 else (1,)
+    return [step * 10.0**power for power in range(low, high + 1) for step in steps]
+
+
 def _trace(series: Series) -> dict[str, Any]:
     trace: dict[str, Any] = {
-        "name": _text(series.name),
+        "name": _text(series.name if len(series.name) <= 60 else series.name[:59] + "…"),
         "showlegend": bool(series.name),
         "x": list(series.x),
         "y": list(series.y),

@@ -35,7 +35,7 @@ def draw(figure: Figure, path: Path) -> None:
         named = [series for series in figure.series if series.name]
         if len(named) > 1:
             longest = max(len(series.name) for series in named)
-            columns = 2 if longest > 24 else min(len(named), 4)
+            columns = 1 if longest > 40 else 2 if longest > 20 else min(len(named), 4)
             canvas.legend(loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
         canvas.savefig(path, dpi=DPI)
 
