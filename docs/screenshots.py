@@ -44,7 +44,7 @@ def main() -> None:
             page.goto(address)
             page.locator("#graph-memory .bars path").first.wait_for(timeout=60_000)
             shoot(page, f"dashboard-{width}")
-            page.get_by_role("tab", name="Planner").click()
+            page.locator(".tab", has_text="Planner").click()
             page.locator(".advice").wait_for(timeout=120_000)
             page.wait_for_timeout(1000)
             shoot(page, f"planner-{width}")

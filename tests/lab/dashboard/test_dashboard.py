@@ -80,7 +80,9 @@ def test_figures_and_plans_come_from_runs_whole_and_damaged(tmp_path):
     text = str(page_of_runs.plans(found))
     assert "step" in text
     assert "1.075" in text
-    assert "does not parse" in str(page_of_runs.table(found))
+    assert "does not parse" in str(page_of_runs.table(found, page_of_runs.labels(found)))
+    called = page_of_runs.labels(found)
+    assert sorted(called.values()) == ["damaged", *(f"strategy zero{stage}  run 1" for stage in range(4))]
     assert "4 done, 1 damaged" in page_of_runs.summary(found, "x")
 
 

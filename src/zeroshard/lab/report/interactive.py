@@ -9,11 +9,9 @@ from typing import Any
 
 from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
 
-CONFIG: Any = {  # of plotly.js; dash has a type of its own for it
-    "displaylogo": False,
-    "responsive": True,
-    "modeBarButtonsToRemove": ["select2d", "lasso2d"],
-}
+# Of plotly.js; dash has a type of its own for it. A page of ours adds that figures follow their column's width, which
+# dash sees to itself.
+CONFIG: Any = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
 USUAL_HEIGHT = 400  # pixels
 _SYMBOLS = {"triangle": "triangle-up", "cross": "x"}
 _LEGEND_ROW = 21  # pixels

@@ -51,7 +51,7 @@ def render(
         missing=missing,
         environment=environment,
         drawings=_script([as_plotly(figure) for figure in figures]),
-        config=_script(CONFIG),
+        config=_script({**CONFIG, "responsive": True}),
         plotly=Markup(plotly_js()),
     )
 
