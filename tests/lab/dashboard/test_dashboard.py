@@ -93,6 +93,8 @@ def test_the_planner_answers_as_the_command_does(capsys):
     words = ["--model", "gpt2-124m", "--gpus", "4", "--network", "10Gbit/s", "--micro-batch", "1", "--seq-len", "256"]
     assert main(["plan", *words]) == 0
     assert advice in capsys.readouterr().out
+    drawn = answer(given)[2].children[0].children[1].figure
+    assert drawn["layout"]["xaxis"]["ticktext"] == [f"stage {stage}, 1" for stage in range(4)]
     assert str(answer({**given, "network": "10furlongs"})[0].children).startswith("network: ")
 
 

@@ -35,6 +35,7 @@ def make_app(root: str | Path) -> Dash:
                 ],
                 value="runs",
                 id="tabs",
+                mobile_breakpoint=0,  # side by side on any screen
             ),
             dcc.Interval(id="clock", interval=runs.REFRESH_MS),
             dcc.Store(id="seen"),
