@@ -20,6 +20,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytestmark = [
     pytest.mark.skipif(not CHROMIUM.is_file(), reason=f"there is no {CHROMIUM}"),
     pytest.mark.slow,
+    pytest.mark.timeout(400),  # a browser, a server and a run on two cores
 ]
 ATTACK = "<img src=x onerror=alert(1)>"
 
