@@ -40,6 +40,9 @@ def test_a_name_is_the_hash_of_the_resolved_configuration():
     assert one.name == same.name == case_name(TrainConfig(seed=3))
     assert other.name != one.name
     assert one.name.isalnum()
+    filled = {cases_of(sweep(base={"seed": 3}, fit_memory=memory))[0].name for memory in ("", "1GiB", "2GiB")}
+    assert len(filled) == 3
+    assert one.name in filled
 
 
 def test_two_ways_to_say_one_thing_are_one_case():
@@ -83,6 +86,7 @@ def test_what_cannot_run_is_refused_alone():
         ({"crossover": ["zero2"]}, "crossover: 1 strategies; name two"),
         ({"crossover": ["zero2", "zero3"], "axes": {"strategy": ["ddp"]}}, "axes: a crossover sets strategy"),
         ({"crossover": ["zero2", "zero3"], "crossover_low": "1Tbit/s"}, "crossover_low: 1Tbit/s is not below 10Gbit/s"),
+        ({"crossover": ["zero2", "zero3"], "dry_run": True}, "dry_run: a crossover looks for its cases"),
         ({"repeats": 0}, "repeats: 0 is below 1"),
     ],
 )

@@ -36,8 +36,9 @@ def test_quantities_become_bytes_and_seconds_here_and_nowhere_else():
             inside_latency="1us",
         )
     )
-    assert found.between == Link(5e-5, 125e6, 65536)
-    assert found.inside == Link(1e-6, 1e10)
+    between, inside = found.between, found.inside
+    assert (between.bytes_per_s, between.burst_bytes, inside.bytes_per_s) == (125e6, 65536, 1e10)
+    assert (between.latency_s, inside.latency_s) == (pytest.approx(5e-5), pytest.approx(1e-6))
     assert Links.of(LinkConfig(mode="simulated", latency="1ms")).between == Link(1e-3, math.inf)
 
 

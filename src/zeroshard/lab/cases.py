@@ -60,6 +60,11 @@ class SweepConfig(BaseModel):
         if self.fit_memory:
             parse_size("fit_memory", self.fit_memory)
         if self.crossover:
+            if self.dry_run or self.fit_memory:
+                other = "dry_run" if self.dry_run else "fit_memory"
+                raise UserError(
+                    other, "a crossover looks for its cases as it runs, as they are", "leave one of both out"
+                )
             if len(self.crossover) != 2:
                 raise UserError("crossover", f"{len(self.crossover)} strategies", "name two, as zero2 zero3")
             low, high = (
@@ -112,17 +117,16 @@ def cases_of(sweep: SweepConfig, extra_axes: Mapping[str, Sequence[Any]] | None 
             )
     found: dict[str, Case] = {}
     for values in itertools.product(*axes.values()):
-        case = make_case(sweep.base, dict(zip(axes, values, strict=True)))
+        case = make_case(sweep.base, dict(zip(axes, values, strict=True)), sweep.fit_memory)
         found.setdefault(case.name, case)
     if all(case.config is None for case in found.values()):
-        raise UserError(
-            "axes", f"no case can run, the first because {next(iter(found.values())).refusal}", "change them"
-        )
+        first = next(iter(found.values())).refusal
+        raise UserError("axes", f"no case can run, the first because of {first}", "change base or axes")
     return list(found.values())
 
 
-def make_case(base: Mapping[str, Any], axes: Mapping[str, Any]) -> Case:
-    """The case that has ``axes``' settings laid over ``base``."""
+def make_case(base: Mapping[str, Any], axes: Mapping[str, Any], fit_memory: str = "") -> Case:
+    """The case that has ``axes``' settings laid over ``base``, and another micro-batch where that is to fill memory."""
     raw: dict[str, Any] = {}
     for table in (base, *(_nested(name, value) for name, value in axes.items())):
         raw = merge(raw, _spelled_out(table))
@@ -130,13 +134,13 @@ def make_case(base: Mapping[str, Any], axes: Mapping[str, Any]) -> Case:
         config = validate(TrainConfig, raw)
     except UserError as error:
         return Case(_hash(raw), dict(axes), None, str(error))
-    return Case(case_name(config), dict(axes), config)
+    return Case(case_name(config, fit_memory), dict(axes), config)
 
 
-def case_name(config: TrainConfig) -> str:
+def case_name(config: TrainConfig, fit_memory: str = "") -> str:
     """The hash of what a run's result depends on."""
     facts = {name: value for name, value in config.model_dump(mode="json").items() if name not in CHANGES_NO_RESULT}
-    return _hash(facts)
+    return _hash({**facts, "fit_memory": fit_memory} if fit_memory else facts)
 
 
 def flat_axes(axes: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:

@@ -1,11 +1,12 @@
 """Networks of this machine, made slow by its own kernel: namespaces that stand for nodes, and shaped interfaces.
 
-    namespace zs0-0          this host             namespace zs0-1
-    ranks -- net0 ====== zs0v0 -- zs0br -- zs0v1 ====== net0 -- ranks
+    namespace zsnet0-0            this host                namespace zsnet0-1
+    ranks -- net0 ====== zsnet0v0 -- zsnet0br -- zsnet0v1 ====== net0 -- ranks
 
 Each node has a veth pair to one bridge, and both of its ends are shaped, so that a node sends and receives at the rate
-asked for at the same time: what ``net0`` holds back leaves the node, what ``zs0v0`` holds back enters it. Ranks of one
-node talk through its loopback, which nothing slows. The bridge has an address too, where the launcher's store answers.
+asked for at the same time: what ``net0`` holds back leaves the node, what ``zsnet0v0`` holds back enters it. Ranks of
+one node talk through its loopback, which nothing slows. The bridge has an address too, where the launcher's store
+answers.
 
 Shaping is ``tbf``, a token bucket. Its burst must cover what passes between two of the kernel's timer ticks, else the
 rate is not reached (`shaper_burst`). Frames are jumbo frames: of 1,500 bytes, headers would take 4 % of the rate.
@@ -21,9 +22,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,9 +42,9 @@ MAX_NETWORKS, MAX_NODES = 250, 250  # of an octet each
 MTU = 9000
 INTERFACE = "net0"
 HANDLE, INNER_HANDLE = "7a73:", "7a74:"  # "zs", "zt": which shaping is ours
-_QUEUE = "20ms"  # of what waits for tokens
+_QUEUE = "100ms"  # of what waits for tokens: nothing should be dropped, for TCP would then send less than it may
 _MIN_BURST_BYTES = 64 << 10
-_TICK_S = 3e-3
+_TICK_S = 4e-3
 
 
 def shaper_burst(bytes_per_s: float) -> int:
@@ -93,7 +96,7 @@ def nodes(
     try:
         with _signals_wait():
             _make(number, num_nodes, shaping(bytes_per_s, latency_s, burst_bytes), shaping(bytes_per_s, 0, burst_bytes))
-        names = tuple(f"zs{number}-{node}" for node in range(num_nodes))
+        names = tuple(f"zsnet{number}-{node}" for node in range(num_nodes))
         yield Nodes(names, INTERFACE, _address(number, MAX_NODES), node_size)
     finally:
         with _signals_wait():
@@ -119,12 +122,12 @@ def clean() -> list[str]:
 
 
 def _make(number: int, num_nodes: int, out: list[list[str]], back: list[list[str]]) -> None:
-    bridge = f"zs{number}br"
+    bridge = f"zsnet{number}br"
     _run("ip", "link", "add", bridge, "mtu", str(MTU), "type", "bridge")
     _run("ip", "addr", "add", f"{_address(number, MAX_NODES)}/24", "dev", bridge)
     _run("ip", "link", "set", bridge, "up")
     for node in range(num_nodes):
-        name, outer = f"zs{number}-{node}", f"zs{number}v{node}"
+        name, outer = f"zsnet{number}-{node}", f"zsnet{number}v{node}"
         _run("ip", "netns", "add", name)
         pair = ("type", "veth", "peer", "name", INTERFACE, "mtu", str(MTU), "netns", name)
         _run("ip", "link", "add", outer, "mtu", str(MTU), *pair)
@@ -146,6 +149,10 @@ def _remove(number: int) -> list[str]:
     for name in sorted(names, key=lambda name: "-" in name):  # namespaces last
         kind = ("netns", "delete") if "-" in name else ("link", "delete")
         _run("ip", *kind, name, missing_ok=True)
+    if left := [name for name in _leftovers() if _number_of(name) == number]:
+        raise UserError(
+            "network", f"{', '.join(left)} cannot be removed", "end what uses it, then `zeroshard lab clean`"
+        )
     return names
 
 
@@ -159,10 +166,9 @@ def _leftovers() -> Iterator[str]:
 
 
 def _number_of(name: str) -> int | None:
-    """3 for ``zs3-0``, ``zs3br`` and ``zs3v0``; None for a name that is not ours."""
-    digits = name[2:].partition("-")[0].partition("br")[0].partition("v")[0]
-    ours = name.startswith("zs") and digits.isdigit() and name != f"zs{digits}"
-    return int(digits) if ours else None
+    """3 for ``zsnet3-0``, ``zsnet3br`` and ``zsnet3v0``; None for a name that is not ours."""
+    match = re.fullmatch(r"zsnet(\d+)(?:-\d+|br|v\d+)", name)
+    return None if match is None else int(match[1])
 
 
 def _address(number: int, node: int) -> str:
@@ -194,11 +200,19 @@ def _lock(number: int) -> int | None:
 @contextmanager
 def _signals_wait() -> Generator[None]:
     """Inside, signals that would end this process wait: a network is made whole, and removed whole."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
+    if threading.current_thread() is not threading.main_thread():  # whom no signal interrupts
+        yield
+        return
+    came: list[int] = []
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {signum: signal.signal(signum, lambda number, frame: came.append(number)) for signum in ending}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        for signum in came:
+            signal.raise_signal(signum)
 
 
 # -- a real interface ---------------------------------------------------------------------------------------------
@@ -263,7 +277,7 @@ def why_in_use(device: str) -> str:
     own = {address.address for address in psutil.net_if_addrs().get(device, [])}
     for process in [psutil.Process(), *psutil.Process().parents()]:
         try:
-            connections = process.net_connections("tcp")
+            connections = getattr(process, "net_connections", process.connections)("tcp")  # psutil 6 renamed it
         except psutil.Error:
             continue
         for connection in connections:
@@ -315,7 +329,8 @@ def _add_queue(tc: tuple[str, ...], device: str, words: list[str]) -> None:
 
 def _run(*words: str, missing_ok: bool = False) -> str:
     """What a tool prints; ``missing_ok``: nothing, if what it should remove is gone."""
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    # in a session of its own, so that Ctrl-C does not end it half way
+    done = subprocess.run(words, capture_output=True, text=True, check=False, start_new_session=True)
     if done.returncode and not missing_ok:
         said = " ".join(done.stderr.split()) or f"exit status {done.returncode}"
         raise UserError("network", f"`{' '.join(words)}` failed: {said}", "see what this kernel and container allow")

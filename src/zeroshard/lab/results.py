@@ -145,12 +145,15 @@ class RunResult:
         return _median(sum(step.exposed_s.values()) for step in self.settled)
 
     @property
-    def peak_bytes(self) -> int:
-        """The most that rank 0 held: the recorded peak where the run looked for it, else what its records add up to."""
-        found = self.summary.get("memory_peak")
-        if isinstance(found, Mapping) and isinstance(found.get("bytes"), int):
-            return found["bytes"]
+    def held_bytes(self) -> int:
+        """The most that rank 0 held of training state, without activations."""
         return max((sum(step.memory_bytes.values()) for step in self.steps), default=0)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most that rank 0 held of everything; None where the run did not look for it."""
+        found = self.summary.get("memory_peak")
+        return found["bytes"] if isinstance(found, Mapping) and isinstance(found.get("bytes"), int) else None
 
     def setting(self, name: str, default: Any = None) -> Any:
         """A setting by its dotted name, as ``link.bandwidth``."""

@@ -142,6 +142,10 @@ class Runner:
                 self.board.tries(case, f"micro_batch_size {micro_batch_size}")
                 self._attempt(short, target, failure)
             found = read_run(target)
+            if found.state == "done" and found.peak_bytes is None:
+                raise UserError(
+                    "fit_memory", "the runs do not record their peak of memory", "set profile.memory = true"
+                )
             return found.peak_bytes if found.state == "done" else None
 
         largest = largest_that_fits(guess(config, budget), peak_bytes, budget)
@@ -268,10 +272,12 @@ def _held(folder: Path) -> Generator[Path]:
         what = f"{folder} cannot be written ({error.strerror})"
         raise UserError("out", what, "choose a folder that you may write") from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"another process is running {folder}"
+            raise UserError("out", what, "wait for it, or choose another --out") from None
         yield folder
-    except BlockingIOError:
-        raise UserError("out", f"another process is running {folder}", "wait for it, or choose another --out") from None
     finally:
         os.close(descriptor)
 

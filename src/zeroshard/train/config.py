@@ -154,15 +154,11 @@ class LinkConfig(_Config):
                 if getattr(self, name):
                     parse(f"link.{name}", getattr(self, name))
         if self.mode == "simulated" and not given:
-            raise UserError(
-                "link.mode", "simulated says not what is slow", "add --link.bandwidth 1Gbit/s, or a latency"
-            )
+            raise UserError("link.mode", "simulated does not say what", "add --link.bandwidth 1Gbit/s, or a latency")
         if self.mode in ("netns", "tc"):
             self._can_be_shaped()
         if (self.mode == "tc") != bool(self.device):
-            raise UserError(
-                "link.device", f"{self.device!r} with {self.mode}", "name an interface with tc, and then only"
-            )
+            raise UserError("link.device", f"{self.device!r} with mode {self.mode}", "give one with tc, and only then")
         return self
 
     def _can_be_shaped(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.comm import Communicator, Link, ThrottledCommunicator
+from zeroshard.comm import Communicator, Link, RingCommunicator, ThrottledCommunicator
 from zeroshard.comm.launch import World, enter_node, use_interface
 from zeroshard.comm.probe import probe, why_not_comparable
 from zeroshard.comm.shm import ranks_share_host
@@ -87,7 +87,12 @@ class Links:
         """
         if self.mode == "none" or comm.world_size <= self.node_size:
             return {}
-        achieved = probe(comm, self.between, self.node_size)
+        if self.in_kernel and not isinstance(comm, RingCommunicator):
+            ring = RingCommunicator()  # gloo's own collectives do not fill a link: that is theirs, and no fault of it
+            achieved = probe(ring, self.between, self.node_size)
+            ring.close()
+        else:
+            achieved = probe(comm, self.between, self.node_size)
         if achieved is None:
             return {}
         why = why_not_comparable(self.between, achieved)
