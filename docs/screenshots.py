@@ -75,7 +75,11 @@ def dashboard(folder: Path) -> Generator[str]:
 
 def shoot(page: Page, name: str) -> None:
     """What is to be seen now, in as few colours as keep the file small."""
-    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    image = (
+        Image.open(io.BytesIO(page.screenshot()))
+        .convert("RGB")
+        .quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    )
     path = IMAGES / f"{name}.png"
     image.save(path, optimize=True)
     assert path.stat().st_size < MOST_BYTES, f"{path} has {path.stat().st_size} bytes"
