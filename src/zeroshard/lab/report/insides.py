@@ -184,7 +184,8 @@ def _timeline(entry: Entry, run: RunResult) -> Figure:
     series = []
     for rank in ranks:
         rows[2.0 * ranks.index(rank)] = f"rank {rank}"
-        rows[2.0 * ranks.index(rank) + 0.8] = "communication"
+        if any(span.rank == rank and span.kind == "communication" for span in spans):
+            rows[2.0 * ranks.index(rank) + 0.8] = "communication"
     for kind, colour in SPAN_COLOURS.items():
         own = [span for span in spans if span.kind == kind]
         if own:

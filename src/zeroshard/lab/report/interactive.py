@@ -12,6 +12,7 @@ from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
 # Of plotly.js; dash has a type of its own for it. A page of ours adds that figures follow their column's width, which
 # dash sees to itself.
 CONFIG: Any = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
+LONGEST_TICK = 28  # letters
 USUAL_HEIGHT = 400  # pixels
 _SYMBOLS = {"triangle": "triangle-up", "cross": "x"}
 _LEGEND_ROW = 21  # pixels
@@ -27,6 +28,8 @@ def as_plotly(figure: Figure) -> dict[str, Any]:
     x_axis = _axis(figure.x, [value for series in figure.series for value in series.x])
     if figure.x.ticks and not figure.x.log and max(map(len, figure.x.ticks.values())) > 8:
         x_axis["tickangle"] = -30
+    if figure.x_range is not None:
+        x_axis["range"] = list(figure.x_range)
     layout: dict[str, Any] = {
         "height": round(height),
         "margin": {"l": 10, "r": 14, "t": 12, "b": 10},
@@ -61,10 +64,11 @@ def _axis(axis: Axis, values: Sequence[float]) -> dict[str, Any]:
         ticks = _log_ticks(values)
         found |= {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
     if axis.ticks:
+        longest = LONGEST_TICK if len(axis.ticks) > 3 else 2 * LONGEST_TICK
         found |= {
             "tickmode": "array",
             "tickvals": list(axis.ticks),
-            "ticktext": [_short(t) for t in axis.ticks.values()],
+            "ticktext": [_short(text, longest) for text in axis.ticks.values()],
         }
     if axis.reversed:
         found["autorange"] = "reversed"
@@ -79,7 +83,9 @@ def _log_ticks(values: Sequence[float]) -> list[float]:
     if not known:
         return []
     low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
-    steps = (1, 2, 5) if high - low <= 4 else (1,)
+    steps: tuple[float, ...] = (1, 2, 5) if high - low <= 4 else (1,)
+    if max(known) < 5 * min(known):
+        steps = (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
     return [step * 10.0**power for power in range(low, high + 1) for step in steps]
 
 
@@ -123,8 +129,8 @@ def _present(**values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _short(text: str) -> str:
-    return _text(text if len(text) <= 28 else text[:27] + "…")
+def _short(text: str, longest: int) -> str:
+    return _text(text if len(text) <= longest else text[: longest - 1] + "…")
 
 
 def _text(text: str) -> str:

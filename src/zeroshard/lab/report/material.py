@@ -255,7 +255,7 @@ def _overlap(run: RunResult, what: str) -> float:
     if not isinstance(found, Mapping):
         return math.nan
     values = [_finite(each.get(what)) for each in found.values() if isinstance(each, Mapping)]
-    return sum(values) if values else math.nan
+    return sum(values) or math.nan  # nothing was under way: nobody could tell when operations ended
 
 
 def _finite(value: Any) -> float:
