@@ -1,7 +1,7 @@
 """Remake the screenshots of docs/images: a report and the dashboard of a finished sweep, in Debian's Chromium.
 
-zeroshard sweep --config configs/sweeps/bandwidth.toml --base.link.mode simulated
-python docs/screenshots.py sweeps/bandwidth
+python docs/screenshots.py            of a sweep whose numbers a formula made (tests/run_folders.py)
+python docs/screenshots.py SWEEP      of one that ran
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from run_folders import write_sweep
+
 IMAGES = Path(__file__).parent / "images"
 CHROMIUM, ARGS = "/usr/bin/chromium", ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 HEIGHTS = {1280: 1500, 400: 1500}  # pixels, by width
@@ -29,22 +32,29 @@ ZEROSHARD = (sys.executable, "-m", "zeroshard")
 def main() -> None:
     """Write every screenshot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweep", type=Path, help="folder of a finished sweep")
-    sweep = parser.parse_args().sweep
+    parser.add_argument("sweep", type=Path, nargs="?", help="folder of a finished sweep")
+    asked = parser.parse_args().sweep
     IMAGES.mkdir(exist_ok=True)
-    with sync_playwright() as tools, tempfile.TemporaryDirectory() as out, dashboard(sweep) as address:
-        subprocess.run([*ZEROSHARD, "report", str(sweep), "--out", out], check=True)
+    with tempfile.TemporaryDirectory() as root:
+        sweep = asked or write_sweep(Path(root) / "example", repeats=2, trace=True)
+        make(sweep, Path(root) / "out")
+
+
+def make(sweep: Path, out: Path) -> None:
+    """All of them, of ``sweep``; its report goes to ``out``."""
+    with sync_playwright() as tools, dashboard(sweep) as address:
+        subprocess.run([*ZEROSHARD, "report", str(sweep), "--out", str(out)], check=True)
         browser = tools.chromium.launch(executable_path=CHROMIUM, args=ARGS)
         for width, height in HEIGHTS.items():
             page = browser.new_page(viewport={"width": width, "height": height})
-            page.goto((Path(out) / "report.html").as_uri())
+            page.goto((out / "report.html").as_uri())
             page.locator(".main-svg").first.wait_for()
             page.get_by_role("heading", name="Results").scroll_into_view_if_needed()
             shoot(page, f"report-{width}")
             page.goto(address)
             page.locator("#graph-memory .bars path").first.wait_for(timeout=60_000)
             shoot(page, f"dashboard-{width}")
-            page.get_by_role("tab", name="Planner").click()
+            page.locator(".tab", has_text="Planner").click()
             page.locator(".advice").wait_for(timeout=120_000)
             page.wait_for_timeout(1000)
             shoot(page, f"planner-{width}")
@@ -65,7 +75,11 @@ def dashboard(folder: Path) -> Generator[str]:
 
 def shoot(page: Page, name: str) -> None:
     """What is to be seen now, in as few colours as keep the file small."""
-    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    image = (
+        Image.open(io.BytesIO(page.screenshot()))
+        .convert("RGB")
+        .quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    )
     path = IMAGES / f"{name}.png"
     image.save(path, optimize=True)
     assert path.stat().st_size < MOST_BYTES, f"{path} has {path.stat().st_size} bytes"

@@ -20,6 +20,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytestmark = [
     pytest.mark.skipif(not CHROMIUM.is_file(), reason=f"there is no {CHROMIUM}"),
     pytest.mark.slow,
+    pytest.mark.timeout(400),  # a browser, a server and a run on two cores
 ]
 ATTACK = "<img src=x onerror=alert(1)>"
 
@@ -99,7 +100,7 @@ def test_a_run_appears_while_it_trains_and_the_planner_answers(browser, dashboar
     wide.locator(".state.unfinished").first.wait_for()
 
     for page in (wide, narrow):
-        page.get_by_role("tab", name="Planner").click()
+        page.locator(".tab", has_text="Planner").click()
         page.locator(".advice").wait_for()
         assert _fits(page)
     before = wide.locator(".advice").inner_text()

@@ -80,7 +80,9 @@ def test_figures_and_plans_come_from_runs_whole_and_damaged(tmp_path):
     text = str(page_of_runs.plans(found))
     assert "step" in text
     assert "1.075" in text
-    assert "does not parse" in str(page_of_runs.table(found))
+    assert "does not parse" in str(page_of_runs.table(found, page_of_runs.labels(found)))
+    called = page_of_runs.labels(found)
+    assert sorted(called.values()) == ["damaged", *(f"strategy zero{stage}  run 1" for stage in range(4))]
     assert "4 done, 1 damaged" in page_of_runs.summary(found, "x")
 
 
@@ -91,6 +93,8 @@ def test_the_planner_answers_as_the_command_does(capsys):
     words = ["--model", "gpt2-124m", "--gpus", "4", "--network", "10Gbit/s", "--micro-batch", "1", "--seq-len", "256"]
     assert main(["plan", *words]) == 0
     assert advice in capsys.readouterr().out
+    drawn = answer(given)[2].children[0].children[1].figure
+    assert drawn["layout"]["xaxis"]["ticktext"] == [f"stage {stage}, 1" for stage in range(4)]
     assert str(answer({**given, "network": "10furlongs"})[0].children).startswith("network: ")
 
 

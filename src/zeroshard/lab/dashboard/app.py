@@ -35,6 +35,7 @@ def make_app(root: str | Path) -> Dash:
                 ],
                 value="runs",
                 id="tabs",
+                mobile_breakpoint=0,  # side by side on any screen
             ),
             dcc.Interval(id="clock", interval=runs.REFRESH_MS),
             dcc.Store(id="seen"),
@@ -58,11 +59,12 @@ def make_app(root: str | Path) -> Dash:
         now = [names, [[name, run.state, len(run.steps), len(run.evaluations)] for name, run in found.items()]]
         if now == seen:
             return (no_update,) * (5 + len(runs.GRAPHS))
-        shown = {name: found[name] for name in names}
+        called = runs.labels(found)
+        shown = {called[name]: found[name] for name in names}
         return (
             runs.summary(found, watch.root.name),
-            runs.table(found),
-            list(found),
+            runs.table(found, called),
+            [{"label": called[name], "value": name} for name in found],
             runs.plans(shown),
             *runs.figures(shown),
             now,

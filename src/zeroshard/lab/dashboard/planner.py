@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,9 +14,9 @@ from zeroshard.lab.advice import GIB
 from zeroshard.lab.command import arguments
 from zeroshard.lab.config import PlanConfig
 from zeroshard.lab.hardware import DEVICES, LINKS
-from zeroshard.lab.planner import MICRO_BATCHES, Plan, plan
-from zeroshard.lab.report.figure import BLACK, GREEN, VERMILLION, Axis, Figure, Series
-from zeroshard.lab.report.insides import CATEGORY_COLOURS, GREY
+from zeroshard.lab.planner import MICRO_BATCHES, Plan, Row, plan
+from zeroshard.lab.report.figure import BLACK, GREEN, GREY, VERMILLION, Axis, Figure, Series
+from zeroshard.lab.report.insides import CATEGORY_COLOURS
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
 from zeroshard.lab.show import COLUMNS, cells, heading
 from zeroshard.models.presets import PRESETS
@@ -96,45 +96,60 @@ def _planned(given: tuple[tuple[str, Any], ...]) -> Plan:
         return plan(**arguments(config), stage=stage, micro_batch=config.micro_batch or None)
 
 
+def chosen(found: Plan) -> list[Row]:
+    """Of each stage and size of groups the row to look at: the fastest that fits, else the one that lacks least."""
+    best: dict[tuple[int | None, int], Row] = {}
+    for row in found.rows:
+        key = (row.stage, row.shard_size)
+        if key not in best or _merit(row) > _merit(best[key]):
+            best[key] = row
+    return list(best.values())
+
+
+def _merit(row: Row) -> tuple[bool, float]:
+    return row.fits, row.tokens_per_s if row.fits else row.headroom_bytes
+
+
 def _memory(found: Plan) -> Figure:
-    tables = [{**row.step.peak.by_category, "communicators": row.comm_bytes} for row in found.rows]
+    rows = chosen(found)
+    tables = [{**row.step.peak.by_category, "communicators": row.comm_bytes} for row in rows]
     names = [name for name in CATEGORY_COLOURS if any(table.get(name) for table in tables)]
     names += sorted({name for table in tables for name, n in table.items() if n} - set(names))
-    places = tuple(map(float, range(len(tables))))
-    bottoms, series = [0.0] * len(tables), []
+    places = tuple(map(float, range(len(rows))))
+    bottoms, series = [0.0] * len(rows), []
     for name in names:
-        heights = [table.get(name, 0) / GIB for table in tables]
-        colour = CATEGORY_COLOURS.get(name, GREY)
-        notes = (name.replace("_", " "),) * len(tables)
-        series.append(
-            Series(notes[0] if notes else name, "bar", colour, places, tuple(heights), base=tuple(bottoms), notes=notes)
-        )
+        heights = tuple(table.get(name, 0) / GIB for table in tables)
+        words, colour = name.replace("_", " "), CATEGORY_COLOURS.get(name, GREY)
+        notes = (words,) * len(rows)
+        series.append(Series(words, "bar", colour, places, heights, base=tuple(bottoms), notes=notes))
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     there = found.device.memory_bytes / GIB
-    ends = (-0.5, len(tables) - 0.5)
-    series.append(Series("the GPU's", "line", BLACK, ends, (there, there), dashed=True))
+    series.append(Series("the GPU's", "line", BLACK, (-0.5, len(rows) - 0.5), (there, there), dashed=True))
     return Figure(
-        "memory", "Memory at the peak", Axis("", ticks=_names(found)), Axis("GiB", from_zero=True), tuple(series)
-    )
+        "memory", "Memory at the peak", Axis("", ticks=_names(found, rows)), Axis("GiB", from_zero=True), tuple(series),
+        "Of each stage the fastest row that fits, else the one that lacks least; with its micro-batch.",
+    )  # fmt: skip
 
 
 def _time(found: Plan) -> Figure:
-    places = tuple(map(float, range(len(found.rows))))
-    computing = tuple(row.timing.compute_s * 1e3 for row in found.rows)
-    waiting = tuple(row.timing.exposed_s * 1e3 for row in found.rows)
+    rows = chosen(found)
+    places = tuple(map(float, range(len(rows))))
+    ms = [1e3 / (row.step.tokens / 1000) for row in rows]
+    computing = tuple(row.timing.compute_s * scale for row, scale in zip(rows, ms, strict=True))
+    waiting = tuple(row.timing.exposed_s * scale for row, scale in zip(rows, ms, strict=True))
     series = (
         Series("computing", "bar", GREEN, places, computing),
         Series("waiting for the network", "bar", VERMILLION, places, waiting, base=computing),
     )
-    return Figure(
-        "time", "Time of a step", Axis("", ticks=_names(found)), Axis("ms", from_zero=True), series,
-        "Rows differ in micro-batch, and so in tokens a step: compare tokens/s in the table.",
-    )  # fmt: skip
+    y = Axis("ms for 1,000 tokens of a GPU", from_zero=True)
+    return Figure("time", "Time", Axis("", ticks=_names(found, rows)), y, series, "Of the same rows.")
 
 
-def _names(found: Plan) -> dict[float, str]:
+def _names(found: Plan, rows: Sequence[Row]) -> dict[float, str]:
+    """``stage 3``, of groups smaller than the world ``stage 3 over 8``, with the micro-batch."""
     world_size = found.cluster.world_size
+    groups = ["" if row.shard_size == world_size else f" over {row.shard_size}" for row in rows]
     return {
-        float(place): f"stage {row.stage}" + (f" / {row.shard_size}" if row.shard_size != world_size else "")
-        for place, row in enumerate(found.rows)
+        float(place): f"stage {row.stage}{group}, {row.micro_batch}"
+        for place, (row, group) in enumerate(zip(rows, groups, strict=True))
     }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from dash import dcc, html
 
+from zeroshard.lab.cases import in_words
 from zeroshard.lab.dashboard import live
 from zeroshard.lab.report.figure import Axis, Figure
 from zeroshard.lab.report.insides import memory
@@ -16,6 +18,7 @@ from zeroshard.lab.report.marks import LeftOutError
 from zeroshard.lab.report.material import entries_of_runs, pair_of, plan_of
 from zeroshard.lab.results import RunResult
 from zeroshard.lab.show import size
+from zeroshard.lab.sweep_results import SWEEP
 
 REFRESH_MS = 2000
 MOST_SHOWN = 6  # runs that are chosen where nobody has chosen
@@ -66,6 +69,20 @@ def latest(runs: Mapping[str, RunResult]) -> list[str]:
     return [name for name in names if runs[name].steps][:MOST_SHOWN]
 
 
+def labels(runs: Mapping[str, RunResult]) -> dict[str, str]:
+    """By name, what a run is called: its place, or of a sweep's case, which is named by a hash, what sets it apart."""
+    found = {name: name for name in runs}
+    names = {run.folder: name for name, run in runs.items()}
+    cases = [run for run in runs.values() if len(run.folder.parents) > 2 and (run.folder.parents[2] / SWEEP).is_file()]
+    for entry in entries_of_runs(cases):
+        words = in_words(entry.apart)
+        for run in entry.case.runs:
+            repeat = f"  run {int(run.folder.name) + 1}" if run.folder.name.isdecimal() else ""
+            found[names[run.folder]] = (words or names[run.folder]) + repeat
+    twice = {label for label, count in Counter(found.values()).items() if count > 1}
+    return {name: f"{label} ({name})" if label in twice else label for name, label in found.items()}
+
+
 def summary(runs: Mapping[str, RunResult], root: str) -> str:
     """How many there are of each kind."""
     states = [run.state for run in runs.values()]
@@ -73,11 +90,14 @@ def summary(runs: Mapping[str, RunResult], root: str) -> str:
     return f"{root}: {counts or 'no run yet; this page looks every 2 seconds'}"
 
 
-def table(runs: Mapping[str, RunResult]) -> list[Any]:
-    """One row a run, those that run first."""
+def table(runs: Mapping[str, RunResult], called: Mapping[str, str]) -> list[Any]:
+    """One row a run, those that run first; ``called``: `labels`."""
     titles = ("run", "state", "step", "loss", "tokens/s", "exposed", "memory of rank 0", "strategy", "ranks")
-    ordered = sorted(runs.items(), key=lambda item: _ORDER.index(item[1].state))
-    return [html.Thead(html.Tr([html.Th(title) for title in titles])), html.Tbody([_row(*item) for item in ordered])]
+    ordered = sorted(runs.items(), key=lambda item: (_ORDER.index(item[1].state), called[item[0]]))
+    return [
+        html.Thead(html.Tr([html.Th(title) for title in titles])),
+        html.Tbody([_row(called[name], run) for name, run in ordered]),
+    ]
 
 
 def _row(name: str, run: RunResult) -> html.Tr:

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from socketserver import BaseServer
 
 from flask import Flask, Response, abort, request
 from werkzeug.serving import make_server
@@ -47,7 +48,7 @@ def serve(folder: str, host: str, port: int) -> None:
     if not is_loopback:
         print(f"whoever reaches {host} can see these runs; without --host only this machine can", file=sys.stderr)
     try:
-        listening.serve_forever()
+        BaseServer.serve_forever(listening)  # werkzeug's own takes Ctrl-C for an ordinary end
     finally:
         listening.server_close()
 

@@ -96,6 +96,14 @@ class Figure:
     height: float = 1.0
 
     @property
+    def x_range(self) -> tuple[float, float] | None:
+        """From and to, where bars stand side by side: a few of them do not fill the figure. None: as the values are."""
+        if not any(series.mark == "bar" for series in self.series):
+            return None
+        room = 0.6 + max(0.0, (4 - len(self.x.ticks)) / 2)
+        return -room, len(self.x.ticks) - 1 + room
+
+    @property
     def hollow(self) -> bool:
         """Whether any of its points is not to be compared."""
         return any(any(series.hollow) for series in self.series)

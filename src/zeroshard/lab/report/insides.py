@@ -58,16 +58,18 @@ def loss(entries: Sequence[Entry]) -> list[Figure]:
     series: list[Series] = []
     for index, (points, group) in enumerate(list(curves.items())[:MOST_LINES]):
         colour = CYCLE[index % len(CYCLE)]
-        more = f" and {len(group) - 1} more, the same bits" if len(group) > 1 else ""
         shown = _thinned(points)
         x, y = tuple(float(step) for step, _ in shown), tuple(value for _, value in shown)
-        series.append(Series(group[0].label + more, "line", colour, x, y, dashed=index >= len(CYCLE)))
+        series.append(Series(group[0].label, "line", colour, x, y, dashed=index >= len(CYCLE)))
         run = group[0].first
         if run is not None and run.evaluations and len(curves) <= MOST_LINES // 2:
             steps = tuple(float(each.step) for each in run.evaluations)
             losses = tuple(each.loss for each in run.evaluations)
             series.append(Series(f"{group[0].label} (validation)", "points", colour, steps, losses, marker="diamond"))
-    caption = f"{len(curves) - MOST_LINES} more curves are not drawn." if len(curves) > MOST_LINES else ""
+    caption = f"{len(curves) - MOST_LINES} more curves are not drawn. " if len(curves) > MOST_LINES else ""
+    alike = sum(len(group) for group in curves.values()) - len(curves)
+    if alike:
+        caption += f"{alike} more have the same bits as one of these, and would lie on it."
     return [Figure("loss", "Loss", Axis("step"), Axis("nats per token"), tuple(series), caption)]
 
 
@@ -76,7 +78,7 @@ def memory(entries: Sequence[Entry]) -> list[Figure]:
     chosen: dict[tuple[str, str], Entry] = {}
     for entry in sorted(entries, key=rank_of_strategy):
         if entry.first is not None and any(_held(entry.first)):
-            chosen.setdefault((entry.strategy, _without_links(entry)), entry)
+            chosen.setdefault((entry.strategy, _apart_from_links(entry)), entry)
     if not chosen:
         raise LeftOutError("no run has recorded its memory")
     shown = list(chosen.values())[:MOST_BARS]
@@ -182,7 +184,8 @@ def _timeline(entry: Entry, run: RunResult) -> Figure:
     series = []
     for rank in ranks:
         rows[2.0 * ranks.index(rank)] = f"rank {rank}"
-        rows[2.0 * ranks.index(rank) + 0.8] = "communication"
+        if any(span.rank == rank and span.kind == "communication" for span in spans):
+            rows[2.0 * ranks.index(rank) + 0.8] = "communication"
     for kind, colour in SPAN_COLOURS.items():
         own = [span for span in spans if span.kind == kind]
         if own:
@@ -234,10 +237,10 @@ def _held(run: RunResult) -> tuple[dict[str, int], dict[str, int]]:
     return {name: n for name, n in measured.items() if n}, {name: n for name, n in planned.items() if n}
 
 
-def _without_links(entry: Entry) -> str:
+def _apart_from_links(entry: Entry) -> str:
     """What sets its memory apart."""
-    names = [name for name in entry.case.axes if name.startswith("link")]
-    return entry.rest("strategy", *OF_LINKS, *names, *(f"link.{name}" for name in ("mode", "latency", "node_size")))
+    names = [name for name in entry.apart if name.startswith("link")]
+    return entry.rest("strategy", *OF_LINKS, *names)
 
 
 def _name_in(entry: Entry, shown: Sequence[Entry]) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import html
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
 
-CONFIG: Any = {  # of plotly.js; dash has a type of its own for it
-    "displaylogo": False,
-    "responsive": True,
-    "modeBarButtonsToRemove": ["select2d", "lasso2d"],
-}
+# Of plotly.js; dash has a type of its own for it. A page of ours adds that figures follow their column's width, which
+# dash sees to itself.
+CONFIG: Any = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
+LONGEST_TICK = 28  # letters
 USUAL_HEIGHT = 400  # pixels
 _SYMBOLS = {"triangle": "triangle-up", "cross": "x"}
 _LEGEND_ROW = 21  # pixels
@@ -24,9 +25,11 @@ def as_plotly(figure: Figure) -> dict[str, Any]:
     longest = max((len(series.name) for series in figure.series), default=0)
     rows = num_named if longest > 24 else -(-num_named // 3)
     height = USUAL_HEIGHT * figure.height + rows * _LEGEND_ROW
-    x_axis = _axis(figure.x)
+    x_axis = _axis(figure.x, [value for series in figure.series for value in series.x])
     if figure.x.ticks and not figure.x.log and max(map(len, figure.x.ticks.values())) > 8:
         x_axis["tickangle"] = -30
+    if figure.x_range is not None:
+        x_axis["range"] = list(figure.x_range)
     layout: dict[str, Any] = {
         "height": round(height),
         "margin": {"l": 10, "r": 14, "t": 12, "b": 10},
@@ -38,7 +41,7 @@ def as_plotly(figure: Figure) -> dict[str, Any]:
         "showlegend": num_named > 1,
         "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
         "xaxis": x_axis,
-        "yaxis": _axis(figure.y),
+        "yaxis": _axis(figure.y, [value for series in figure.series for value in series.y]),
     }
     if figure.band is not None:
         edges = {"x0": figure.band[0], "x1": figure.band[1], "y0": 0, "y1": 1}
@@ -47,7 +50,7 @@ def as_plotly(figure: Figure) -> dict[str, Any]:
     return {"data": [_trace(series) for series in figure.series], "layout": layout}
 
 
-def _axis(axis: Axis) -> dict[str, Any]:
+def _axis(axis: Axis, values: Sequence[float]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "title": {"text": _text(axis.title)},
         "automargin": True,
@@ -57,12 +60,15 @@ def _axis(axis: Axis) -> dict[str, Any]:
         "ticks": "outside",
     }
     if axis.log:
-        found |= {"type": "log", "exponentformat": "none", "separatethousands": True}
+        found["type"] = "log"
+        ticks = _log_ticks(values)
+        found |= {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
     if axis.ticks:
+        longest = LONGEST_TICK if len(axis.ticks) > 3 else 2 * LONGEST_TICK
         found |= {
             "tickmode": "array",
             "tickvals": list(axis.ticks),
-            "ticktext": [_short(t) for t in axis.ticks.values()],
+            "ticktext": [_short(text, longest) for text in axis.ticks.values()],
         }
     if axis.reversed:
         found["autorange"] = "reversed"
@@ -71,9 +77,21 @@ def _axis(axis: Axis) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
+def _log_ticks(values: Sequence[float]) -> list[float]:
+    """1, 2 and 5 times powers of ten around ``values``; over many decades the powers alone."""
+    known = [value for value in values if value > 0 and math.isfinite(value)]
+    if not known:
+        return []
+    low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
+    steps: tuple[float, ...] = (1, 2, 5) if high - low <= 4 else (1,)
+    if max(known) < 5 * min(known):
+        steps = (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
+    return [step * 10.0**power for power in range(low, high + 1) for step in steps]
+
+
 def _trace(series: Series) -> dict[str, Any]:
     trace: dict[str, Any] = {
-        "name": _text(series.name),
+        "name": _text(series.name if len(series.name) <= 60 else series.name[:59] + "…"),
         "showlegend": bool(series.name),
         "x": list(series.x),
         "y": list(series.y),
@@ -111,8 +129,8 @@ def _present(**values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _short(text: str) -> str:
-    return _text(text if len(text) <= 28 else text[:27] + "…")
+def _short(text: str, longest: int) -> str:
+    return _text(text if len(text) <= longest else text[: longest - 1] + "…")
 
 
 def _text(text: str) -> str:

@@ -32,10 +32,12 @@ class Entry:
     Attributes:
         label: what sets it apart, in words.
         case: its runs and failures.
+        apart: the settings that set it apart from others, by dotted name.
     """
 
     label: str
     case: CaseResult
+    apart: Mapping[str, Any]
 
     @cached_property
     def first(self) -> RunResult | None:
@@ -89,7 +91,7 @@ class Entry:
 
     def rest(self, *without: str) -> str:
         """What sets it apart but for these settings, in words."""
-        return in_words({name: value for name, value in flat(self.case.axes).items() if name not in without})
+        return in_words({name: value for name, value in self.apart.items() if name not in without})
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def gather(folders: Sequence[str | Path]) -> Material:
         sweeps = _find_sweeps(folder)
         for each in sweeps:
             found = read_sweep(each)
-            entries += [Entry(in_words(case.axes) or case.name, case) for case in found.cases]
+            entries += entries_of_cases(found.cases)
             notices += [Notice("folder", str(each), line) for line in found.problems]
             crossings += _read_crossings(each, notices)
         inside = [run for run in find_runs(folder) if not any(run.is_relative_to(each) for each in sweeps)]
@@ -179,6 +181,18 @@ def gather(folders: Sequence[str | Path]) -> Material:
     notices = [*_notices(entries), *notices]
     title = ", ".join(Path(folder).resolve().name for folder in folders[:3]) + (" ..." if len(folders) > 3 else "")
     return Material(title, tuple(entries), tuple(crossings), tuple(notices))
+
+
+def entries_of_cases(cases: Sequence[CaseResult]) -> list[Entry]:
+    """The cases of a sweep; an axis of one value sets nothing apart."""
+    axes = [flat(case.axes) for case in cases]
+    names = list(dict.fromkeys(name for each in axes for name in each))
+    differing = {name for name in names if len({str(each.get(name)) for each in axes}) > 1}
+    entries = []
+    for case, each in zip(cases, axes, strict=True):
+        apart = {name: value for name, value in each.items() if name in differing}
+        entries.append(Entry(in_words(apart) or in_words(each) or case.name, case, apart))
+    return entries
 
 
 def entries_of_runs(runs: Sequence[RunResult]) -> list[Entry]:
@@ -200,7 +214,7 @@ def entries_of_runs(runs: Sequence[RunResult]) -> list[Entry]:
         config = configs[group[0].folder]
         axes = {name: config[name] for name in differing if name in config}
         label = ", ".join(_unique_names(run.folder for run in group))
-        entries.append(Entry(label, CaseResult(label, axes, tuple(group), ())))
+        entries.append(Entry(label, CaseResult(label, axes, tuple(group), ()), axes))
     return _told_apart(entries)
 
 
@@ -241,7 +255,7 @@ def _overlap(run: RunResult, what: str) -> float:
     if not isinstance(found, Mapping):
         return math.nan
     values = [_finite(each.get(what)) for each in found.values() if isinstance(each, Mapping)]
-    return sum(values) if values else math.nan
+    return sum(values) or math.nan  # nothing was under way: nobody could tell when operations ended
 
 
 def _finite(value: Any) -> float:

@@ -11,12 +11,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from zeroshard.lab.cases import in_words
 from zeroshard.lab.report.figure import Figure, bandwidth_in_words
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
-from zeroshard.lab.report.material import Entry, Material, Notice, pair_of
+from zeroshard.lab.report.material import OF_LINKS, Entry, Material, Notice, pair_of
 from zeroshard.lab.results import Spread
 from zeroshard.lab.show import size
 
+_NAME_DIGITS = 6
 _ABOUT = {
     "comparable": "Not comparable",
     "plan": "Differs from its plan",
@@ -51,7 +53,7 @@ def render(
         missing=missing,
         environment=environment,
         drawings=_script([as_plotly(figure) for figure in figures]),
-        config=_script(CONFIG),
+        config=_script({**CONFIG, "responsive": True}),
         plotly=Markup(plotly_js()),
     )
 
@@ -72,7 +74,7 @@ def row_of(entry: Entry) -> dict[str, Any]:
     state = ", ".join(f"{states.count(name)} {name}" if len(states) > 1 else name for name in dict.fromkeys(states))
     bandwidth = entry.bytes_per_s
     return {
-        "label": entry.label,
+        "label": _name_of(entry),
         "strategy": entry.strategy,
         "ranks": str(entry.world_size or ""),
         "bandwidth": "" if math.isnan(bandwidth) else bandwidth_in_words(bandwidth),
@@ -85,6 +87,13 @@ def row_of(entry: Entry) -> dict[str, Any]:
         "loss": f"{run.steps[-1].loss:.4f}" if run and run.steps else "",
         "doubtful": not entry.is_comparable,
     }
+
+
+def _name_of(entry: Entry) -> str:
+    """Of a sweep's case the beginning of its folder's name, and what sets it apart beside what has a column."""
+    if entry.label != in_words(entry.apart):
+        return entry.label
+    return f"{entry.case.name[:_NAME_DIGITS]}  {entry.rest('strategy', *OF_LINKS)}".strip()
 
 
 def between(found: Spread | None, scale: float, form: str) -> str:

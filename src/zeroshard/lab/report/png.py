@@ -31,11 +31,13 @@ def draw(figure: Figure, path: Path) -> None:
         axes.set_axisbelow(True)
         _shape(axes, "x", figure.x)
         _shape(axes, "y", figure.y)
+        if figure.x_range is not None:
+            axes.set_xlim(*figure.x_range)
         axes.set_title(_cut(figure.title, 90), fontsize="medium", loc="left")
         named = [series for series in figure.series if series.name]
         if len(named) > 1:
             longest = max(len(series.name) for series in named)
-            columns = 2 if longest > 24 else min(len(named), 4)
+            columns = 1 if longest > 40 else 2 if longest > 20 else min(len(named), 4)
             canvas.legend(loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
         canvas.savefig(path, dpi=DPI)
 
@@ -80,11 +82,12 @@ def _shape(axes: Any, which: str, axis: Axis) -> None:
     own.set_label_text(axis.title)
     if axis.log:
         getattr(axes, f"set_{which}scale")("log")
-        own.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        low, high = own.get_view_interval()
+        own.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)))
         own.set_minor_locator(NullLocator())
         own.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.10g}"))
     if axis.ticks:
-        words = [_cut(text, 28) for text in axis.ticks.values()]
+        words = [_cut(text, 28 if len(axis.ticks) > 3 else 56) for text in axis.ticks.values()]
         slanted = which == "x" and not axis.log and max(map(len, words)) > 8 and len(words) > 3
         own.set_ticks(list(axis.ticks), words, **({"rotation": 25, "ha": "right"} if slanted else {}))
     elif not axis.log:
