@@ -40,7 +40,7 @@ class Browser:
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("dialog", lambda dialog: self.complaints.append(f"dialog {dialog.message}"))
         page.on("request", lambda request: self.requests.add(re.match(r"[^:]+:(//[^/]*)?", request.url).group()))
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(120_000)
         page.goto(url)
         return page
 
