@@ -28,18 +28,19 @@ ATTACK = "<img src=x onerror=alert(1)>"
 class Browser:
     """Pages in Chromium, and everything that they complain of or ask for."""
 
-    def __init__(self, chromium):
-        self._chromium = chromium
+    def __init__(self, context):
+        self._context = context
         self.complaints: list[str] = []
         self.requests: set[str] = set()
 
     def open(self, url, width):
-        page = self._chromium.new_page(viewport={"width": width, "height": 900})
+        page = self._context.new_page()
+        page.set_viewport_size({"width": width, "height": 900})
         page.on("console", lambda message: self._heard(message.type, message.text))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("dialog", lambda dialog: self.complaints.append(f"dialog {dialog.message}"))
         page.on("request", lambda request: self.requests.add(re.match(r"[^:]+:(//[^/]*)?", request.url).group()))
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(120_000)
         page.goto(url)
         return page
 
@@ -49,12 +50,20 @@ class Browser:
 
 
 @pytest.fixture(scope="module")
-def browser():
+def chromium():
     with playwright.sync_playwright() as tools:
         args = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
         chromium = tools.chromium.launch(executable_path=str(CHROMIUM), args=args)
-        yield Browser(chromium)
+        yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def browser(chromium):
+    """Pages of this test alone."""
+    context = chromium.new_context()
+    yield Browser(context)
+    context.close()
 
 
 @pytest.fixture
@@ -73,8 +82,6 @@ def _fits(page):
 
 
 def test_a_run_appears_while_it_trains_and_the_planner_answers(browser, dashboard, tiny_config, tmp_path):
-    browser.complaints.clear()
-    browser.requests.clear()
     wide, narrow = browser.open(dashboard, 1280), browser.open(dashboard, 400)
     wide.get_by_text("no run yet").wait_for()
     config = tiny_config(max_steps=100_000, eval_interval=0, checkpoint_interval=0, out=str(tmp_path / "runs" / ATTACK))
@@ -106,16 +113,14 @@ def test_a_run_appears_while_it_trains_and_the_planner_answers(browser, dashboar
     before = wide.locator(".advice").inner_text()
     wide.locator("#plan-model").click()
     wide.get_by_role("option", name="gpt2-124m", exact=True).click()
-    wide.wait_for_function("before => document.querySelector('.advice')?.innerText != before", arg=before)
-    assert "124M" in wide.locator("#answer").inner_text() or "0.124B" in wide.locator("#answer").inner_text()
+    wide.locator("#answer p", has_text="gpt2-124m: 0.1").wait_for()
+    assert wide.locator(".advice").inner_text() != before
     assert _fits(wide)
     assert browser.complaints == []
     assert browser.requests <= {dashboard, "data:", "blob:" + dashboard, "blob:"}
 
 
 def test_a_report_opens_offline_without_a_complaint(browser, tmp_path):
-    browser.complaints.clear()
-    browser.requests.clear()
     folder = write_sweep(tmp_path / "sweep", repeats=2, trace=True)
     write_run(tmp_path / "sweep2" / ATTACK)
     assert main(["report", str(folder), str(tmp_path / "sweep2"), "--out", str(tmp_path / "out")]) == 0
