@@ -213,7 +213,7 @@ def test_prepare_writes_tokens_and_says_where(capsys, tmp_path):
     (tmp_path / "a.txt").write_text("to be or not to be\n" * 200)
     argv = ["prepare", "--data", "text", "--data.path", str(tmp_path / "a.txt"), "--data.dir", str(tmp_path / "d")]
     assert main(argv) == 0
-    assert capsys.readouterr().out == f"tokens in {tmp_path / 'd'}\n"
+    assert capsys.readouterr().out == f"tokens in {tmp_path / 'd'}: 3,420 train, 380 val\n"
     assert (tmp_path / "d" / "meta.json").exists()
 
 
@@ -261,7 +261,7 @@ def test_doctor_refuses_what_is_no_optimizer_in_a_line(capsys):
         "error: --optimizers: torch has no optimizer"
     )
     assert main(["doctor", "--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: zeroshard doctor [--optimizers [module:Class ...]]\n")
+    assert capsys.readouterr().out.startswith("usage: zeroshard doctor [--optimizers [module:Class ...] | --environment]\n")
 
 
 def test_a_mistake_that_only_a_worker_sees_is_one_line_too(tmp_path):

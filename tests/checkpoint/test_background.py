@@ -50,6 +50,7 @@ def test_what_is_saved_is_the_state_at_the_call_whatever_becomes_of_it(
                 tensor.zero_()
         changed.wait()
         assert saver.progress[0] == 0 < saver.progress[1]
+        changed.wait()  # nobody writes before everybody has looked
         gate.set()
         saved = saver.wait()
         saver.close()

@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_opens_the_blocks_of_its_step_alone(stream, tmp_path,
     (resumed,) = stream(sizes=BlockSizes(tmp_path, blocks.identity))
     for micro_step in range(8):
         resumed(60, micro_step)
-    assert len(read) <= 2 * resumed.num_lanes  # a block of each lane, and the one after it
+    assert len(read) <= 3 * resumed.num_lanes  # a block of each lane, the one after it, and what is read ahead
 
 
 def test_every_row_is_seen_once_before_any_is_seen_again(stream, blocks):

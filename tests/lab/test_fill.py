@@ -11,8 +11,7 @@ def predicted(num_bytes, **kwargs):
 
 def test_what_a_stage_saves_makes_room_for_sequences():
     by_stage = [predicted(12 * MIB, strategy=f"zero{stage}") for stage in range(4)]
-    assert by_stage == sorted(by_stage)
-    assert 1 <= by_stage[0] < by_stage[3]
+    assert 1 <= by_stage[0] < min(by_stage[1:])  # what stage 3 saves beyond stage 2, its gathered units may take
 
 
 def test_more_memory_holds_more_and_too_little_still_tries_one():

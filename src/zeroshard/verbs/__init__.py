@@ -67,6 +67,7 @@ VERBS: dict[str, Verb] = {
         "Print settings of nanoGPT or DeepSpeed as ours, with what became of each of them.",
         import_config,
         usage="nanogpt [FILE.py] [--key=value ...] | deepspeed FILE.json",
+        words=("nanogpt", "deepspeed"),
     ),
     "plan": Verb(
         "Say before a run what fits, how fast it will be and what to choose; status 3 if nothing fits.",
