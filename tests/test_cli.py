@@ -261,7 +261,9 @@ def test_doctor_refuses_what_is_no_optimizer_in_a_line(capsys):
         "error: --optimizers: torch has no optimizer"
     )
     assert main(["doctor", "--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: zeroshard doctor [--optimizers [module:Class ...] | --environment]\n")
+    assert capsys.readouterr().out.startswith(
+        "usage: zeroshard doctor [--optimizers [module:Class ...] | --environment]\n"
+    )
 
 
 def test_a_mistake_that_only_a_worker_sees_is_one_line_too(tmp_path):

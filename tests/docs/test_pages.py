@@ -22,7 +22,7 @@ from zeroshard.train.validate import validate
 
 SHELL = [block for block in BLOCKS if block.language in ("sh", "console", "bash")]
 KNOWN = {"--help", "--version", "--config", *(word for verb in VERBS.values() for word in verb.words)}
-FLAGS_OF_OTHERS = {"--rdzv-conf", "--local-addr", "--launcher", "--init-from"}  # torchrun's, the rehearsal's, nanoGPT's
+FLAGS_OF_OTHERS = {"--rdzv-conf", "--local-addr", "--launcher", "--init-from", "--eval-only"}  # of others
 FLAGS_OF_WORDS = {"--plot", "--json", "--host", "--out", "--crossover"}  # of verbs that have no class of settings
 
 
