@@ -133,7 +133,7 @@ def test_a_sweep_killed_at_random_moments_loses_nothing_and_runs_nothing_twice(t
     rng, done, num_kills = random.Random(seed), {}, 0
     while True:
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-        wait_s = rng.uniform(0.4, 1.6)
+        wait_s = rng.uniform(0.2, 0.8)
         if num_kills == 3:
             wait_s = 60
         try:
