@@ -1,8 +1,11 @@
 """The manifest of a checkpoint: which tensors there are, where their pieces lie, and what every file must hash to.
 
-``manifest.json`` is written last, so a checkpoint is complete exactly when it is there. It carries a sha256 of every
+``manifest.json`` is written last, so a checkpoint is complete exactly when it is there. It carries a checksum of every
 tensor piece, of every file's header and of itself, so that each byte of each file is covered once: torch and
 safetensors alike load a flipped bit without a word.
+
+Pieces and headers are checked by XXH128 (https://xxhash.com), which keeps up with memory where SHA-256 makes a load
+wait. Either finds damage; neither proves who wrote a checkpoint, since what changes a file can change a manifest.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from zeroshard.checkpoint.reshard import Interval, check_tiling
 from zeroshard.errors import UserError
 
 FORMAT = "zeroshard-checkpoint"
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
 DAMAGED_TODO = "take an older checkpoint, or restore this one from a copy"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2} | dict.fromkeys(
@@ -37,14 +40,14 @@ class Piece:
         file: a name in the checkpoint's folder.
         key: safetensors' name of the piece.
         offset: of the piece's first byte in the file.
-        sha256: of the piece's bytes.
+        xxh128: of the piece's bytes, in hex; `xxh128sum` prints the same.
     """
 
     interval: Interval
     file: str
     key: str
     offset: int
-    sha256: str
+    xxh128: str
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class FileEntry:
 
     num_bytes: int
     header_bytes: int
-    header_sha256: str
+    header_xxh128: str
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Region:
     file: str
     offset: int
     num_bytes: int
-    sha256: str
+    xxh128: str
     holds: str
 
 
@@ -110,7 +113,7 @@ class Manifest:
     def regions(self) -> list[Region]:
         """Every byte of every file exactly once, in the order of files and offsets; empty pieces left out."""
         found = [
-            Region(file, 0, entry.header_bytes, entry.header_sha256, "its header") for file, entry in self.files.items()
+            Region(file, 0, entry.header_bytes, entry.header_xxh128, "its header") for file, entry in self.files.items()
         ]
         for entry in self.tensors:
             for piece in entry.pieces:
@@ -118,7 +121,7 @@ class Manifest:
                 num_bytes = (stop - start) * ITEM_BYTES[entry.dtype]
                 if num_bytes:
                     holds = f"{entry.kind} of {entry.name}, elements [{start}, {stop})"
-                    found.append(Region(piece.file, piece.offset, num_bytes, piece.sha256, holds))
+                    found.append(Region(piece.file, piece.offset, num_bytes, piece.xxh128, holds))
         return sorted(found, key=lambda region: (region.file, region.offset))
 
 
@@ -211,7 +214,7 @@ def tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
     """A `TensorEntry` from its JSON form."""
     pieces = tuple(
         Piece(
-            (piece["interval"][0], piece["interval"][1]), piece["file"], piece["key"], piece["offset"], piece["sha256"]
+            (piece["interval"][0], piece["interval"][1]), piece["file"], piece["key"], piece["offset"], piece["xxh128"]
         )
         for piece in entry["pieces"]
     )

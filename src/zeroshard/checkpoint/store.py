@@ -13,7 +13,6 @@ them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from zeroshard.checkpoint.manifest import MANIFEST, FileEntry
@@ -51,7 +51,7 @@ class Written:
     """A file that was written: what it is, and by key where each tensor lies and what it hashes to."""
 
     file: FileEntry
-    pieces: dict[str, tuple[int, str]]  # key -> offset, sha256
+    pieces: dict[str, tuple[int, str]]  # key -> offset, xxh128
 
 
 def write_tensors(
@@ -59,8 +59,8 @@ def write_tensors(
 ) -> Written:
     """Write 1-D tensors as one safetensors file, and flush it to the disk.
 
-    Tensors are hashed and written by as many threads as torch computes with here (four at the most), since hashing
-    is what takes the time. Each thread copies at most one tensor at a time to the CPU, where it lies elsewhere.
+    Tensors are hashed and written by as many threads as torch computes with here (four at the most), since one alone
+    does not keep a disk busy. Each thread copies at most one tensor at a time to the CPU, where it lies elsewhere.
 
     Args:
         path: of the file.
@@ -96,7 +96,7 @@ def write_tensors(
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    entry = FileEntry(len(head) + offset, len(head), hashlib.sha256(head).hexdigest())
+    entry = FileEntry(len(head) + offset, len(head), xxhash.xxh3_128(head).hexdigest())
     return Written(entry, {key: (starts[key], digest) for key, digest in zip(tensors, digests, strict=True)})
 
 
@@ -172,7 +172,7 @@ def _starts(first: int, tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _write_hashed(descriptor: int, tensor: Tensor, offset: int, progress: Callable[[int], None]) -> str:
-    digest = hashlib.sha256()
+    digest = xxhash.xxh3_128()
     on_host = tensor.detach().to("cpu").contiguous()
     whole = memoryview(on_host.view(torch.uint8).numpy())
     for start in range(0, len(whole), CHUNK_BYTES):

@@ -6,13 +6,14 @@ a word, and here it is an error with a name. What has been verified may be mappe
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+
+import xxhash
 
 from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import DAMAGED_TODO, MANIFEST, Manifest, Region, parse
@@ -79,7 +80,7 @@ def damages(
 def damage_of(folder: Path, manifest: Manifest, region: Region) -> Damage | None:
     """What is wrong with a region, or with the size of its file; None where nothing is."""
     path, expected = folder / region.file, manifest.files[region.file].num_bytes
-    digest = hashlib.sha256()
+    digest = xxhash.xxh3_128()
     try:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -97,7 +98,7 @@ def damage_of(folder: Path, manifest: Manifest, region: Region) -> Damage | None
         return Damage(path, "is missing")
     except OSError as error:
         return Damage(path, f"cannot be read ({error.strerror})")
-    if digest.hexdigest() != region.sha256:
+    if digest.hexdigest() != region.xxh128:
         return Damage(path, f"is damaged: {region.holds}, does not match the manifest")
     return None
 
