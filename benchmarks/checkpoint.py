@@ -7,13 +7,15 @@ GPT-2 of about 100 M parameters with AdamW, fp32, on two gloo ranks; ours holds 
 Contestants take turns, a round each, in the same processes and on the same disk; figures are medians over rounds of
 the slower rank, the first round left out.
 
-- stall: from the call of save until training could go on; "again" is a second save, whose host memory is there already;
-- total: until the checkpoint is complete on disk (ours is flushed by then, DCP's default is too);
+- stall: for which training stood still, with a forward and backward pass and an update right after the call;
+- pass, beside a save: that forward and backward pass alone, and while the save's writer runs beside it;
+- total: until the checkpoint is complete on disk, of a second save with no training beside it (ours is flushed by
+  then, DCP's default is too);
 - load: from the call until the state is in place. Ours verifies every byte first, DCP cannot; "unverified" leaves
   that out;
 - bytes: of the folder;
-- extra: peak of the rank's anonymous and shared memory above what it held before, in save and in load. Pages of
-  mapped files are not counted: the kernel takes them back at will.
+- extra: peak of the rank's anonymous and shared memory above what it held before, in load, and in save above the peak
+  of the same pass without a save. Pages of mapped files are not counted: the kernel takes them back at will.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from zeroshard.models import build_model
 from zeroshard.parallel import Setup, Strategy, build_strategy
 
 WORLD_SIZE = 2
+SEQ_LEN = 64
 CONTESTANTS = ("ours", "ours-async", "dcp", "dcp-async")
 
 
@@ -87,7 +90,7 @@ def watched() -> Generator[Peak]:
 def make(name: str, args: argparse.Namespace) -> Strategy:
     """A strategy that has taken a step, so that its optimizer has state."""
     overrides = {"n_layer": args.n_layer, "n_embd": args.n_embd, "n_head": args.n_embd // 64}
-    model = build_model("gpt2-124m", vocab_size=args.vocab_size, seq_len=64, overrides=overrides)
+    model = build_model("gpt2-124m", vocab_size=args.vocab_size, seq_len=SEQ_LEN, overrides=overrides)
     setup = Setup(
         model=model,
         units=list(model.blocks),
@@ -97,11 +100,22 @@ def make(name: str, args: argparse.Namespace) -> Strategy:
         optimizer_kwargs={"lr": 1e-3},
     )
     strategy = build_strategy(name, setup)
-    tokens = torch.randint(0, args.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0))
+    forward_backward(strategy, args)
+    update(strategy)
+    return strategy
+
+
+def forward_backward(strategy: Strategy, args: argparse.Namespace) -> None:
+    """As one step of training."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, args.vocab_size, (args.batch, SEQ_LEN + 1), generator=generator)
     strategy.model(tokens[:, :-1], tokens[:, 1:]).backward()
+
+
+def update(strategy: Strategy) -> None:
+    """The rest of that step."""
     strategy.optimizer.step()
     strategy.optimizer.zero_grad()
-    return strategy
 
 
 def states(strategy: Strategy) -> dict[str, Any]:
@@ -120,10 +134,13 @@ def save_ours(strategy: Strategy, folder: Path, number: int, saver: checkpoint.B
     return wait
 
 
-def save_dcp(strategy: Strategy, folder: Path, number: int, in_background: bool) -> Callable[[], None]:
+def save_dcp(
+    strategy: Strategy, folder: Path, number: int, in_background: bool, group: dist.ProcessGroup
+) -> Callable[[], None]:
     path = str(folder / f"step-{number}")
     if in_background:
-        future = dcp.async_save(states(strategy), checkpoint_id=path)
+        # A group of its own, since its thread speaks while training does.
+        future = dcp.async_save(states(strategy), checkpoint_id=path, process_group=group)
         return lambda: future.result() and None  # ty: ignore[unresolved-attribute]
     dcp.save(states(strategy), checkpoint_id=path)
     return lambda: None
@@ -144,30 +161,36 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, result
 
 
-def take_turn(contestant: str, strategy: Strategy, folder: Path) -> dict[str, float]:
+def take_turn(
+    contestant: str, strategy: Strategy, folder: Path, group: dist.ProcessGroup, args: argparse.Namespace
+) -> dict[str, float]:
     """One contestant's saves and loads; this rank's figures."""
     dist.barrier()  # the other rank is done with what is there
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
     in_background, ours = contestant.endswith("async"), contestant.startswith("ours")
-    saver = checkpoint.BackgroundSaver(strategy.comm, background=in_background)
+    saver = checkpoint.BackgroundSaver(strategy.comm, background=in_background, lend=True)
 
     def save(number: int) -> Callable[[], None]:
         if ours:
             return save_ours(strategy, folder, number, saver)
-        return save_dcp(strategy, folder, number, in_background)
+        return save_dcp(strategy, folder, number, in_background, group)
 
     found: dict[str, float] = {}
+    with watched() as plain:
+        found["pass_s"], _ = timed(lambda: forward_backward(strategy, args))
+    update(strategy)
     with watched() as peak:
         found["stall_s"], wait = timed(lambda: save(1))
+        found["beside_s"], _ = timed(lambda: forward_backward(strategy, args))
         began = time.perf_counter()
+        saver.settle()  # nothing where the save is DCP's
+        found["stall_s"] += time.perf_counter() - began
+        update(strategy)
         wait()
-        dist.barrier()
-        found["total_s"] = found["stall_s"] + time.perf_counter() - began
-    found["save_extra_bytes"] = peak.num_bytes
-    found["stall_again_s"], wait = timed(lambda: save(2))
-    wait()
+    found["save_extra_bytes"] = max(0, peak.num_bytes - plain.num_bytes)
+    found["total_s"], _ = timed(lambda: save(2)())
     saver.close()
     with watched() as peak:
         if ours:
@@ -185,12 +208,15 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, results: str) -> 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+    group = dist.new_group()
     ours, theirs = make("zero3", args), make("fsdp2", args)
     folder = Path(args.folder) / "benchmark"
     rounds: list[dict[str, dict[str, float]]] = []
     for number in range(args.rounds + 1):
         order = CONTESTANTS if number % 2 else CONTESTANTS[::-1]
-        figures = {name: take_turn(name, ours if name.startswith("ours") else theirs, folder) for name in order}
+        figures = {
+            name: take_turn(name, ours if name.startswith("ours") else theirs, folder, group, args) for name in order
+        }
         by_rank: list[Any] = [None] * WORLD_SIZE
         dist.all_gather_object(by_rank, figures)
         if number:  # the first one warms up
@@ -215,7 +241,8 @@ def table(result: dict[str, Any]) -> str:
     """The figures as text; a dash where there is none."""
     columns = {
         "stall_s": ("stall s", 1),
-        "stall_again_s": ("again s", 1),
+        "pass_s": ("pass s", 1),
+        "beside_s": ("beside a save s", 1),
         "total_s": ("total s", 1),
         "load_s": ("load s", 1),
         "load_unverified_s": ("unverified s", 1),
@@ -235,6 +262,7 @@ def main() -> None:
     parser.add_argument("--n-layer", type=int, default=10)
     parser.add_argument("--n-embd", type=int, default=768)
     parser.add_argument("--vocab-size", type=int, default=38400)
+    parser.add_argument("--batch", type=int, default=8, help=f"sequences of {SEQ_LEN} tokens in a rank's pass")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default="", help="where to write; empty: a temporary folder")
     parser.add_argument("--json", default="", help="also write the figures here")

@@ -64,6 +64,48 @@ def test_what_is_saved_is_the_state_at_the_call_whatever_becomes_of_it(
     assert checkpoint.read_manifest(tmp_path / "step-1").extra == {"note": 7}
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("written_first", [False, True])
+def test_lent_state_is_saved_as_it_was_and_copied_only_where_the_update_comes_first(
+    tmp_path, evenly_sharded, some_tensors, gate, world_size, written_first
+):
+    before = {key: tensor.clone().reshape(-1) for key, tensor in some_tensors.items()}
+    together = threading.Barrier(world_size)
+
+    def rank_main(comm):
+        source, saver = evenly_sharded(comm, some_tensors), BackgroundSaver(comm, lend=True)
+        saver.start(tmp_path / "step-1", source, step=1)
+        together.wait()
+        for (_, kind), tensor in some_tensors.items():
+            if kind == "buffer" and comm.rank == 0:
+                tensor.zero_()  # as a forward may
+        if written_first:
+            gate.set()
+            saver._pending.work.result(20)
+        saver.settle()
+        together.wait()
+        if comm.rank == 0:
+            for tensor in some_tensors.values():
+                tensor.zero_()
+        together.wait()
+        gate.set()
+        saver.settle()  # a second update while the save is under way has nothing to wait for
+        saved = saver.wait()
+        saver.close()
+        return saved
+
+    for saved in run_threads(rank_main, world_size):
+        assert (saved.error, saved.warning) == ("", "")
+        if not written_first:
+            assert saved.num_copied_bytes == saved.num_bytes
+    if written_first and world_size == 1:
+        buffers = [tensor for (_, kind), tensor in some_tensors.items() if kind == "buffer"]
+        assert saved.num_copied_bytes == sum(tensor.numel() * tensor.element_size() for tensor in buffers)
+    loaded = _reload(tmp_path / "step-1", evenly_sharded, some_tensors)
+    for key, expected in before.items():
+        assert torch.equal(loaded[key], expected), key
+
+
 def test_a_second_save_waits_for_the_first_and_tells_of_it(tmp_path, evenly_sharded, some_tensors, gate):
     saver = BackgroundSaver(LocalCommunicator())
     source, seen = evenly_sharded(LocalCommunicator(), some_tensors), []
@@ -88,7 +130,7 @@ def test_the_copys_memory_is_used_again(tmp_path, evenly_sharded, some_tensors):
     places = []
     for step in (1, 2, 3):
         saver.start(tmp_path / f"step-{step}", evenly_sharded(LocalCommunicator(), some_tensors), step=step)
-        places.append(saver._host.data_ptr())
+        places.append(saver._host._bytes.data_ptr())
         saver.wait()
     saver.close()
     assert len(set(places)) == 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from math import prod
 from os import PathLike
@@ -230,8 +231,9 @@ def write_rank(
     comm: Communicator,
     shards: Iterable[NamedShard],
     progress: Callable[[int], None] = lambda num_bytes: None,
+    borrow: store.Borrow = nullcontext,
 ) -> None:
-    """Write this rank's file, and beside it a note of what is in it."""
+    """Write this rank's file, and beside it a note of what is in it; `borrow` as of `store.write_tensors`."""
     file = f"rank-{comm.rank:05d}-of-{comm.world_size:05d}.safetensors"
     by_key: dict[str, NamedShard] = {}
     for shard in shards:
@@ -241,7 +243,7 @@ def write_rank(
         assert key not in by_key, f"{key} is there twice"
         by_key[key] = shard
     tensors: dict[str, Tensor] = {key: shard.tensor for key, shard in by_key.items()}
-    written = store.write_tensors(folder / file, tensors, progress)
+    written = store.write_tensors(folder / file, tensors, progress, borrow)
     entries = [
         TensorEntry(
             shard.name,

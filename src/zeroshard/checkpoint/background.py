@@ -1,10 +1,15 @@
 """Saving behind the training that goes on.
 
-    step loop   copy to host | step | step | step ...
+    step loop   copy to host | forward, backward, update | forward, ...
     writer           hash and write, flush  | rank 0: manifest, rename, delete old ones
 
 The loop stops for the copy alone; the copy's memory is kept for the next save. Where a save is wanted while one is
 still being written, the loop waits for that one first: there is never more than one copy.
+
+State on the CPU need not be copied at all where it may be lent (`zeroshard.checkpoint.loan`):
+
+    step loop   forward, backward | copy what is not read yet | update | forward, ...
+    writer      hash and write, flush ...
 
 The writer sends nothing. Communicators order their operations, so what happens in a thread must not issue any; the
 ranks agree in `poll`, which the loop calls between steps, whether all have written and whether rank 0 may complete.
@@ -27,11 +32,11 @@ import torch
 from zeroshard.checkpoint import api, store
 from zeroshard.checkpoint.api import Facts, Saveable
 from zeroshard.checkpoint.folder import prune
+from zeroshard.checkpoint.loan import HostMemory, Loan
 from zeroshard.checkpoint.together import first_words, largest, together
 from zeroshard.comm import Communicator
 from zeroshard.zero.state import NamedShard
 
-_ALIGNMENT_BYTES = 64
 _LOOK_S = 0.1  # between two looks at how far a write is
 
 
@@ -53,6 +58,7 @@ class Saved:
         error: why it failed, with the rank; empty where the checkpoint is complete.
         warning: what went wrong after it was complete; empty where nothing did.
         num_bytes: that this rank wrote.
+        num_copied_bytes: of them, that had to be copied for the loop to go on.
         stall_s: for which this rank's loop stood still: the copy, and waiting for an earlier save.
         total_s: from the call of `BackgroundSaver.start` until the loop heard of the end.
     """
@@ -62,6 +68,7 @@ class Saved:
     error: str = ""
     warning: str = ""
     num_bytes: int = 0
+    num_copied_bytes: int = 0
     stall_s: float = 0.0
     total_s: float = 0.0
 
@@ -72,6 +79,7 @@ class _Pending:
     facts: Facts
     began: float
     work: Future[str] | None = None  # this rank's part of the phase; its result is a warning
+    loan: Loan = field(default_factory=Loan)
     completing: bool = False
     done_bytes: int = 0
     lock: Lock = field(default_factory=Lock)
@@ -89,6 +97,8 @@ class BackgroundSaver:
         keep: which older checkpoints ``step-N`` of the same folder stay once a new one is complete.
         background: False writes at once in `start`, without a copy: no memory, and the loop stands still.
         before_commit: run on rank 0 just before a checkpoint takes its name; an OSError fails the save.
+        lend: whether state on the CPU may be read where it lies until `settle`. Buffers, which a forward changes, are
+            copied all the same.
     """
 
     def __init__(
@@ -98,10 +108,12 @@ class BackgroundSaver:
         *,
         background: bool = True,
         before_commit: Callable[[], None] = lambda: None,
+        lend: bool = False,
     ) -> None:
         self._comm, self._keep, self._background, self._before_commit = comm, keep, background, before_commit
+        self._lend = lend
         self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._host = torch.empty(0, dtype=torch.uint8)
+        self._host = HostMemory()
         self._pending: _Pending | None = None
         self._untold: Saved | None = None  # what a save that is over has come to
 
@@ -115,6 +127,8 @@ class BackgroundSaver:
         progress: Callable[[int, int], None] = lambda done_bytes, num_bytes: None,
     ) -> Saved | None:
         """Begin to save ``source`` as `zeroshard.checkpoint.save` does, and return once its state may change again.
+
+        With ``lend`` it may not change before `settle`, but for buffers.
 
         A disk that is full or may not be written raises nothing here: `poll` and `wait` tell.
 
@@ -138,14 +152,30 @@ class BackgroundSaver:
             pending.saved = replace(pending.saved, error=str(error))
             return earlier
         shards = api.collect(source)
-        num_bytes = sum(shard.tensor.numel() * shard.tensor.element_size() for shard in shards)
-        shards = self._copy(shards) if self._background else shards
+        pending.saved = replace(pending.saved, num_bytes=_num_bytes(shards))
+        shards = self._hold(pending, shards) if self._background else shards
         pending.work = self._pool.submit(self._write, pending, shards)
-        pending.saved = replace(pending.saved, num_bytes=num_bytes, stall_s=perf_counter() - began)
+        pending.saved = replace(pending.saved, stall_s=perf_counter() - began)
         if not self._background:
             saved = self.wait(progress)
             self._untold = None if saved is None else replace(saved, stall_s=saved.total_s)
         return earlier
+
+    def settle(self) -> None:
+        """Call it before lent state changes, so before the optimizer's step: copies what is not written yet.
+
+        Not collective; nothing to do where no save is under way, or nothing was lent.
+        """
+        pending, began = self._pending, perf_counter()
+        if pending is None or pending.work is None or pending.work.done():
+            return
+        num_copied = pending.loan.settle()
+        saved = pending.saved
+        pending.saved = replace(
+            saved,
+            num_copied_bytes=saved.num_copied_bytes + num_copied,
+            stall_s=saved.stall_s + perf_counter() - began,
+        )
 
     def poll(self) -> Saved | None:
         """How the save that is under way went, once that is known; None before, and where none is. Never waits long.
@@ -195,30 +225,29 @@ class BackgroundSaver:
     def close(self) -> None:
         """Let the writer end what it has begun; a save that the ranks have not agreed on stays incomplete."""
         self._pool.shutdown()
-        self._pending, self._host = None, torch.empty(0, dtype=torch.uint8)
+        self._pending, self._host = None, HostMemory()
 
-    def _copy(self, shards: Sequence[NamedShard]) -> list[NamedShard]:
-        """The same pieces in memory of our own on the host: page-locked where they come from a GPU."""
-        starts, end = [], 0
-        for shard in shards:
-            starts.append(end)
-            end += -(-shard.tensor.numel() * shard.tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        on_gpu = any(shard.tensor.is_cuda for shard in shards)
-        if self._host.numel() < end:
-            self._host = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._host = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
-        copies: list[NamedShard] = []
-        for start, shard in zip(starts, shards, strict=True):
+    def _hold(self, pending: _Pending, shards: Sequence[NamedShard]) -> list[NamedShard]:
+        """The same pieces, copied to the host or lent."""
+        places = self._host.places([shard.tensor for shard in shards])
+        held, lent = [], []
+        for shard, place in zip(shards, places, strict=True):
             tensor = shard.tensor.detach()
-            here = self._host[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype)
-            here.copy_(tensor, non_blocking=True)
-            copies.append(replace(shard, tensor=here))
-        if on_gpu:
+            if self._lend and tensor.device.type == "cpu" and shard.kind != "buffer":
+                lent.append((tensor, place))
+            else:
+                tensor = place.copy_(tensor, non_blocking=True)
+            held.append(replace(shard, tensor=tensor))
+        if any(shard.tensor.is_cuda for shard in shards):
             torch.cuda.synchronize()
-        return copies
+        pending.loan = Loan(lent)
+        num_copied = pending.saved.num_bytes - sum(tensor.numel() * tensor.element_size() for tensor, _ in lent)
+        pending.saved = replace(pending.saved, num_copied_bytes=num_copied)
+        return held
 
     def _write(self, pending: _Pending, shards: Sequence[NamedShard]) -> str:
-        api.write_rank(store.temporary(pending.saved.path), self._comm, shards, pending.advance)
+        folder = store.temporary(pending.saved.path)
+        api.write_rank(folder, self._comm, shards, pending.advance, pending.loan.borrow)
         return ""
 
     def _complete(self, pending: _Pending) -> str:
@@ -244,3 +273,7 @@ class BackgroundSaver:
         warning = "" if pending.work is None else pending.work.result()
         warned = first_words(self._comm, warning or None)
         return replace(pending.saved, warning=warned[1] if warned else "")
+
+
+def _num_bytes(shards: Sequence[NamedShard]) -> int:
+    return sum(shard.tensor.numel() * shard.tensor.element_size() for shard in shards)

@@ -18,6 +18,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from torch import Tensor
 from zeroshard.checkpoint.manifest import MANIFEST, FileEntry
 
 CHUNK_BYTES = 1 << 22
+
+Borrow = Callable[[Tensor], AbstractContextManager[Tensor]]
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -55,7 +58,10 @@ class Written:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], progress: Callable[[int], None] = lambda num_bytes: None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    progress: Callable[[int], None] = lambda num_bytes: None,
+    borrow: Borrow = nullcontext,
 ) -> Written:
     """Write 1-D tensors as one safetensors file, and flush it to the disk.
 
@@ -66,6 +72,7 @@ def write_tensors(
         path: of the file.
         tensors: by key.
         progress: told the number of bytes after each piece of some MiB; called from several threads.
+        borrow: entered around the reading of each tensor, whose content it gives; called from several threads.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -89,7 +96,8 @@ def write_tensors(
         _write_at(descriptor, memoryview(head), 0)
 
         def write(key: str) -> str:
-            return _write_hashed(descriptor, tensors[key], starts[key], progress)
+            with borrow(tensors[key]) as tensor:
+                return _write_hashed(descriptor, tensor, starts[key], progress)
 
         with ThreadPoolExecutor(num_threads(), "checkpoint-write") as pool:
             digests = list(pool.map(write, tensors))

@@ -324,7 +324,8 @@ class TrainConfig(Config):
     log_interval: int = Field(10, ge=1, description="Steps between console lines.")
     checkpoint_interval: int = Field(0, ge=0, description="Steps between checkpoints; 0: only at the end.")
     checkpoint_async: bool = Field(
-        True, description="Write checkpoints while training goes on, from a copy on the host; false: stand still."
+        True,
+        description="Write checkpoints while training goes on, copying what changes too soon; false: stand still.",
     )
     keep_checkpoints: int = Field(0, ge=0, description="Newest checkpoints to keep; 0: all.")
     keep_every: int = Field(0, ge=0, description="Steps whose multiples keep their checkpoints beside the newest.")

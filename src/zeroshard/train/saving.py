@@ -30,7 +30,9 @@ class Saving:
             Keep(schedule.keep_checkpoints, schedule.keep_every),
             background=schedule.checkpoint_async,
             before_commit=run.require_folder,
+            lend=True,
         )
+        self._hook = run.strategy.optimizer.register_step_pre_hook(lambda *_: self._saver.settle())
         self.saved_at = run.first_step
         self._wanted_at = run.first_step
         self._num_complete, self._last_error = 0, ""
@@ -70,6 +72,7 @@ class Saving:
 
     def close(self) -> None:
         """End the writer, whatever ended the run."""
+        self._hook.remove()
         self._saver.close()
 
     def _hear(self, saved: Saved | None) -> None:
@@ -86,7 +89,12 @@ class Saving:
         self._num_complete += 1
         if saved.warning:
             self._say(f"warning: step {saved.step}: {saved.warning}")
-        facts = {"num_bytes": saved.num_bytes, "stall_s": saved.stall_s, "total_s": saved.total_s}
+        facts = {
+            "num_bytes": saved.num_bytes,
+            "num_copied_bytes": saved.num_copied_bytes,
+            "stall_s": saved.stall_s,
+            "total_s": saved.total_s,
+        }
         for observer in self._run.observers:
             observer.on_checkpoint(saved.step, saved.path, facts)
 

@@ -1,0 +1,89 @@
+"""State that is written while training goes on: lent to the writer, and copied only where it changes too soon.
+
+Between two updates weights and optimizer states stand still; a step's forward and backward only read them
+(DataStates-LLM, Maurya et al., HPDC 2024, section 4). So a writer on the same host may read them where they lie. Just
+before the update the loop copies what the writer has not come to yet, and waits for what it is reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from threading import Condition
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT_BYTES = 64
+
+
+class HostMemory:
+    """Memory on the host for copies of tensors, kept from one save to the next; what is never written costs nothing."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Room for each of ``tensors``: contiguous, of its size and dtype, page-locked where any lies on a GPU."""
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-_num_bytes(tensor) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if self._bytes.numel() < end:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old one first
+            pinned = any(tensor.is_cuda for tensor in tensors)
+            self._bytes = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
+        return [
+            self._bytes[start : start + _num_bytes(tensor)].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
+
+
+class Loan:
+    """Tensors that a writer may read where they lie, until `settle`.
+
+    Args:
+        lent: tensors on the CPU, distinct objects, each with a place for its copy.
+    """
+
+    def __init__(self, lent: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        self._unread = {id(tensor): (tensor, place) for tensor, place in lent}
+        self._copies: dict[int, Tensor] = {}
+        self._num_reading = 0
+        self._changed = Condition()
+
+    @contextmanager
+    def borrow(self, tensor: Tensor) -> Generator[Tensor]:
+        """The content of ``tensor`` as it was lent; read it inside, each tensor once. Called by the writer's threads.
+
+        A tensor that was never lent is given back as it is.
+        """
+        with self._changed:
+            lent = self._unread.pop(id(tensor), None)
+            content = self._copies.pop(id(tensor), tensor)
+            self._num_reading += lent is not None
+        try:
+            yield content
+        finally:
+            if lent is not None:
+                with self._changed:
+                    self._num_reading -= 1
+                    self._changed.notify_all()
+
+    def settle(self) -> int:
+        """Return once every lent tensor may change; the bytes that had to be copied for that."""
+        num_bytes = 0
+        while True:
+            with self._changed:
+                if not self._unread:
+                    break
+                key, (tensor, place) = self._unread.popitem()  # the last: the writer comes from the front
+                self._copies[key] = place.copy_(tensor.detach())
+            num_bytes += _num_bytes(tensor)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_reading)
+        return num_bytes
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,82 @@
+"""Lent tensors: what the writer reads is what was lent, whatever the loop does after `settle`."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from zeroshard.checkpoint.loan import HostMemory, Loan
+
+
+def _lent(*tensors):
+    return Loan(list(zip(tensors, HostMemory().places(tensors), strict=True)))
+
+
+def test_what_was_read_before_the_update_is_never_copied():
+    tensors = [torch.randn(5), torch.randn(3).bfloat16(), torch.tensor([7])]
+    loan = _lent(*tensors)
+    for tensor in tensors:
+        with loan.borrow(tensor) as content:
+            assert content is tensor
+    assert loan.settle() == 0
+
+
+def test_what_was_not_read_is_copied_from_the_end_and_read_from_the_copy():
+    first, second, third = torch.randn(5), torch.randn(3).bfloat16(), torch.tensor([7])
+    expected = [tensor.clone() for tensor in (first, second, third)]
+    loan = _lent(first, second, third)
+    with loan.borrow(first):
+        pass
+    assert loan.settle() == 3 * 2 + 8
+    for tensor in (first, second, third):
+        tensor.zero_()
+    with loan.borrow(second) as content:
+        assert torch.equal(content, expected[1])
+    with loan.borrow(third) as content:
+        assert torch.equal(content, expected[2])
+    assert loan.settle() == 0
+
+
+def test_an_update_waits_for_what_is_being_read():
+    tensor, reading, read = torch.ones(4), threading.Event(), threading.Event()
+    loan, seen = _lent(tensor), []
+
+    def write():
+        with loan.borrow(tensor) as content:
+            reading.set()
+            assert read.wait(20)
+            seen.append(content.clone())
+
+    def update():
+        loan.settle()
+        tensor.zero_()
+
+    writer, updater = threading.Thread(target=write), threading.Thread(target=update)
+    writer.start()
+    assert reading.wait(20)
+    updater.start()
+    updater.join(0.1)
+    assert updater.is_alive()
+    read.set()
+    writer.join(20)
+    updater.join(20)
+    assert torch.equal(seen[0], torch.ones(4))
+    assert torch.equal(tensor, torch.zeros(4))
+
+
+def test_a_tensor_that_was_never_lent_comes_back_as_it_is():
+    tensor = torch.ones(2)
+    with Loan().borrow(tensor) as content:
+        assert content is tensor
+
+
+def test_places_do_not_overlap_and_come_from_the_same_memory_each_time():
+    memory = HostMemory()
+    tensors = [torch.randn(3, 5), torch.tensor(1.0), torch.empty(0), torch.arange(9)[::2]]
+    for place, tensor in zip(memory.places(tensors), tensors, strict=True):
+        assert (place.shape, place.dtype) == (tensor.shape, tensor.dtype)
+        place.copy_(tensor)
+    again = memory.places(tensors)
+    for place, tensor in zip(again, tensors, strict=True):
+        assert torch.equal(place, tensor)
