@@ -172,11 +172,13 @@ class AllocationRecorder(TorchDispatchMode):
 
     def __init__(self, holdings: Holdings = tuple) -> None:
         super().__init__()
-        self.live_bytes = 0
+        self.live_bytes = self._highest = 0
         self._holdings = holdings
         self._seen: dict[int, _Seen] = {}
         self._phase = "forward"
         self._peak: tuple[int, Bytes, list[_Seen], str, str] = (0, {}, [], "", "")
+        self._rising = ""  # the operation after which the most bytes so far were alive, until any of them go
+        self._claimed: dict[int, str] = {}  # category by storage, when it was last asked for
         self._handles: list[Any] = []
         claimed = _storages(holdings())
         for _, storage in claimed.values():
@@ -202,6 +204,7 @@ class AllocationRecorder(TorchDispatchMode):
     @property
     def peak(self) -> Peak:
         """The largest moment so far."""
+        self._remember()
         num_bytes, held, unclaimed, phase, operation = self._peak
         total: defaultdict[str, int] = defaultdict(int, held)
         for seen in unclaimed:
@@ -221,8 +224,8 @@ class AllocationRecorder(TorchDispatchMode):
             self._see(tensor.untyped_storage(), self._phase)
         for storage in self._resized:
             self._resize(storage)
-        if self.live_bytes > self._peak[0]:
-            self._remember(str(func))
+        if self.live_bytes > self._highest:
+            self._highest, self._rising = self.live_bytes, str(func)
         return result
 
     def _see(self, storage: UntypedStorage, phase: str) -> None:
@@ -232,6 +235,7 @@ class AllocationRecorder(TorchDispatchMode):
             return
 
         def gone(_: object, key: int = key) -> None:
+            self._remember()
             self.live_bytes -= self._seen.pop(key).num_bytes
 
         seen = self._seen[key] = _Seen(weakref.ref(storage, gone), storage.nbytes(), phase)
@@ -240,21 +244,34 @@ class AllocationRecorder(TorchDispatchMode):
     def _resize(self, storage: UntypedStorage) -> None:
         seen = self._seen.get(storage._cdata)
         if seen is not None and seen.num_bytes != (num_bytes := storage.nbytes()):
+            if num_bytes < seen.num_bytes:
+                self._remember()
             self.live_bytes += num_bytes - seen.num_bytes
             seen.num_bytes = num_bytes
 
-    def _remember(self, operation: str) -> None:
-        claimed = {key: category for key, (category, _) in _storages(self._holdings()).items()}
+    def _remember(self) -> None:
+        """Who holds what, while the most bytes so far are still alive.
+
+        Not at each operation that adds to them: an update that makes thousands of states would ask thousands of times
+        about thousands of storages.
+        """
+        if not self._rising:
+            return
+        operation, self._rising = self._rising, ""
+        # A storage that is just going has no holder any more: it counts as what it was.
+        claimed = self._claimed | {key: category for key, (category, _) in _storages(self._holdings()).items()}
+        self._claimed = {key: category for key, category in claimed.items() if key in self._seen}
         held: defaultdict[str, int] = defaultdict(int)
         unclaimed = []
-        for key, seen in self._seen.items():
-            if key in claimed:
-                held[claimed[key]] += seen.num_bytes
+        for key, seen in list(self._seen.items()):
+            if key in self._claimed:
+                held[self._claimed[key]] += seen.num_bytes
             else:
                 unclaimed.append(seen)
-        self._peak = (self.live_bytes, dict(held), unclaimed, self._phase, operation)
+        self._peak = (self._highest, dict(held), unclaimed, self._phase, operation)
 
     def _enter(self, phase: str) -> None:
+        self._remember()
         if self._phase == "forward" and phase != "forward":  # [Note: Activations and temporaries]
             for seen in self._seen.values():
                 seen.activation |= seen.phase == "forward"
