@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
+from zeroshard.checkpoint.manifest import Piece, TensorEntry, dump
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 
@@ -185,3 +189,26 @@ def test_verify_of_what_is_no_checkpoint_or_of_another_version_is_refused(folder
     manifest.write_text(json.dumps({"sha256": ""}))
     (damage,) = checkpoint.verify(folder / "other")
     assert damage.file == manifest
+
+
+def test_a_manifest_that_claims_a_petabyte_is_refused_before_any_memory_is_taken(folder, evenly_sharded, some_tensors):
+    path, numel = folder / "step-00000002", 2**48
+    true = checkpoint.read_manifest(path)
+    header = true.files[RANKS[0]].header_bytes
+    piece = Piece((0, numel), RANKS[0], "param:half:0", header, "0" * 32)
+    false = replace(
+        true,
+        files={RANKS[0]: replace(true.files[RANKS[0]], num_bytes=header + 4 * numel)},
+        tensors=(TensorEntry("half", "param", "F32", (numel,), (piece,)),),
+    )
+    (path / "manifest.json").write_text(dump(false))
+    target = evenly_sharded(LocalCommunicator(), {("half", "param"): torch.empty(numel, device="meta")})
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**30, limits[1]))
+    try:
+        for verified in (False, True):
+            with pytest.raises(UserError, match=f"{RANKS[0]}.* is damaged: it has"):
+                checkpoint.load(path, target, verified=verified)
+        assert checkpoint.newest_valid(LocalCommunicator(), folder).path == folder / "step-00000001"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)

@@ -48,9 +48,12 @@ class CheckpointReader:
             UserError: a file is not there, or has another size than the manifest says.
         """
         entry = self._tensors[name][kind]
+        copies = plan_copies([piece.interval for piece in entry.pieces], interval)
+        for copy in copies:
+            self._map(entry.pieces[copy.piece].file)  # before memory is taken for what is not there
         target = torch.empty(interval[1] - interval[0], dtype=TORCH_DTYPES[entry.dtype])
         target_bytes, size = target.view(torch.uint8), target.element_size()
-        for copy in plan_copies([piece.interval for piece in entry.pieces], interval):
+        for copy in copies:
             piece = entry.pieces[copy.piece]
             begin, count = piece.offset + copy.source_offset * size, copy.length * size
             # Bytes, not elements: a piece need not be aligned for its dtype.
