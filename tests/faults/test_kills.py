@@ -24,7 +24,7 @@ from zeroshard.checkpoint import store
 WORLD_SIZE, NUM_STEPS, PATIENCE_S = 3, 40, 120.0
 FLAGS = f"""train --nproc {WORLD_SIZE} --max-steps {NUM_STEPS} --checkpoint-interval 3 --eval-interval 0
     --data text --model gpt2-demo --model.n_layer 1 --model.n_embd 16 --model.n_head 2 --seq-len 16
-    --micro-batch-size 1 --warmup-steps 2 --max-restarts 3""".split()
+    --micro-batch-size 1 --warmup-steps 2 --eval-batches 1 --max-restarts 3""".split()
 
 
 class World:

@@ -32,7 +32,8 @@ class Machines:
         self.command += f"""--nproc 1 --max-steps {NUM_STEPS} --checkpoint-interval 50 --keep-checkpoints 3
             --eval-interval 0 --data text --data.path {tmp_path / "text.txt"} --data.dir {tmp_path / "data"}
             --model gpt2-demo --model.n_layer 1 --model.n_embd 16 --model.n_head 2 --seq-len 16 --global-batch-size 6
-            --micro-batch-size 1 --warmup-steps 2 --max-restarts 3 --comm ring --out {self.out}""".split()
+            --micro-batch-size 1 --warmup-steps 2 --eval-batches 1 --max-restarts 3 --comm ring
+            --out {self.out}""".split()
         self.launchers = []
 
     def start(self):
