@@ -7,9 +7,21 @@ import time
 import pytest
 import torch
 
-from zeroshard.comm import Link, NullCommunicator, ThrottledCommunicator, run_threads, scope, split, throttle
+from zeroshard.comm import (
+    Link,
+    NullCommunicator,
+    ThrottledCommunicator,
+    base,
+    exposed,
+    observe,
+    run_threads,
+    scope,
+    split,
+    throttle,
+)
 from zeroshard.comm.observe import ObservedCommunicator
 from zeroshard.comm.throttle import bytes_per_link, num_hops
+from zeroshard.profiling.overlap import Flight, overlap, under_way
 
 SLOW = Link(latency_s=1e-3, bytes_per_s=1e6)
 MB = 10**6
@@ -24,6 +36,9 @@ class Clock:
     def monotonic(self):
         return self.now
 
+    def perf_counter(self):
+        return self.now - 900.0  # another clock than the one that ranks share
+
     def monotonic_ns(self):
         return round(self.now * 1e9)
 
@@ -34,7 +49,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(throttle, "time", clock)
+    for module in (base, exposed, observe, throttle):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -87,6 +103,59 @@ def test_operations_follow_each_other_whoever_is_waited_for_first(clock):
     first, second = (comm.all_gather(whole(20_000), whole(10_000)) for _ in range(2))
     assert seconds(clock, second.wait) == 22e-3
     assert seconds(clock, first.wait) == 0
+
+
+def test_who_asks_is_told_in_the_wait_when_the_links_had_delivered(clock):
+    comm, told = null(2), []
+    first, second = (comm.all_gather(whole(20_000), whole(10_000)) for _ in range(2))  # 11 ms each
+    first.tell(lambda at_s: told.append(("first", at_s)))
+    second.tell(lambda at_s: told.append(("second", at_s)))
+    clock.now += 15e-3
+    assert told == []
+    first.wait()
+    assert told == [("first", pytest.approx(100 + 11e-3, abs=1e-9))]
+    clock.now += 30e-3
+    second.wait()
+    assert told[1:] == [("second", pytest.approx(100 + 22e-3, abs=1e-9))]
+    second.tell(lambda at_s: told.append(("again", at_s)))
+    assert told[2:] == [("again", told[1][1])]
+
+
+def test_bytes_that_come_later_than_the_links_would_have_brought_them_end_then(clock):
+    class Late(NullCommunicator):
+        def all_gather(self, output, input):
+            return self
+
+        def tell(self, ended):
+            ended(clock.perf_counter() + 50e-3)
+
+        def wait(self):
+            pass
+
+    told = []
+    work = ThrottledCommunicator(Late(2), SLOW).all_gather(whole(20_000), whole(10_000))
+    work.tell(told.append)
+    work.wait()
+    assert told == [pytest.approx(100 + 50e-3, abs=1e-9)]
+
+
+def test_what_a_slow_link_takes_is_hidden_or_exposed(clock):
+    comm = ObservedCommunicator(null(2), timed=True)
+    works = []
+    for unit in ("blocks.0", "blocks.1"):
+        with scope(f"{unit}/weights"):
+            works.append(comm.all_gather(whole(20_000), whole(10_000)))  # 11 ms
+    for work in works:
+        clock.now += 8e-3
+        work.wait()
+    flights = [Flight(record.label, record.issued_at_s, record.ended_at_s) for record in comm.drain()]
+    found = overlap(under_way(flights), comm.exposed.take())
+    assert len(found) == 2
+    for value in found.values():
+        assert value.total_s == pytest.approx(11e-3, abs=3e-6)
+        assert value.hidden_s == pytest.approx(8e-3, abs=3e-6)
+        assert value.exposed_s == pytest.approx(3e-3, abs=3e-6)
+        assert value.hidden_s + value.exposed_s == value.total_s
 
 
 def test_a_burst_passes_at_once_after_a_pause_and_not_again(clock):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.comm import Link, LocalCommunicator, ThrottledCommunicator, run_threads
 from zeroshard.profiling.memory import POINTS
 from zeroshard.train.build import build_run
 from zeroshard.train.loop import train
@@ -66,6 +66,16 @@ def test_overlap_is_told_by_unit_and_phase(tiny_config):
     assert labels <= found.keys()
     for value in found.values():
         assert value["hidden"] == pytest.approx(max(value["total"] - value["exposed"], 0), abs=1e-9)
+
+
+def test_over_simulated_links_a_units_messages_are_under_way_for_as_long_as_these_take(tiny_config):
+    config = tiny_config(strategy="zero3", profile={"overlap": True})
+    link = Link(latency_s=5e-3)
+    run_threads(lambda comm: _trained(ThrottledCommunicator(comm, link), config), 2)
+    found = _summary(config)["overlap_s_per_step"]
+    for label in ("blocks.0/weights/forward", "blocks.0/grads/backward"):
+        assert found[label]["total"] >= link.latency_s
+        assert found[label]["exposed"] > 0
 
 
 @pytest.mark.parametrize(("trace_steps", "max_steps"), [(2, 6), (9, 4)])

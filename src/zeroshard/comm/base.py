@@ -14,6 +14,7 @@ and that `tests/comm/test_contract.py` checks:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, get_args, runtime_checkable
 
@@ -38,10 +39,10 @@ class Work(Protocol):
 
 @runtime_checkable
 class Tells(Protocol):
-    """A `Work` that tells when its operation has ended, without anybody waiting for it."""
+    """A `Work` that tells at what moment its operation ended, be it long before anybody waited for it."""
 
-    def tell(self, ended: Callable[[], None]) -> None:
-        """Call ``ended`` once the operation has ended, at once where it has; on any thread, and briefly."""
+    def tell(self, ended: Callable[[float], None]) -> None:
+        """Call ``ended`` with that moment, by `time.perf_counter`, once it is known; on any thread, and briefly."""
         ...
 
 
@@ -51,9 +52,9 @@ class Done:
     def wait(self) -> None:
         """Return at once."""
 
-    def tell(self, ended: Callable[[], None]) -> None:
+    def tell(self, ended: Callable[[float], None]) -> None:
         """Call ``ended`` at once."""
-        ended()
+        ended(time.perf_counter())
 
 
 DONE = Done()

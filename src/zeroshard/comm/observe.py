@@ -48,9 +48,9 @@ class CommRecord:
     issued_at_s: float = 0.0
     ended_at_s: float | None = None
 
-    def end(self) -> None:
-        """Note that the operation has ended."""
-        self.ended_at_s = time.perf_counter()
+    def end(self, at_s: float) -> None:
+        """Note when the operation ended, by `time.perf_counter`."""
+        self.ended_at_s = at_s
 
 
 def _span(what: str, label: str) -> AbstractContextManager[Any]:

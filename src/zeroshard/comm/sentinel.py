@@ -267,7 +267,7 @@ class _WatchedWork:
     def __init__(self, work: Work, sentinel: SentinelCommunicator) -> None:
         self._work, self._sentinel = work, sentinel
 
-    def tell(self, ended: Callable[[], None]) -> None:
+    def tell(self, ended: Callable[[float], None]) -> None:
         if isinstance(self._work, Tells):
             self._work.tell(ended)
 

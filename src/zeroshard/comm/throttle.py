@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, Communicator, Groups, ReduceOp, Work, empty_for, own_group, split
+from zeroshard.comm.base import DONE, Communicator, Groups, ReduceOp, Tells, Work, empty_for, own_group, split
 from zeroshard.comm.labels import CONTROL, scope
 from zeroshard.comm.p2p import require_cpu
 
@@ -259,6 +259,9 @@ class _Delayed:
         self._comm, self._work, self._agreed, self._clock = comm, work, agreed, clock
         self.op, self.num_bytes = op, num_bytes
         self.done_s: float | None = None
+        self._arrived_at_s: float | None = None  # these two by time.perf_counter
+        self._ended_at_s: float | None = None
+        self._listeners: list[Callable[[float], None]] = []
 
     def start_s(self) -> float:
         """When the last rank had issued it, on the host's monotonic clock."""
@@ -270,13 +273,31 @@ class _Delayed:
             )
         return start_ns / _NS
 
+    def tell(self, ended: Callable[[float], None]) -> None:
+        """Call ``ended`` in `wait`: until then nobody has compared the ranks' clocks."""
+        if self._ended_at_s is not None:
+            ended(self._ended_at_s)
+            return
+        if isinstance(self._work, Tells):
+            self._work.tell(self._arrive)
+        self._listeners.append(ended)
+
+    def _arrive(self, at_s: float) -> None:
+        self._arrived_at_s = at_s
+
     def wait(self) -> None:
         """Return when the bytes are there and would be there; at once a second time."""
         self._work.wait()
+        arrived_at_s = self._arrived_at_s or time.perf_counter()  # who does not tell has ended by now
         if self.done_s is None:
             self._comm.resolve(self)
         assert self.done_s is not None
         sleep_until(self.done_s)
+        if self._ended_at_s is None:
+            due_at_s = self.done_s + (time.perf_counter() - time.monotonic())
+            self._ended_at_s = max(arrived_at_s, due_at_s)
+        while self._listeners:
+            self._listeners.pop()(self._ended_at_s)
 
 
 def sleep_until(deadline_s: float) -> None:

@@ -7,6 +7,7 @@ the copies. And it moves only some dtypes, so gathers and broadcasts travel as b
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -36,12 +37,12 @@ class _TorchWork:
         self._handle = handle
         self._copy = copy
 
-    def tell(self, ended: Callable[[], None]) -> None:
+    def tell(self, ended: Callable[[float], None]) -> None:
         """Call ``ended`` when gloo is done, on a thread of its own. (NCCL's handles know it on the device alone.)"""
         if self._handle is None:
-            ended()
+            ended(time.perf_counter())
         else:
-            self._handle.get_future().add_done_callback(lambda _: ended())
+            self._handle.get_future().add_done_callback(lambda _: ended(time.perf_counter()))
 
     def wait(self) -> None:
         """Wait for the handle once, then make the copy."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -23,15 +24,16 @@ EXIT_GRACE_S = 5.0  # how long the end of the process waits for the operation un
 class Ticket:
     """The handle of an operation that a worker has taken."""
 
-    __slots__ = ("_done", "_listeners", "_operation", "error")
+    __slots__ = ("_done", "_ended_at_s", "_listeners", "_operation", "error")
 
     def __init__(self, operation: Operation) -> None:
         self._operation: Operation | None = operation
         self.error: BaseException | None = None
         self._done = threading.Event()
-        self._listeners: list[Callable[[], None]] = []
+        self._ended_at_s = 0.0  # once it is done
+        self._listeners: list[Callable[[float], None]] = []
 
-    def tell(self, ended: Callable[[], None]) -> None:
+    def tell(self, ended: Callable[[float], None]) -> None:
         """Call ``ended`` once the operation has ended, on the worker's thread; here where it has."""
         self._listeners.append(ended)
         if self._done.is_set():
@@ -43,7 +45,7 @@ class Ticket:
                 ended = self._listeners.pop()  # both threads may come here: one of them gets it
             except IndexError:
                 return
-            ended()
+            ended(self._ended_at_s)
 
     def wait(self) -> None:
         """Return when the operation has ended; raise what went wrong in it."""
@@ -62,6 +64,7 @@ class Ticket:
             traceback.clear_frames(error.__traceback__)  # they hold tensors and messages
             self.error = error
         self._operation = None  # so are the tensors it was given
+        self._ended_at_s = time.perf_counter()
         self._done.set()
         self._tell()
 
