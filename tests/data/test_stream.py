@@ -5,7 +5,7 @@ import torch
 
 import small_tables as made
 from zeroshard.data import tables as tables_module
-from zeroshard.data.stream import Blocks, BlockSizes, StreamBatches, blocks_of, global_batch, num_lanes
+from zeroshard.data.stream import BlockSizes, StreamBatches, blocks_of, global_batch, num_lanes
 from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.errors import UserError
 
@@ -66,13 +66,12 @@ def test_batches_after_a_resume_are_those_of_the_undisturbed_run(
 def test_a_run_that_goes_on_opens_the_blocks_of_its_step_alone(stream, tmp_path, blocks, monkeypatch):
     sizes = BlockSizes(tmp_path, blocks.identity)
     global_batch(stream(sizes=sizes), 60, 8)
-    read = []
-    ids = Blocks.ids
-    monkeypatch.setattr(Blocks, "ids", lambda self, part: (read.append(part.index), ids(self, part))[1])
     (resumed,) = stream(sizes=BlockSizes(tmp_path, blocks.identity))
+    read, of_part = [], resumed._read  # its own alone: the other run may still be reading ahead
+    monkeypatch.setattr(resumed, "_read", lambda part: (read.append(part.index), of_part(part))[1])
     for micro_step in range(8):
         resumed(60, micro_step)
-    assert len(read) <= 3 * resumed.num_lanes  # a block of each lane, the one after it, and what is read ahead
+    assert resumed.num_lanes <= len(read) <= 2 * resumed.num_lanes  # a block of each lane, and the one after it
 
 
 def test_every_row_is_seen_once_before_any_is_seen_again(stream, blocks):

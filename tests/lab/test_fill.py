@@ -1,17 +1,28 @@
 from zeroshard.lab.fill import largest_micro_batch
+from zeroshard.lab.planner import planner_for
 from zeroshard.train.config import TrainConfig
 
 MIB = 2**20
+SMALL = {"nproc": 4, "seq_len": 64, "device": "cpu", "model": {"name": "gpt2-demo", "n_layer": 2}}
+DEEP = {"model": {"name": "gpt2-demo", "n_layer": 8}, "seq_len": 16}
 
 
 def predicted(num_bytes, **kwargs):
-    config = {"nproc": 4, "seq_len": 64, "device": "cpu", "model": {"name": "gpt2-demo", "n_layer": 2}, **kwargs}
-    return largest_micro_batch(TrainConfig.model_validate(config), num_bytes)
+    return largest_micro_batch(TrainConfig.model_validate({**SMALL, **kwargs}), num_bytes)
 
 
 def test_what_a_stage_saves_makes_room_for_sequences():
-    by_stage = [predicted(12 * MIB, strategy=f"zero{stage}") for stage in range(4)]
-    assert 1 <= by_stage[0] < min(by_stage[1:])  # what stage 3 saves beyond stage 2, its gathered units may take
+    by_stage = [predicted(40 * MIB, strategy=f"zero{stage}", **DEEP) for stage in range(4)]
+    assert 1 <= by_stage[0] < by_stage[1] < by_stage[2] < by_stage[3]
+
+
+def test_where_all_units_are_whole_at_once_stage_three_holds_its_shards_beside_them():
+    config = TrainConfig.model_validate(SMALL)  # of two blocks one is used and the other gathered ahead
+    planner = planner_for(config.model.name, overrides={"n_layer": 2}, world_size=4, seq_len=64, dtype="float32")
+    second, third = (planner.row(stage, 7).step.peak for stage in (2, 3))
+    shard_bytes = sum(4 * buffer.layout.shard_numel for buffer in planner.workload.buffers(4))
+    assert third.total - second.total == shard_bytes
+    assert predicted(12 * MIB, strategy="zero3") < predicted(12 * MIB, strategy="zero2")
 
 
 def test_more_memory_holds_more_and_too_little_still_tries_one():
