@@ -22,7 +22,6 @@ import hashlib
 import json
 import os
 import shutil
-import struct
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,16 +33,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroshard.data.files import patiently
 from zeroshard.data.meta import DTYPES, SPLITS, ShardMeta, SplitMeta
+from zeroshard.data.parts import PartMaker, read_part, write_whole
 from zeroshard.data.pool import Workers
 from zeroshard.data.tables import Part, PartReader, Tables, validates
 from zeroshard.data.tokenizer import BpeTokenizer, Tokenizer, make_tokenizer, read_tokenizer
 from zeroshard.errors import UserError
 
 TRAINING_BYTES = 256 << 20  # of text that a tokenizer learns from
-_HEADER = struct.Struct("<6q")  # magic; tokens that train, that validate; documents; bytes of text, bytes of the file
-_MAGIC = 0x5A53_5041_5254_0001
 _SAVE_BYTES, _SAVE_S = 256 << 20, 10.0  # of work that an interruption may cost, beside parts that are finished
 
 
@@ -116,7 +113,7 @@ def work_folder(out: Path, plan: dict[str, Any]) -> Generator[Path]:
         if begun.exists() and begun.read_text(encoding="utf-8") != text:
             what = f"{work} holds the half of something else: {_difference(json.loads(begun.read_text()), plan)}"
             raise UserError("data.dir", what, "finish that, delete it, or name another folder by --data.dir")
-        _write_whole(begun, text.encode())
+        write_whole(begun, text.encode())
         yield work
 
 
@@ -127,7 +124,7 @@ def tokenizer_of(name: str, tables: Tables, val_fraction: float, work: Path) -> 
         return read_tokenizer(kept, name if name.startswith("bpe:") else "json")
     tokenizer = make_tokenizer(name, _training_texts(tables, val_fraction))
     if isinstance(tokenizer, BpeTokenizer):
-        _write_whole(kept, tokenizer.to_json().encode())
+        write_whole(kept, tokenizer.to_json().encode())
     return tokenizer
 
 
@@ -171,7 +168,7 @@ def join_parts(
             if part.file.path != state.file:
                 state.num_before += _size_of(tables, state.file)
                 state.file = part.file.path
-            made = _read_part(file, DTYPES[dtype])
+            made = read_part(file, DTYPES[dtype])
             for split in SPLITS:
                 shards[split].write(made.tokens[split])
             state.next_part, state.train, state.val = (
@@ -269,94 +266,24 @@ class _Shards:
         return self._folder / f"tokens-{number:05d}.bin"
 
 
-@dataclass(frozen=True)
-class _MadePart:
-    tokens: dict[str, NDArray[np.unsignedinteger]]
-    num_documents: int
-    num_bytes: int
-    position: int
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(ids.size for ids in self.tokens.values())
-
-
-class _PartMaker:
-    """Makes parts of tokens in files, in a worker; a part that is there is not made again."""
-
-    def __init__(self, work: Path, column: str, tokenizer_name: str, dtype: str, val_fraction: float) -> None:
-        kept = work / "tokenizer.json"
-        self._tokenizer = read_tokenizer(kept) if kept.exists() else make_tokenizer(tokenizer_name, ())
-        self._work, self._dtype, self._val_fraction = work, DTYPES[dtype], val_fraction
-        self._reader = PartReader(column)
-
-    def __call__(self, part: Part) -> str:
-        """The path of the part's file."""
-        path = self._work / "parts" / f"{part.index:08d}.bin"
-        if not path.exists():
-            todo = "run the same command again: it goes on from here"
-            patiently(lambda: self._make(part, path), part.file.path, todo)
-        return str(path)
-
-    def close(self) -> None:
-        """Let go of the file that was read last."""
-        self._reader.close()
-
-    def _make(self, part: Part, path: Path) -> None:
-        try:
-            header, ids = self._tokens(part)
-        except BaseException:
-            self._reader.close()  # what is read again is opened again
-            raise
-        _write_whole(path, header, *ids)
-
-    def _tokens(self, part: Part) -> tuple[bytes, list[Any]]:
-        ids: dict[str, list[NDArray[np.unsignedinteger]]] = {split: [] for split in SPLITS}
-        num_documents = num_bytes = 0
-        for row, text in enumerate(self._reader.texts(part)):
-            split = "val" if validates(part.index, row, self._val_fraction) else "train"
-            ids[split].append(document_ids(self._tokenizer, text).astype(self._dtype))
-            num_documents += 1
-            num_bytes += len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-        counts = [sum(each.size for each in ids[split]) for split in SPLITS]
-        header = _HEADER.pack(_MAGIC, *counts, num_documents, num_bytes, self._reader.position(part))
-        return header, [each.data for split in SPLITS for each in ids[split]]
-
-
-def document_ids(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
-    """A document's ids with what ends it: the end-of-text id, or a newline where the tokenizer has none."""
-    if tokenizer.eos_id is None:
-        return tokenizer.encode(text if text.endswith("\n") else text + "\n")
-    return np.append(tokenizer.encode(text), tokenizer.eos_id)
-
-
 def _made(
     parts: Iterator[Part], make: tuple[Any, ...], num_workers: int, stack: ExitStack
 ) -> Iterator[tuple[Part, str]]:
     if num_workers == 1:
-        maker = _PartMaker(*make)
+        maker = PartMaker(*make)
         stack.callback(maker.close)
         yield from ((part, maker(part)) for part in parts)
     else:
-        workers: Workers[Part, str] = Workers(_PartMaker, make, num_workers)
+        workers: Workers[Part, str] = Workers(PartMaker, make, num_workers)
         stack.callback(workers.close)
         yield from workers.in_order(parts)
-
-
-def _read_part(path: str, dtype: np.dtype[Any]) -> _MadePart:
-    data = np.fromfile(path, dtype=np.uint8)
-    magic, num_train, num_val, num_documents, num_bytes, position = _HEADER.unpack_from(data.data)
-    ids = data[_HEADER.size :].view(dtype)
-    if magic != _MAGIC or ids.size != num_train + num_val:
-        raise UserError("data.dir", f"{path} is damaged", f"delete the folder {Path(path).parents[1]}")
-    return _MadePart({"train": ids[:num_train], "val": ids[num_train:]}, num_documents, num_bytes, position)
 
 
 def _save(state: _State, shards: dict[str, _Shards], work: Path) -> None:
     """Have the disk hold what was joined, then say so, then take away the parts that it was joined from."""
     for each in shards.values():
         each.sync()
-    _write_whole(work / "state.json", json.dumps(asdict(state)).encode())
+    write_whole(work / "state.json", json.dumps(asdict(state)).encode())
     for path in (work / "parts").iterdir():
         if int(path.name.partition(".")[0]) < state.next_part:
             path.unlink(missing_ok=True)
@@ -397,14 +324,3 @@ def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def _write_whole(path: Path, *pieces: Any) -> None:
-    """A file that is there whole or not at all, even if the machine stops."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with unfinished.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)

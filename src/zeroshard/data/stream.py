@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zeroshard.data import order
-from zeroshard.data.bulk import document_ids
 from zeroshard.data.files import patiently, suffix_of
 from zeroshard.data.meta import DTYPES, dtype_for
+from zeroshard.data.parts import document_ids
 from zeroshard.data.tables import PART_BYTES, Part, PartReader, Tables, corpus_identity
 from zeroshard.data.tokenizer import Tokenizer
 from zeroshard.data.tokens import TokenDataset
