@@ -120,15 +120,16 @@ def _kernels(settings: KernelsBench) -> Report:
         launch.interpret_kernels()
     from zeroshard.kernels.launch import HAS_TRITON
     from zeroshard.lab.bench import kernels
+    from zeroshard.lab.bench.kernel_cases import CASES
     from zeroshard.train.validate import nearest
 
     if not HAS_TRITON:
         raise UserError("bench", "Triton is not installed", 'pip install "zeroshard[kernels]"')
     for name in settings.operations:
-        if name not in kernels.CASES:
-            choices = ", ".join(kernels.CASES)
-            raise UserError("operations", f"{name!r} is unknown", nearest(name, kernels.CASES, f"choose of {choices}"))
-    return kernels.run(settings.operations or list(kernels.CASES), settings.dtypes, settings.rounds)
+        if name not in CASES:
+            choices = ", ".join(CASES)
+            raise UserError("operations", f"{name!r} is unknown", nearest(name, CASES, f"choose of {choices}"))
+    return kernels.run(settings.operations or list(CASES), settings.dtypes, settings.rounds)
 
 
 _BENCHES: dict[type, Any] = {

@@ -1,0 +1,209 @@
+"""What `zeroshard bench kernels` measures: operations at sizes of real models, and the bytes that each must move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard import kernels
+from zeroshard.kernels import AdamWOptions, Choice
+from zeroshard.kernels.adamw import Pieces
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+OPTIONS = AdamWOptions(lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1)
+
+
+@dataclass
+class Case:
+    """One operation at one size.
+
+    Attributes:
+        bytes: that must move, by mode; a mode that is not there is not measured.
+        inputs: makes fresh tensors.
+        call: (kernels, inputs) -> outputs; ``kernels`` as in `zeroshard.kernels.choose`.
+        wanted: indices of the inputs that get a gradient.
+        contestants: names, the first of which the others are held against.
+    """
+
+    operation: str
+    shape: str
+    dtype: str
+    bytes: dict[str, int]
+    inputs: Callable[[], list[Tensor]]
+    call: Callable[..., Any]
+    wanted: tuple[int, ...] = ()
+    contestants: tuple[str, ...] = ("eager", "compile", "triton", "liger")
+
+
+def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Standard normal numbers on the device."""
+    return torch.randn(*shape, dtype=torch.float32, device=DEVICE).to(dtype)
+
+
+def norm_cases(name: str, dtype: str) -> Iterator[Case]:
+    """Norms of rows, with their residual and without."""
+    kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
+    rows, widths = (16384, (768, 1600, 4096, 8192)) if ON_GPU else (24, (64,))
+    for width in widths:
+        n = rows * width
+        for fused in (False, True):
+
+            def inputs(width: int = width, fused: bool = fused) -> list[Tensor]:
+                made = [normal(rows, width, dtype=kind), *(normal(width, dtype=kind) for _ in range(2))]
+                return [*made, normal(rows, width, dtype=kind)] if fused else made
+
+            def call(who: Choice, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Any:
+                if name == "layer_norm":
+                    return kernels.layer_norm(x, weight, bias, residual=residual, kernels=who)
+                return kernels.rms_norm(x, weight, residual=residual, kernels=who)
+
+            # Forward reads x (and the residual) and writes y (and the sum). Backward reads two and writes one, and
+            # with a residual reads the sum's own gradient too.
+            moved = {"forward": (4 if fused else 2) * n * size, "backward": (4 if fused else 3) * n * size}
+            wanted = (0, 1, 3) if fused else (0, 1)
+            wanted = (*wanted, 2) if name == "layer_norm" else wanted
+            shape = f"{rows} x {width}{' + residual' if fused else ''}"
+            yield Case(name, shape, dtype, with_both(moved), inputs, call, wanted)
+
+
+def rope_cases(dtype: str) -> Iterator[Case]:
+    """Rotary positions of queries and keys, in place."""
+    kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
+    shapes = ((8, 12, 12, 1024, 64), (4, 32, 8, 4096, 128)) if ON_GPU else ((1, 2, 1, 4, 8),)
+    for B, H, K, T, D in shapes:
+
+        def inputs(B: int = B, H: int = H, K: int = K, T: int = T, D: int = D) -> list[Tensor]:
+            qk = [normal(B, T, heads, D, dtype=kind) for heads in (H, K)]
+            angles = torch.rand(T, D // 2, device=DEVICE)
+            return [*(x.transpose(1, 2) for x in qk), angles.cos(), angles.sin()]
+
+        def call(who: Choice, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            # A view is no leaf: what a model turns in place is a projection's output.
+            return kernels.rope(q.view_as(q), k.view_as(k), cos, sin, inplace=True, kernels=who)
+
+        moved = 2 * B * (H + K) * T * D * size
+        yield Case("rope", f"{B} x {H}+{K} x {T} x {D}", dtype, with_both({"forward": moved, "backward": moved}),
+                   inputs, call, (0, 1))  # fmt: skip
+
+
+def gated_cases(name: str, dtype: str) -> Iterator[Case]:
+    """Gated activations."""
+    kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
+    for rows, width in ((16384, 2048), (8192, 11008), (8192, 14336)) if ON_GPU else ((8, 32),):
+
+        def inputs(rows: int = rows, width: int = width) -> list[Tensor]:
+            return [normal(rows, width, dtype=kind) for _ in range(2)]
+
+        def call(who: Choice, gate: Tensor, up: Tensor) -> Any:
+            return getattr(kernels, name)(gate, up, kernels=who)
+
+        n = rows * width * size
+        moved = with_both({"forward": 3 * n, "backward": 5 * n})
+        yield Case(name, f"{rows} x {width}", dtype, moved, inputs, call, (0, 1))
+
+
+def cross_entropy_cases(dtype: str) -> Iterator[Case]:
+    """The loss of logits, which become their own gradient."""
+    kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
+    for rows, vocab in ((8192, 50257), (8192, 50304), (4096, 128256)) if ON_GPU else ((4, 97),):
+
+        def inputs(rows: int = rows, vocab: int = vocab) -> list[Tensor]:
+            return [normal(rows, vocab, dtype=kind), torch.randint(vocab, (rows,), device=DEVICE)]
+
+        def call(who: Choice, logits: Tensor, targets: Tensor) -> Any:
+            logits = logits.view_as(logits)  # no leaf, as a projection's output is none
+            return kernels.cross_entropy(logits, targets, inplace=True, check_targets=False, kernels=who)
+
+        moved = {"both": 2 * rows * vocab * size}  # read once, and the gradient written in its place
+        yield Case("cross_entropy", f"{rows} x {vocab}", dtype, moved, inputs, call, (0,))
+
+
+def linear_cross_entropy_cases(dtype: str) -> Iterator[Case]:
+    """The projection to the vocabulary and its loss."""
+    kind, size = DTYPES[dtype], DTYPES[dtype].itemsize
+    shapes = ((16384, 768, 50304), (8192, 2048, 128256)) if ON_GPU else ((8, 16, 97),)
+    for rows, width, vocab in shapes:
+
+        def inputs(rows: int = rows, width: int = width, vocab: int = vocab) -> list[Tensor]:
+            weight = normal(vocab, width, dtype=kind) * 0.02
+            return [normal(rows, width, dtype=kind), weight, torch.randint(vocab, (rows,), device=DEVICE)]
+
+        def call(who: Choice, hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
+            return kernels.linear_cross_entropy(hidden, weight, targets, check_targets=False, kernels=who)
+
+        moved = {"both": 2 * (rows + vocab) * width * size}  # it is bound by its products: a share of copy says little
+        yield Case("linear_cross_entropy", f"{rows} x {width} x {vocab}", dtype, moved, inputs, call, (0, 1))
+
+
+def sum_of_squares_cases(dtype: str) -> Iterator[Case]:
+    """For the norm of the gradients."""
+    numel = 124_000_000 if ON_GPU else 5000
+
+    def call(who: Choice, flat: Tensor) -> Any:
+        return kernels.sum_of_squares(flat, kernels=who)
+
+    def inputs() -> list[Tensor]:
+        return [normal(numel, dtype=DTYPES[dtype])]
+
+    moved = {"forward": numel * DTYPES[dtype].itemsize}
+    yield Case("sum_of_squares", f"{numel}", dtype, moved, inputs, call, contestants=("eager", "compile", "triton"))
+
+
+def adamw_cases(dtype: str) -> Iterator[Case]:
+    """fp32 states with clipping, in bf16 with a bf16 copy beside the masters."""
+    if dtype == "bfloat16" and not ON_GPU:
+        return
+    numels = (124_000_000, 774_000_000) if ON_GPU else (5000,)
+    copies = dtype == "bfloat16"
+    for numel in numels:
+        kept: dict[int, Any] = {}
+
+        def inputs(numel: int = numel) -> list[Tensor]:
+            made = [normal(numel, dtype=torch.float32) for _ in range(3)]
+            made += [torch.rand(numel, device=DEVICE), torch.full((), 0.5, device=DEVICE)]
+            return [*made, made[0].bfloat16()] if copies else made
+
+        def call(who: Choice, *tensors: Tensor, kept: dict[int, Any] = kept) -> Any:
+            param, grad, m, v, scale, *copy = tensors
+            if who == "triton":
+                pieces = kept.setdefault(param.data_ptr(), Pieces())
+                return kernels.adamw(param, grad, m, v, step=10, options=OPTIONS, grad_scale=scale, pieces=pieces,
+                                     copies=copy[0] if copy else None, kernels=who)  # fmt: skip
+            optimizer = kept.get(param.data_ptr())
+            if optimizer is None:
+                leaf = torch.nn.Parameter(param)
+                leaf.grad = grad
+                how = {"fused": True} if who == "fused" else {"foreach": True}
+                optimizer = torch.optim.AdamW([leaf], 1e-4, (0.9, 0.95), weight_decay=0.1, capturable=ON_GPU, **how)
+                kept[param.data_ptr()] = optimizer
+            grad.mul_(scale)
+            optimizer.step()
+            return copy[0].copy_(param) if copy else None
+
+        moved = {"forward": (30 if copies else 28) * numel}
+        yield Case("adamw", f"{numel}{' + bf16 copy' if copies else ''}", "float32", moved, inputs, call,
+                   contestants=("eager", "fused", "triton"))  # fmt: skip
+
+
+def with_both(moved: dict[str, int]) -> dict[str, int]:
+    """Forward and backward together too."""
+    return {**moved, "both": moved["forward"] + moved["backward"]}
+
+
+CASES: dict[str, Callable[[str], Iterator[Case]]] = {
+    "layer_norm": lambda dtype: norm_cases("layer_norm", dtype),
+    "rms_norm": lambda dtype: norm_cases("rms_norm", dtype),
+    "rope": rope_cases,
+    "swiglu": lambda dtype: gated_cases("swiglu", dtype),
+    "geglu": lambda dtype: gated_cases("geglu", dtype),
+    "cross_entropy": cross_entropy_cases,
+    "linear_cross_entropy": linear_cross_entropy_cases,
+    "adamw": adamw_cases,
+    "sum_of_squares": sum_of_squares_cases,
+}
