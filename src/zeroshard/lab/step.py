@@ -20,8 +20,8 @@ from zeroshard.lab.actions import CATEGORIES, Action, Compute, Issue, Moment, Ph
 from zeroshard.lab.buffers import Buffer
 from zeroshard.lab.doubles import GroupDouble, UnitDouble
 from zeroshard.lab.memory import OptimizerState, state_bytes
-from zeroshard.lab.trace import ROOT as ROOT_PLACE
-from zeroshard.lab.trace import Span, Trace
+from zeroshard.lab.spans import ROOT as ROOT_PLACE
+from zeroshard.lab.spans import Span, Trace
 from zeroshard.lab.traffic import Accumulate, Message
 from zeroshard.lab.work import Work, dtype_name
 from zeroshard.zero.runtime import MAX_REDUCTIONS_IN_FLIGHT

@@ -14,7 +14,8 @@ from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.lab.buffers import Buffer, buffers_of
 from zeroshard.lab.memory import OPTIMIZER_STATES, OptimizerState
-from zeroshard.lab.trace import Inputs, Trace, tokens_and_targets, trace_language_model, trace_model
+from zeroshard.lab.spans import Trace
+from zeroshard.lab.trace import Inputs, tokens_and_targets, trace_language_model, trace_model
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.presets import model_config, nearest_preset
 from zeroshard.train.validate import nearest
