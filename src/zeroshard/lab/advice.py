@@ -9,7 +9,8 @@ from zeroshard.models import LanguageModel
 from zeroshard.zero import ShardingStrategy
 
 if TYPE_CHECKING:
-    from zeroshard.lab.planner import Planner, Row
+    from zeroshard.lab.planner import Planner
+    from zeroshard.lab.rows import Row
 
 GIB = 2**30
 AS_FAST = 0.01  # rates that differ by less are called equal

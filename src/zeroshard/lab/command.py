@@ -14,7 +14,8 @@ from zeroshard.lab.dry_run import dry_run
 from zeroshard.lab.explain import explain
 from zeroshard.lab.hardware import Calibration, Device, find_device
 from zeroshard.lab.inverse import Answer, crossover, fewest, largest_micro_batch, largest_model, lowest_bandwidth
-from zeroshard.lab.planner import Planner, Row, plan, planner_for
+from zeroshard.lab.planner import Planner, plan, planner_for
+from zeroshard.lab.rows import Row
 from zeroshard.lab.show import seconds, size, text
 from zeroshard.models import LanguageModel
 from zeroshard.train.assemble import model_overrides

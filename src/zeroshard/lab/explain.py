@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from zeroshard.lab.actions import Compute, Issue, Step
 from zeroshard.lab.advice import describe
-from zeroshard.lab.planner import Planner, Row
+from zeroshard.lab.planner import Planner
+from zeroshard.lab.rows import Row
 from zeroshard.lab.show import seconds, size
 from zeroshard.lab.timeline import TimedSpan, simulate
 

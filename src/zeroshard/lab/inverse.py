@@ -10,7 +10,8 @@ from typing import cast
 
 from zeroshard.errors import UserError
 from zeroshard.lab.advice import describe, fewest_gpus
-from zeroshard.lab.planner import Planner, Row
+from zeroshard.lab.planner import Planner
+from zeroshard.lab.rows import Row
 from zeroshard.lab.workload import Workload
 from zeroshard.models import LanguageModel
 

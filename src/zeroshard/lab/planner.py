@@ -8,9 +8,9 @@ engine's own schedule over a traced micro-batch (`zeroshard.lab.step`), its time
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -19,9 +19,10 @@ from zeroshard.kernels import Choice
 from zeroshard.lab.actions import Settings, Step
 from zeroshard.lab.advice import MICRO_BATCHES, nearest_change, reason, recommended
 from zeroshard.lab.hardware import LINKS, Calibration, Device, Link, find_device, find_link
+from zeroshard.lab.rows import Plan, Row, what_binds
 from zeroshard.lab.step import step_of
-from zeroshard.lab.timeline import Cluster, Timing, simulate
-from zeroshard.lab.traffic import Accumulate, bytes_by_op
+from zeroshard.lab.timeline import Cluster, simulate
+from zeroshard.lab.traffic import Accumulate
 from zeroshard.lab.workload import DTYPES, Workload, workload_of
 from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy
 
@@ -29,127 +30,6 @@ HEADROOM = 0.05  # of a device's memory that stays free: fragments of the alloca
 # NCCL's own memory for each communicator, outside of torch's allocator: two buffers of NCCL_BUFFSIZE (4 MiB) for each
 # of at most 32 channels (NCCL documentation, environment variables).
 NCCL_BYTES = 2 * 32 * 4 * 2**20
-Binds = Literal["memory", "communication", "matrix products", "memory bandwidth", "kernel launches"]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to run, and what it comes to.
-
-    Attributes:
-        stage: of `STAGES`; None for a row of the user's own.
-        shard_size: ranks that shard together: the world, or a part of it that is replicated.
-        micro_batch, num_micro: rows of a micro-batch, and how many of these a rank's step has.
-        step: its actions, messages and memory.
-        comm_bytes: memory of the communication library.
-        needed_bytes: at the fullest moment, ``comm_bytes`` with it.
-        headroom_bytes: what the device has beyond that; negative: what it lacks.
-        fits: whether that is enough.
-        timing: of a step.
-        tokens_per_s: over all ranks.
-        mfu: of the device's data-sheet peak for this dtype; None where it is not known.
-        binds: what to change first to be faster, or to fit.
-    """
-
-    stage: int | None
-    shard_size: int
-    micro_batch: int
-    num_micro: int
-    step: Step = field(repr=False)
-    comm_bytes: int
-    needed_bytes: int
-    headroom_bytes: int
-    fits: bool
-    timing: Timing = field(repr=False)
-    tokens_per_s: float
-    mfu: float | None
-    binds: Binds
-
-    @property
-    def messages_bytes(self) -> dict[str, int]:
-        """Bytes of a rank's step by operation."""
-        return bytes_by_op(self.step.messages())
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        messages = self.step.messages()
-        return {
-            "stage": self.stage,
-            "shard_size": self.shard_size,
-            "micro_batch": self.micro_batch,
-            "grad_accum_steps": self.num_micro,
-            "fits": self.fits,
-            "needed_bytes": self.needed_bytes,
-            "headroom_bytes": self.headroom_bytes,
-            "peak_bytes": {**self.step.peak.by_category, "comm_buffers": self.comm_bytes},
-            "peak_at": self.step.peak.where,
-            "resident_bytes": {
-                "after_initialisation": self.step.start,
-                "before_update": self.step.before_update,
-                "after_update": self.step.after_update,
-            },
-            "messages": {"count": len(messages), "bytes_by_op": bytes_by_op(messages)},
-            "step_s": self.timing.step_s,
-            "compute_s": self.timing.compute_s,
-            "comm_s": self.timing.comm_s,
-            "exposed_s": self.timing.exposed_s,
-            "tokens_per_s": self.tokens_per_s,
-            "mfu": self.mfu,
-            "binds": self.binds,
-        }
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What was asked, every row, and what to do.
-
-    Attributes:
-        workload: what is trained.
-        device, cluster: on what.
-        rows: flat sharding first, stage by stage; then, in a world of several nodes, sharding over fewer ranks.
-        best: the fastest row that fits; None where none does.
-        advice: one sentence: the row to take and why, or the nearest change that would make one fit.
-    """
-
-    workload: Workload = field(repr=False)
-    device: Device
-    cluster: Cluster
-    rows: tuple[Row, ...]
-    best: Row | None
-    advice: str
-
-    @property
-    def fits(self) -> bool:
-        """Whether any row does."""
-        return self.best is not None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "model": self.workload.name,
-            "num_params": self.workload.num_params,
-            "dtype": self.workload.dtype,
-            "optimizer": self.workload.optimizer,
-            "seq_len": self.workload.seq_len,
-            "gpus": self.cluster.world_size,
-            "gpus_per_node": self.cluster.ranks_per_node,
-            "gpu": {"name": self.device.name, "memory_bytes": self.device.memory_bytes, "source": self.device.source},
-            "within_node": _link_dict(self.cluster.within),
-            "between_nodes": _link_dict(self.cluster.between),
-            "rows": [row.as_dict() for row in self.rows],
-            "best": None if self.best is None else self.rows.index(self.best),
-            "advice": self.advice,
-        }
-
-
-def _link_dict(link: Link) -> dict[str, Any]:
-    return {
-        "name": link.name,
-        "latency_s": link.latency_s,
-        "bytes_per_s": link.bytes_per_s,
-        "share": link.share,
-        "source": link.source,
-    }
 
 
 @dataclass
@@ -211,7 +91,7 @@ class Planner:
             timing=timing,
             tokens_per_s=tokens_per_s,
             mfu=mfu,
-            binds=_binds(timing, fits=fits),
+            binds=what_binds(timing, fits=fits),
         )
 
     def step(self, strategy: ShardingStrategy, micro_batch: int, num_shards: int) -> Step:
@@ -321,18 +201,7 @@ def plan(
         inputs=inputs,
         overrides=overrides,
     )
-    stages = tuple(STAGES) if stage is None else (stage,)
-    for each in stages:
-        if not isinstance(each, ShardingStrategy) and (isinstance(each, bool) or each not in STAGES):
-            raise UserError("stage", f"{each!r} is not a ZeRO stage", "choose 0, 1, 2 or 3")
-    if shard_size is not None:
-        if shard_size < 1 or world_size % shard_size:
-            what = f"{shard_size} does not divide a world of {world_size}"
-            raise UserError("shard_size", what, "choose a divisor of it")
-        if stage is None:
-            stages = (1, 2, 3)
-        elif stages == (0,):
-            raise UserError("shard_size", "stage 0 shards nothing", "choose stage 1, 2 or 3, or leave it out")
+    stages = _stages(stage, shard_size, world_size)
     rows = list(_rows(planner, stages, micro_batch, shard_size))
     best = recommended(rows)
     advice = reason(planner, rows, best) if best is not None else nearest_change(planner, stages, micro_batch, rows)
@@ -409,6 +278,24 @@ def _precision(dtype: str, reduce_dtype: str | None) -> MixedPrecision:
     )
 
 
+def _stages(
+    stage: int | ShardingStrategy | None, shard_size: int | None, world_size: int
+) -> tuple[int | ShardingStrategy, ...]:
+    """The stages to look at: those that shard, where a ``shard_size`` is asked for."""
+    given = stage is not None and not isinstance(stage, ShardingStrategy)
+    if given and (isinstance(stage, bool) or stage not in STAGES):
+        raise UserError("stage", f"{stage!r} is not a ZeRO stage", "choose 0, 1, 2 or 3")
+    if shard_size is not None:
+        if shard_size < 1 or world_size % shard_size:
+            what = f"{shard_size} does not divide a world of {world_size}"
+            raise UserError("shard_size", what, "choose a divisor of it")
+        if stage == 0:
+            raise UserError("shard_size", "stage 0 shards nothing", "choose stage 1, 2 or 3, or leave it out")
+    if stage is not None:
+        return (stage,)
+    return tuple(each for each in STAGES if each or shard_size is None)
+
+
 def _rows(
     planner: Planner, stages: Sequence[int | ShardingStrategy], micro_batch: int | None, shard_size: int | None
 ) -> Iterator[Row]:
@@ -456,15 +343,3 @@ def micro_batches(planner: Planner, given: int | None) -> list[int]:
             raise UserError("global_batch", what, "change one of the three")
         return [given]
     return [size for size in MICRO_BATCHES if planner.num_micro(size)]
-
-
-def _binds(timing: Timing, *, fits: bool) -> Binds:
-    if not fits:
-        return "memory"
-    limits: dict[Binds, float] = {
-        "communication": timing.exposed_s,
-        "matrix products": timing.bound_s.get("flops", 0.0),
-        "memory bandwidth": timing.bound_s.get("bytes", 0.0),
-        "kernel launches": timing.bound_s.get("kernels", 0.0),
-    }
-    return max(limits, key=lambda key: limits[key])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroshard.lab.advice import GIB
-from zeroshard.lab.planner import Plan, Row
+from zeroshard.lab.rows import Plan, Row
 
 COLUMNS = (
     "stage",

@@ -10,14 +10,15 @@ from typing import Any
 from dash import dcc, html
 
 from zeroshard.errors import UserError
-from zeroshard.lab.advice import GIB
+from zeroshard.lab.advice import GIB, MICRO_BATCHES
 from zeroshard.lab.command import arguments
 from zeroshard.lab.config import PlanConfig
 from zeroshard.lab.hardware import DEVICES, LINKS
-from zeroshard.lab.planner import MICRO_BATCHES, Plan, Row, plan
+from zeroshard.lab.planner import plan
 from zeroshard.lab.report.figure import BLACK, GREEN, GREY, VERMILLION, Axis, Figure, Series
 from zeroshard.lab.report.insides import CATEGORY_COLOURS
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
+from zeroshard.lab.rows import Plan, Row
 from zeroshard.lab.show import COLUMNS, cells, heading
 from zeroshard.models.presets import PRESETS
 from zeroshard.train.validate import validate
