@@ -42,8 +42,8 @@ class Unit(nn.Module):
 class NoOverlap(ThrottledCommunicator):
     """Waits for each operation where it is issued."""
 
-    def _delayed(self, op, tensor, issue):
-        work = super()._delayed(op, tensor, issue)
+    def _around(self, op, whole, issue, detail=""):
+        work = super()._around(op, whole, issue, detail)
         work.wait()
         return work
 

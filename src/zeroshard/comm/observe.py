@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from zeroshard.comm.base import Communicator, Groups, ReduceOp, Tells, Work, empty_for, split
+from zeroshard.comm.base import Communicator, Tells, Work
 from zeroshard.comm.exposed import Exposed, with_phase
 from zeroshard.comm.labels import CONTROL, current_scope
+from zeroshard.comm.wrapper import Wrapper
 
 
 @dataclass
@@ -69,7 +69,7 @@ class _ObservedWork:
         self._record.wait_s += time.perf_counter() - start
 
 
-class ObservedCommunicator:
+class ObservedCommunicator(Wrapper):
     """``inner``, with a record of every operation in ``records`` (in the order of issue), its parts' among them.
 
     Records accumulate until `drain` takes them; what nothing hid accumulates in ``exposed``, until its own `take`.
@@ -80,64 +80,25 @@ class ObservedCommunicator:
     """
 
     def __init__(self, inner: Communicator, *, timed: bool = False) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.timed = timed
         self.records: list[CommRecord] = []
         self.exposed = Exposed()
 
-    @property
-    def rank(self) -> int:
-        """The inner communicator's rank."""
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        """The inner communicator's world size."""
-        return self.inner.world_size
-
-    @property
-    def uniform_order(self) -> bool:
-        """As the inner communicator says."""
-        return self.inner.uniform_order
-
-    @property
-    def control_device(self) -> torch.device:
-        """As the inner communicator says."""
-        return self.inner.control_device
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """What the inner communicator reaches best."""
-        return empty_for(self.inner, numel, dtype, torch.device("cpu"))
-
-    def _observed(self, op: str, tensor: Tensor, issue: Callable[[], Work]) -> Work:
-        """What ``issue`` returns, recorded; ``tensor``: the whole one of the operation."""
+    def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
+        """Issue an operation and record it."""
+        assert whole is not None, "a barrier is recorded by itself"
         start, label = time.perf_counter(), current_scope()
-        with self.exposed.timed(label, tensor.device, issuing=True), _span(op, label):
+        with self.exposed.timed(label, whole.device, issuing=True), _span(op, label):
             work = issue()
-        num_bytes = tensor.numel() * tensor.element_size()
+        num_bytes = whole.numel() * whole.element_size()
         record = CommRecord(op, num_bytes, label, self.world_size, time.perf_counter() - start, issued_at_s=start)
         self.records.append(record)
         if self.timed:
             record.label = with_phase(label)
-            if tensor.device.type == "cpu" and isinstance(work, Tells):
+            if whole.device.type == "cpu" and isinstance(work, Tells):
                 work.tell(record.end)
-        return _ObservedWork(work, record, self.exposed, tensor.device)
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """Record and pass on."""
-        return self._observed("all_reduce", tensor, lambda: self.inner.all_reduce(tensor, op))
-
-    def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """Record and pass on."""
-        return self._observed("reduce_scatter", input, lambda: self.inner.reduce_scatter(output, input, op))
-
-    def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        """Record and pass on."""
-        return self._observed("all_gather", output, lambda: self.inner.all_gather(output, input))
-
-    def broadcast(self, tensor: Tensor, src: int) -> Work:
-        """Record and pass on."""
-        return self._observed("broadcast", tensor, lambda: self.inner.broadcast(tensor, src))
+        return _ObservedWork(work, record, self.exposed, whole.device)
 
     def barrier(self) -> None:
         """Record and pass on."""
@@ -145,12 +106,6 @@ class ObservedCommunicator:
         with self.exposed.timed(label, self.control_device, issuing=True):
             self.inner.barrier()
         self.records.append(CommRecord("barrier", 0, label, self.world_size, time.perf_counter() - start))
-
-    def split(self, groups: Groups) -> ObservedCommunicator:
-        """A part of the inner communicator, which records here."""
-        part = copy.copy(self)
-        part.inner = split(self.inner, groups)
-        return part
 
     def drain(self) -> list[CommRecord]:
         """Take the records so far."""

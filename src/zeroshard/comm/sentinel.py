@@ -16,7 +16,6 @@ Whoever finds a fault posts it as the verdict, and every rank acts on that one.
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import json
 import threading
@@ -26,12 +25,12 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import Communicator, Groups, PeerError, ReduceOp, Tells, Work, empty_for, split
+from zeroshard.comm.base import Communicator, PeerError, Tells, Work
 from zeroshard.comm.labels import current_scope
+from zeroshard.comm.wrapper import Wrapper
 
 PULSE_S = 1.0
 REMEMBERED = 128  # operations, on the board and in memory
@@ -276,8 +275,8 @@ class _WatchedWork:
             self._work.wait()
 
 
-class SentinelCommunicator:
-    """``inner``, watched.
+class SentinelCommunicator(Wrapper):
+    """``inner``, watched; its parts are under the same watch: all must do alike at the same time.
 
     Args:
         inner: the communicator to watch.
@@ -293,7 +292,7 @@ class SentinelCommunicator:
     def __init__(
         self, inner: Communicator, board: Board, on_fault: Callable[[str, bool], None], *, stall_s: float = 8.0
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._watch = _Watch(inner.rank, inner.world_size, board, on_fault, stall_s)
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -304,68 +303,9 @@ class SentinelCommunicator:
         """End the watch."""
         self._watch.close()
 
-    def split(self, groups: Groups) -> SentinelCommunicator:
-        """A part of the inner communicator under the same watch: all parts must do alike at the same time."""
-        part = copy.copy(self)
-        part.inner = split(self.inner, groups)
-        return part
-
-    # -- the communicator -------------------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        """The inner communicator's rank."""
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        """The inner communicator's world size."""
-        return self.inner.world_size
-
-    @property
-    def uniform_order(self) -> bool:
-        """As the inner communicator says."""
-        return self.inner.uniform_order
-
-    @property
-    def control_device(self) -> torch.device:
-        """As the inner communicator says."""
-        return self.inner.control_device
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """What the inner communicator reaches best."""
-        return empty_for(self.inner, numel, dtype, torch.device("cpu"))
-
-    def _note(self, op: str, tensor: Tensor | None) -> None:
-        num_bytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
-        self._watch.diary.write(op, num_bytes, current_scope())
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """Note and pass on."""
-        self._note(f"all_reduce {op}", tensor)
+    def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
+        """Note an operation and issue it."""
+        num_bytes = 0 if whole is None else whole.numel() * whole.element_size()
+        self._watch.diary.write(f"{op} {detail}".rstrip(), num_bytes, current_scope())
         with self.waiting():
-            return _WatchedWork(self.inner.all_reduce(tensor, op), self)
-
-    def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """Note and pass on."""
-        self._note(f"reduce_scatter {op}", input)
-        with self.waiting():
-            return _WatchedWork(self.inner.reduce_scatter(output, input, op), self)
-
-    def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        """Note and pass on."""
-        self._note("all_gather", output)
-        with self.waiting():
-            return _WatchedWork(self.inner.all_gather(output, input), self)
-
-    def broadcast(self, tensor: Tensor, src: int) -> Work:
-        """Note and pass on."""
-        self._note(f"broadcast from {src}", tensor)
-        with self.waiting():
-            return _WatchedWork(self.inner.broadcast(tensor, src), self)
-
-    def barrier(self) -> None:
-        """Note and pass on."""
-        self._note("barrier", None)
-        with self.waiting():
-            self.inner.barrier()
+            return _WatchedWork(issue(), self)

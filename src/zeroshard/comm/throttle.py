@@ -35,13 +35,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, Communicator, Groups, ReduceOp, Tells, Work, empty_for, own_group, split
+from zeroshard.comm.base import Communicator, Groups, Tells, Work, own_group
 from zeroshard.comm.labels import CONTROL, scope
 from zeroshard.comm.p2p import require_cpu
+from zeroshard.comm.wrapper import Wrapper
 
 SPIN_S = 100e-6  # the kernel may come so much too late out of a sleep
 _NS = 1e9
@@ -108,7 +110,7 @@ class _Level:
     num_rings: int
 
 
-class ThrottledCommunicator:
+class ThrottledCommunicator(Wrapper):
     """``inner``, as slow as a ring over ``link`` between nodes, and ``inside`` within one.
 
     What it computes, and its bits, are the inner communicator's. A world of one rank has no link.
@@ -126,7 +128,7 @@ class ThrottledCommunicator:
     def __init__(self, inner: Communicator, link: Link, *, node_size: int = 1, inside: Link | None = None) -> None:
         if node_size < 1:
             raise ValueError(f"node_size: {node_size} ranks; give at least 1")
-        self.inner = inner
+        super().__init__(inner)
         self._links = {"between": link, "inside": inside or Link()}
         self._buckets = {level: _Bucket() for level in self._links}
         self._node_size = node_size
@@ -142,60 +144,9 @@ class ThrottledCommunicator:
         self._resolving = threading.Lock()
         self._last_s = -math.inf  # when the last operation is done
 
-    @property
-    def rank(self) -> int:
-        """The inner communicator's rank."""
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        """The inner communicator's world size."""
-        return self.inner.world_size
-
-    @property
-    def uniform_order(self) -> bool:
-        """As the inner communicator says."""
-        return self.inner.uniform_order
-
-    @property
-    def control_device(self) -> torch.device:
-        """As the inner communicator says."""
-        return self.inner.control_device
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """What the inner communicator reaches best."""
-        return empty_for(self.inner, numel, dtype, torch.device("cpu"))
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """Pass on; done when it would be over the links."""
-        return self._delayed("all_reduce", tensor, lambda: self.inner.all_reduce(tensor, op))
-
-    def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """Pass on; done when it would be over the links."""
-        return self._delayed("reduce_scatter", input, lambda: self.inner.reduce_scatter(output, input, op))
-
-    def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        """Pass on; done when it would be over the links."""
-        return self._delayed("all_gather", output, lambda: self.inner.all_gather(output, input))
-
-    def broadcast(self, tensor: Tensor, src: int) -> Work:
-        """Pass on; done when it would be over the links."""
-        return self._delayed("broadcast", tensor, lambda: self.inner.broadcast(tensor, src))
-
-    def barrier(self) -> None:
-        """Return when every rank has called it, all that was issued before is done, and the news has gone round."""
-
-        def meet() -> Work:
-            self.inner.barrier()
-            return DONE
-
-        self._delayed("barrier", None, meet).wait()
-
-    def split(self, groups: Groups) -> ThrottledCommunicator:
+    def split(self, groups: Groups) -> Self:
         """A part of the inner communicator over the same links."""
-        part = object.__new__(ThrottledCommunicator)
-        part.inner = split(self.inner, groups)
-        part._links, part._buckets, part._node_size = self._links, self._buckets, self._node_size
+        part = super().split(groups)
         named = [[self._names[rank] for rank in ranks] for ranks in groups]
         index, _ = own_group(groups, self.rank)
         node = self._node_of(self._names[self.rank])
@@ -212,17 +163,17 @@ class ThrottledCommunicator:
         hops = zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ()
         return {"inside" if self._node_of(a) == self._node_of(b) else "between" for a, b in hops}
 
-    def _delayed(self, op: str, tensor: Tensor | None, issue: Callable[[], Work]) -> Work:
-        """What ``issue`` returns, delayed; ``tensor``: the whole one of the operation."""
-        if tensor is not None:
-            require_cpu("ThrottledCommunicator", tensor)
+    def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
+        """Issue an operation that is done when it would be over the links."""
+        if whole is not None:
+            require_cpu("ThrottledCommunicator", whole)
         clock = torch.tensor([time.monotonic_ns()])
         work = issue()
-        if self.world_size == 1 or (tensor is not None and tensor.numel() == 0):
+        if self.world_size == 1 or (whole is not None and whole.numel() == 0):
             return work
         with scope(CONTROL):
             agreed = self.inner.all_reduce(clock, "max")  # [Note: When a transfer begins]
-        num_bytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
+        num_bytes = 0 if whole is None else whole.numel() * whole.element_size()
         delayed = _Delayed(self, work, agreed, clock, op, num_bytes)
         self._unresolved.append(delayed)
         return delayed
