@@ -10,7 +10,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from zeroshard import kernels
-from zeroshard.kernels import AdamWOptions, dispatch, norm
+from zeroshard.kernels import AdamWOptions, dispatch, norm_kernels
 
 compile_or_run = JITFunction.run
 
@@ -42,7 +42,7 @@ def backward(outputs, inputs):
 def main():
     x, weight, bias, residual = draw(8, 768), draw(768), draw(768), draw(8, 768)
     backward(kernels.layer_norm(x, weight, bias, residual=residual, kernels="triton"), [x, weight, bias, residual])
-    norm.HELD_FORWARD = norm.HELD_BACKWARD = 64  # rows too wide to be held
+    norm_kernels.HELD_FORWARD = norm_kernels.HELD_BACKWARD = 64  # rows too wide to be held
     backward([kernels.rms_norm(x, weight, kernels="triton")], [x, weight])
     q, k, angles = draw(1, 4, 8, 64), draw(1, 2, 8, 64), torch.zeros(8, 32)
     backward(kernels.rope(q, k, angles, angles, kernels="triton"), [q, k])

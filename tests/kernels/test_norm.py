@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from exactness import assert_near, assert_same_bits, run
-from zeroshard.kernels import layer_norm, norm, rms_norm
+from zeroshard.kernels import layer_norm, norm_kernels, rms_norm
 
 OPERATIONS = ["layer_norm", "rms_norm"]
 # Tiles of many rows, of one row, and strips of rows too wide to be held, forward and backward; the last not full.
@@ -98,7 +98,7 @@ def test_more_elements_than_a_32_bit_offset_can_name(triton, device):
 def test_rows_too_wide_to_be_held(operation, width, triton, random, monkeypatch):
     """Strips that are full and not, at a hundredth of the width that they begin at."""
     for name in ("HELD_FORWARD", "HELD_BACKWARD", "STRIP"):
-        monkeypatch.setattr(norm, name, 64)
+        monkeypatch.setattr(norm_kernels, name, 64)
     compare(operation, *drawn(operation, random, (3, width)))
     compare(operation, *drawn(operation, random, (3, width), torch.bfloat16))
 
@@ -176,7 +176,7 @@ def test_extreme_values(operation, triton, random):
 def test_gradcheck_in_float64(operation, held, triton, random, monkeypatch):
     if not held:
         for name, value in (("HELD_FORWARD", 2), ("HELD_BACKWARD", 2), ("STRIP", 4)):
-            monkeypatch.setattr(norm, name, value)
+            monkeypatch.setattr(norm_kernels, name, value)
     given, _ = drawn(operation, random, (2, 6), torch.float64)
 
     def call(*tensors):

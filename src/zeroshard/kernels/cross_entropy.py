@@ -12,11 +12,6 @@ Bytes that must move, for 2-byte logits, loss and gradient together: 4 a logit i
 the second look, for the gradient, finds it in L2. Not in place, the gradient is made in the backward pass instead,
 from the logits, which are then as they were: 6 a logit, and `backward` may run again.
 
-[Note: Small gradients]
-    A gradient that is made before the upstream one is known must not already be as small as the mean over all rows
-    makes it: fp16 would lose it, and a loss that is scaled up to prevent that comes too late. In fp16 it is made for
-    `FP16_SCALE` times the sum of the losses, and what is missing joins the upstream gradient.
-
 [Note: One more factor]
     In place, the gradient is written before the upstream gradient is known. Backward multiplies it in place unless the
     factor is 1, and decides that on the device: a host that asked would wait for all that is queued.
@@ -24,8 +19,7 @@ from the logits, which are then as they were: 6 a logit, and `backward` may run 
 
 from __future__ import annotations
 
-from math import isfinite
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +31,8 @@ from zeroshard.kernels import liger
 from zeroshard.kernels.checks import check_device, check_floating
 from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.kernels.launch import accumulator, accumulator_dtype, jit, next_power_of_2, opaque, rows_of, tl
+from zeroshard.kernels.losses import Reduction, check_loss_options, check_target_range, mean_scale, split_scale
 
-Reduction = Literal["mean", "sum"]
-FP16_SCALE = 1024.0  # of gradients of at most about 1: ten bits more below, and far from 65504 above
 BLOCK = 8192  # logits at a time; 16 in each of 512 threads
 
 # ---------------------------------------------------------------------------------------------------- reference
@@ -306,6 +299,12 @@ def _scale_in_place(grad: Tensor, factor: Tensor) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """The loss, 0-dim, of logits [..., vocab] and targets [...].
+
+    ``inplace``: forward leaves the gradient where the logits were, and backward returns that memory. Else it keeps the
+    logits and two numbers a row, and backward makes the gradient.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -348,20 +347,6 @@ class _CrossEntropy(torch.autograd.Function):
             _backward(rows, targets, stats, scale * d_loss, grad, *ctx.options)
             grad = grad.view(ctx.shape)
         return grad, None, None, None, None, None, None
-
-
-def mean_scale(targets: Tensor, ignore_index: int, reduction: Reduction, dtype: torch.dtype) -> Tensor:
-    """0-dim, on the targets' device: one over how many of them count, or 1 for a sum; inf where none does."""
-    if reduction == "sum":
-        return torch.ones((), dtype=dtype, device=targets.device)
-    return (targets != ignore_index).sum().to(dtype).reciprocal()
-
-
-def split_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """What a gradient of ``dtype`` is multiplied by as it is made, and what in backward: [Note: Small gradients]."""
-    if dtype != torch.float16:
-        return scale, None
-    return torch.full_like(scale, FP16_SCALE), scale.nan_to_num(posinf=0.0) / FP16_SCALE  # no target: no gradient
 
 
 # ------------------------------------------------------------------------------------------------------- public
@@ -423,36 +408,3 @@ def cross_entropy(
         if rows_of(logits).data_ptr() != logits.data_ptr():
             raise ValueError(f"logits: strides {logits.stride()} are not those of rows in memory; leave inplace out")
     return _CrossEntropy.apply(logits, targets, ignore_index, float(label_smoothing), float(z_loss), reduction, inplace)
-
-
-def check_loss_options(
-    targets: Tensor,
-    shape: tuple[int, ...],
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-) -> None:
-    """Raise ValueError for arguments of a loss that do not fit; ``shape``: what the targets must have."""
-    if targets.dtype != torch.int64:
-        raise ValueError(f"targets: {targets.dtype} is not int64; cast them")
-    if targets.shape != shape:
-        raise ValueError(f"targets: shape {tuple(targets.shape)} is not {tuple(shape)}, one for each row")
-    if not isinstance(ignore_index, int):
-        raise ValueError(f"ignore_index: {ignore_index!r} is not an integer")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing: {label_smoothing} is outside [0, 1]")
-    if not (isfinite(z_loss) and z_loss >= 0.0):
-        raise ValueError(f"z_loss: {z_loss} is not a finite number >= 0")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction: {reduction!r} is unknown; choose 'mean' or 'sum'")
-
-
-def check_target_range(targets: Tensor, vocab: int, ignore_index: int) -> None:
-    """Raise ValueError for a target outside the vocabulary; waits for the device, so not in a compiled graph."""
-    if torch.compiler.is_compiling():
-        return
-    wrong = ((targets < 0) | (targets >= vocab)) & (targets != ignore_index)
-    if bool(wrong.any()):
-        value = int(targets[wrong][0])
-        raise ValueError(f"targets: {value} is outside 0..{vocab - 1} and is not ignore_index {ignore_index}")

@@ -139,6 +139,8 @@ def _backward(dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor
 
 
 class _Gated(torch.autograd.Function):
+    """y [..., width] of gate and up, which it keeps; ``gelu`` tells geglu from swiglu."""
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
         gate_rows, up_rows = rows_of(gate), rows_of(up)

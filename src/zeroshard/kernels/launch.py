@@ -78,6 +78,7 @@ def opaque(name: str, *writes: str) -> Callable[[Launcher], Launcher]:
     """
 
     def decorate(launcher: Launcher) -> Launcher:
+        """``launcher`` in eager mode; under `torch.compile` its node, inside `traced` what stands in for it."""
         operator = torch.library.custom_op(f"zeroshard::{name}", launcher, mutates_args=writes)
         operator.register_fake(lambda *args, **kwargs: None)
 

@@ -20,17 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from zeroshard.kernels import liger
 from zeroshard.kernels.checks import check_device, check_floating
-from zeroshard.kernels.cross_entropy import (
-    Reduction,
-    check_loss_options,
-    check_target_range,
-    cross_entropy_reference,
-    losses_and_gradient,
-    mean_scale,
-    split_scale,
-)
+from zeroshard.kernels.cross_entropy import cross_entropy_reference, losses_and_gradient
 from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.kernels.launch import accumulator_dtype, opaque
+from zeroshard.kernels.losses import Reduction, check_loss_options, check_target_range, mean_scale, split_scale
 
 CHUNK_BYTES = 2**29  # of logits at once: large products, and a small share of what all logits would take
 ROW_MULTIPLE = 128  # rows of a chunk: a tile of a matrix product
@@ -114,6 +107,12 @@ def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss, 0-dim, of hidden [..., width], weight [vocab, width] and targets [...].
+
+    Forward makes both gradients, each only where it is wanted: hidden's in its dtype, the weight's in fp32 (fp64 for
+    fp64). Backward multiplies them by the upstream gradient.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -119,6 +119,11 @@ def _rope(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: 
 
 
 class _Rope(torch.autograd.Function):
+    """q [B, H, T, D] and k [B, K, T, D], turned by the angles of cos and sin [T, D / 2]; backward turns them back.
+
+    ``inplace``: forward writes over q and k, and backward over their gradients, unless these share memory.
+    """
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
         cos, sin = _angles(cos), _angles(sin)

@@ -1,0 +1,65 @@
+"""What both losses (`cross_entropy`, `linear_cross_entropy`) have in common: options, and the scale of gradients.
+
+[Note: Small gradients]
+    A gradient that is made before the upstream one is known must not already be as small as the mean over all rows
+    makes it: fp16 would lose it, and a loss that is scaled up to prevent that comes too late. In fp16 it is made for
+    `FP16_SCALE` times the sum of the losses, and what is missing joins the upstream gradient.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["mean", "sum"]
+FP16_SCALE = 1024.0  # of gradients of at most about 1: ten bits more below, and far from 65504 above
+
+
+def mean_scale(targets: Tensor, ignore_index: int, reduction: Reduction, dtype: torch.dtype) -> Tensor:
+    """0-dim, on the targets' device: one over how many of them count, or 1 for a sum; inf where none does."""
+    if reduction == "sum":
+        return torch.ones((), dtype=dtype, device=targets.device)
+    return (targets != ignore_index).sum().to(dtype).reciprocal()
+
+
+def split_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """What a gradient of ``dtype`` is multiplied by as it is made, and what in backward: [Note: Small gradients]."""
+    if dtype != torch.float16:
+        return scale, None
+    return torch.full_like(scale, FP16_SCALE), scale.nan_to_num(posinf=0.0) / FP16_SCALE  # no target: no gradient
+
+
+def check_loss_options(
+    targets: Tensor,
+    shape: tuple[int, ...],
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> None:
+    """Raise ValueError for arguments of a loss that do not fit; ``shape``: what the targets must have."""
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets: {targets.dtype} is not int64; cast them")
+    if targets.shape != shape:
+        raise ValueError(f"targets: shape {tuple(targets.shape)} is not {tuple(shape)}, one for each row")
+    if not isinstance(ignore_index, int):
+        raise ValueError(f"ignore_index: {ignore_index!r} is not an integer")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing: {label_smoothing} is outside [0, 1]")
+    if not (isfinite(z_loss) and z_loss >= 0.0):
+        raise ValueError(f"z_loss: {z_loss} is not a finite number >= 0")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction: {reduction!r} is unknown; choose 'mean' or 'sum'")
+
+
+def check_target_range(targets: Tensor, vocab: int, ignore_index: int) -> None:
+    """Raise ValueError for a target outside the vocabulary; waits for the device, so not in a compiled graph."""
+    if torch.compiler.is_compiling():
+        return
+    wrong = ((targets < 0) | (targets >= vocab)) & (targets != ignore_index)
+    if bool(wrong.any()):
+        value = int(targets[wrong][0])
+        raise ValueError(f"targets: {value} is outside 0..{vocab - 1} and is not ignore_index {ignore_index}")

@@ -1,0 +1,372 @@
+"""The Triton kernels of `norm` and what launches them; the formulas are there.
+
+A row is read once and held in registers; one that is too wide for that is read again from L2. Weight gradients: a
+persistent program adds up its rows in registers and writes one partial row, and a second kernel adds the partial rows
+in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeroshard.kernels.launch import accumulator, jit, next_power_of_2, num_multiprocessors, opaque, tl
+
+HELD_FORWARD = 16384  # widest row that forward holds in registers
+HELD_BACKWARD = 8192  # backward holds two rows and their sums
+STRIP = 8192  # columns at a time of a wider row
+
+# ------------------------------------------------------------------------------------------------------ kernels
+
+
+@jit
+def _forward_held(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, summed_ptr, mean_ptr, rstd_ptr, num_rows, x_stride,
+    residual_stride, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    mask = (rows < num_rows)[:, None] & (cols < WIDTH)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0)
+        summed = (x + residual.to(ACC)).to(summed_ptr.dtype.element_ty)  # what is normalised is what is handed on
+        tl.store(summed_ptr + rows[:, None] * WIDTH + cols[None, :], summed, mask=mask)
+        x = summed.to(ACC)
+    if CENTRED:
+        mean = tl.sum(x, axis=1) / WIDTH
+        tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
+        x = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / WIDTH + EPS)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+    y = x * rstd[:, None]
+    if HAS_WEIGHT:
+        y *= tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)[None, :]
+    tl.store(y_ptr + rows[:, None] * WIDTH + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _load_sum(x_ptr, residual_ptr, cols, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACC: tl.constexpr):
+    """A strip of a row of x + residual, rounded as it is handed on."""
+    x = tl.load(x_ptr + cols, mask=cols < WIDTH, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + cols, mask=cols < WIDTH, other=0.0)
+        x = (x.to(ACC) + residual.to(ACC)).to(x_ptr.dtype.element_ty)
+    return x
+
+
+@jit
+def _forward_strips(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, summed_ptr, mean_ptr, rstd_ptr, x_stride, residual_stride,
+    CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    residual_ptr += row * residual_stride
+    # Strips' means and sums of squares are merged (Chan, Golub, LeVeque 1979): no difference of large sums.
+    mean = tl.full([], 0.0, ACC)
+    squares = tl.full([], 0.0, ACC)
+    for start in range(0, WIDTH, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = _load_sum(x_ptr, residual_ptr, cols, WIDTH, HAS_RESIDUAL, ACC)
+        if HAS_RESIDUAL:
+            tl.store(summed_ptr + row * WIDTH + cols, x, mask=cols < WIDTH)
+        x = x.to(ACC)
+        if CENTRED:
+            count = tl.minimum(WIDTH - start, BLOCK).to(ACC)
+            strip_mean = tl.sum(x, axis=0) / count
+            x = tl.where(cols < WIDTH, x - strip_mean, 0.0)
+            shift = strip_mean - mean
+            squares += shift * shift * (start * count / (start + count))
+            mean += shift * (count / (start + count))
+        squares += tl.sum(x * x, axis=0)
+    rstd = 1.0 / tl.sqrt(squares / WIDTH + EPS)
+    if CENTRED:
+        tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, WIDTH, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        # Added again from x and residual, and not read back: another thread may have stored that element of the sum.
+        y = (_load_sum(x_ptr, residual_ptr, cols, WIDTH, HAS_RESIDUAL, ACC).to(ACC) - mean) * rstd
+        if HAS_WEIGHT:
+            y *= tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+        tl.store(y_ptr + row * WIDTH + cols, y.to(y_ptr.dtype.element_ty), mask=cols < WIDTH)
+
+
+@jit
+def _backward_held(
+    dy_ptr, d_summed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, parts_ptr, num_rows, dy_stride,
+    d_summed_stride, x_stride, CENTRED: tl.constexpr, HAS_D_SUMMED: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NEEDS_DX: tl.constexpr, NUM_GRADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    num_programs = tl.num_programs(0)
+    cols = tl.arange(0, BLOCK)
+    in_row = (cols < WIDTH)[None, :]
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)[None, :]
+    if NUM_GRADS > 0:
+        d_weight = tl.zeros((ROWS, BLOCK), ACC)
+    if NUM_GRADS > 1:
+        d_bias = tl.zeros((ROWS, BLOCK), ACC)
+    # The next tile is on its way while this one is worked on: a program's loads and sums would else take turns.
+    rows = program * ROWS + tl.arange(0, ROWS)
+    mask = (rows < num_rows)[:, None] & in_row
+    x_next = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
+    dy_next = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
+    rstd_next = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
+    mean_next = tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0) if CENTRED else rstd_next
+    for tile in range(program, tl.cdiv(num_rows, ROWS), num_programs):
+        x, dy, rstd, mean = x_next.to(ACC), dy_next.to(ACC), rstd_next[:, None], mean_next[:, None]
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        mask = (rows < num_rows)[:, None] & in_row
+        if HAS_D_SUMMED:
+            d_summed = tl.load(d_summed_ptr + rows[:, None] * d_summed_stride + cols[None, :], mask=mask, other=0.0)
+        after = rows + num_programs * ROWS
+        mask_after = (after < num_rows)[:, None] & in_row
+        x_next = tl.load(x_ptr + after[:, None] * x_stride + cols[None, :], mask=mask_after, other=0.0)
+        dy_next = tl.load(dy_ptr + after[:, None] * dy_stride + cols[None, :], mask=mask_after, other=0.0)
+        rstd_next = tl.load(rstd_ptr + after, mask=after < num_rows, other=0.0)
+        mean_next = tl.load(mean_ptr + after, mask=after < num_rows, other=0.0) if CENTRED else rstd_next
+
+        z = (x - mean) * rstd if CENTRED else x * rstd
+        if NEEDS_DX:
+            g = dy * weight if HAS_WEIGHT else dy
+            dx = g - z * (tl.sum(g * z, axis=1) / WIDTH)[:, None]
+            if CENTRED:
+                dx -= (tl.sum(g, axis=1) / WIDTH)[:, None]
+            dx *= rstd
+            if HAS_D_SUMMED:
+                dx += d_summed.to(ACC)
+            tl.store(dx_ptr + rows[:, None] * WIDTH + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if NUM_GRADS > 0:
+            d_weight += dy * z
+        if NUM_GRADS > 1:
+            d_bias += dy
+    parts_ptr += program * WIDTH + cols
+    if NUM_GRADS > 0:
+        tl.store(parts_ptr, tl.sum(d_weight, axis=0), mask=cols < WIDTH)
+    if NUM_GRADS > 1:
+        tl.store(parts_ptr + num_programs.to(tl.int64) * WIDTH, tl.sum(d_bias, axis=0), mask=cols < WIDTH)
+
+
+@jit
+def _backward_strips(
+    dy_ptr, d_summed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dy_stride, d_summed_stride, x_stride,
+    CENTRED: tl.constexpr, HAS_D_SUMMED: tl.constexpr, HAS_WEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    rstd = tl.load(rstd_ptr + row)
+    mean = tl.load(mean_ptr + row) if CENTRED else tl.full([], 0.0, ACC)
+    sum_gz = tl.full([], 0.0, ACC)
+    sum_g = tl.full([], 0.0, ACC)
+    for start in range(0, WIDTH, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        g = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+        if HAS_WEIGHT:
+            g *= tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+        sum_gz += tl.sum(g * ((x - mean) * rstd), axis=0)
+        sum_g += tl.sum(g, axis=0)
+    for start in range(0, WIDTH, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        g = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+        if HAS_WEIGHT:
+            g *= tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+        dx = g - (x - mean) * rstd * (sum_gz / WIDTH)
+        if CENTRED:
+            dx -= sum_g / WIDTH
+        dx *= rstd
+        if HAS_D_SUMMED:
+            dx += tl.load(d_summed_ptr + row * d_summed_stride + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+        tl.store(dx_ptr + row * WIDTH + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < WIDTH)
+
+
+@jit
+def _partial_grads(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, parts_ptr, num_rows, dy_stride, x_stride, CENTRED: tl.constexpr,
+    NUM_GRADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Partial weight gradients of rows too wide to be held: columns by blocks, rows by turns."""
+    program = tl.program_id(1).to(tl.int64)
+    num_programs = tl.num_programs(1)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d_weight = tl.zeros((ROWS, BLOCK), ACC)
+    d_bias = tl.zeros((ROWS, BLOCK), ACC)
+    for tile in range(program, tl.cdiv(num_rows, ROWS), num_programs):
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        mask = (rows < num_rows)[:, None] & (cols < WIDTH)[None, :]
+        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+        x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+        if CENTRED:
+            x -= tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
+        d_weight += dy * (x * tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)[:, None])
+        d_bias += dy
+    parts_ptr += program * WIDTH + cols
+    tl.store(parts_ptr, tl.sum(d_weight, axis=0), mask=cols < WIDTH)
+    if NUM_GRADS > 1:
+        tl.store(parts_ptr + num_programs.to(tl.int64) * WIDTH, tl.sum(d_bias, axis=0), mask=cols < WIDTH)
+
+
+@jit
+def _add_parts(
+    parts_ptr, grads_ptr, num_parts, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """grads[i] = sum over p of parts[i, p], in the order of p."""
+    grad = tl.program_id(1).to(tl.int64)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((ROWS, BLOCK), ACC)
+    for start in range(0, num_parts, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        mask = (rows < num_parts)[:, None] & (cols < WIDTH)[None, :]
+        total += tl.load(parts_ptr + (grad * num_parts + rows[:, None]) * WIDTH + cols[None, :], mask=mask, other=0.0)
+    total = tl.sum(total, axis=0).to(grads_ptr.dtype.element_ty)
+    tl.store(grads_ptr + grad * WIDTH + cols, total, mask=cols < WIDTH)
+
+
+# ---------------------------------------------------------------------------------------------------- launchers
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program works on at a time: ``rows`` x ``block`` elements, by ``num_warps`` warps."""
+
+    rows: int
+    block: int
+    num_warps: int
+
+
+def tile_for(width: int, numel: int, per_thread: int) -> Tile:
+    """Rows of ``width`` held whole, ``numel`` elements together where they are narrow, ``per_thread`` in a thread.
+
+    Narrow rows are taken several at a time, so that they keep as many bytes in flight as wide ones.
+    """
+    block = max(16, next_power_of_2(width))
+    rows = max(1, min(64, numel // block))
+    return Tile(rows, block, max(1, min(16, rows * block // (32 * per_thread))))
+
+
+@opaque("norm_forward", "y", "summed", "mean", "rstd")
+def norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    y: Tensor,
+    summed: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+) -> None:
+    """x, residual [rows, width], rows strided; y, summed contiguous; mean (None: rms_norm) and rstd [rows]."""
+    num_rows, width = x.shape
+    if num_rows == 0:
+        return
+    flags = {
+        "CENTRED": mean is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_BIAS": bias is not None,
+        "EPS": eps,
+        "WIDTH": width,
+        "ACC": accumulator(x.dtype),
+    }
+    # An absent tensor's pointer is never read; any valid one stands in its place.
+    tensors = (x, _or(residual, x), _or(weight, x), _or(bias, x), y, _or(summed, y), _or(mean, rstd), rstd)
+    strides = (x.stride(0), _or(residual, x).stride(0))
+    if width <= HELD_FORWARD:
+        tile = tile_for(width, numel=4096, per_thread=32)
+        grid = (-(-num_rows // tile.rows),)
+        _forward_held[grid](
+            *tensors, num_rows, *strides, **flags, ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps
+        )
+    else:
+        _forward_strips[(num_rows,)](*tensors, *strides, **flags, BLOCK=STRIP, num_warps=16)
+
+
+@opaque("norm_backward", "dx", "grads")
+def norm_backward(
+    dy: Tensor,
+    d_summed: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dx: Tensor | None,
+    grads: Tensor | None,
+) -> None:
+    """dy, d_summed, x [rows, width], rows strided; dx contiguous; grads [1 or 2, width]: of weight, of bias."""
+    num_rows, width = x.shape
+    if num_rows == 0:
+        if grads is not None:
+            grads.zero_()
+        return
+    num_grads = 0 if grads is None else grads.shape[0]
+    acc = accumulator(x.dtype)
+    saved = (x, _or(weight, x), _or(mean, rstd), rstd)
+    common = {"CENTRED": mean is not None, "WIDTH": width, "ACC": acc}
+    flags = {"HAS_D_SUMMED": d_summed is not None, "HAS_WEIGHT": weight is not None}
+    strides = (dy.stride(0), _or(d_summed, dy).stride(0), x.stride(0))
+    multiprocessors = num_multiprocessors(x.device)
+    held = width <= HELD_BACKWARD
+    tile = tile_for(width, numel=2048, per_thread=16) if held else Tile(4, 1024, 8)
+    # As many programs as a multiprocessor has registers for, at 128 (8 warps and more) to 160 a thread.
+    num_parts = min(-(-num_rows // tile.rows), multiprocessors * {16: 1, 8: 2, 4: 3}.get(tile.num_warps, 6))
+    parts = torch.empty(num_grads, num_parts, width, dtype=rstd.dtype, device=x.device)
+    if held:
+        _backward_held[(num_parts,)](
+            dy,
+            _or(d_summed, dy),
+            *saved,
+            _or(dx, dy),
+            parts if num_grads else rstd,
+            num_rows,
+            *strides,
+            **common,
+            **flags,
+            NEEDS_DX=dx is not None,
+            NUM_GRADS=num_grads,
+            ROWS=tile.rows,
+            BLOCK=tile.block,
+            num_warps=tile.num_warps,
+            num_stages=1,  # the kernel fetches ahead itself
+        )
+    elif dx is not None:
+        _backward_strips[(num_rows,)](
+            dy, _or(d_summed, dy), *saved, dx, *strides, **common, **flags, BLOCK=STRIP, num_warps=16
+        )
+    if grads is None:
+        return
+    if not held:
+        _partial_grads[(-(-width // tile.block), num_parts)](
+            dy,
+            x,
+            _or(mean, rstd),
+            rstd,
+            parts,
+            num_rows,
+            dy.stride(0),
+            x.stride(0),
+            **common,
+            NUM_GRADS=num_grads,
+            ROWS=tile.rows,
+            BLOCK=tile.block,
+            num_warps=tile.num_warps,
+        )
+    _add_parts[(-(-width // 64), num_grads)](parts, grads, num_parts, WIDTH=width, ROWS=32, BLOCK=64, ACC=acc)
+
+
+def _or(tensor: Tensor | None, instead: Tensor) -> Tensor:
+    return instead if tensor is None else tensor
