@@ -107,16 +107,7 @@ def dry_run(
         for step in range(num_steps):
             comm.drain()
             began = time.perf_counter()
-            for micro in range(num_micro):
-                with zero.micro_batch(last=micro == num_micro - 1):
-                    _loss(model, given).backward()
-            zero.clip_grad_norm_(1.0)
-            before_update = zero.memory_bytes()
-            for each in optimizers:
-                each.step()
-            after_update = zero.memory_bytes()
-            for each in optimizers:
-                each.zero_grad()
+            before_update, after_update = _take_step(zero, model, optimizers, given, num_micro)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if step:
@@ -129,6 +120,23 @@ def dry_run(
         peak = torch.cuda.max_memory_allocated(device)
     sent = [each for each in comm.records if each.scope != CONTROL]
     return Measured(start, before_update, after_update, peak, by_category, sent, seconds)
+
+
+def _take_step(
+    zero: Zero, model: nn.Module, optimizers: list[Optimizer], given: tuple[Any, ...], num_micro: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Forward, backward and update; returns the resident bytes before the update and after it."""
+    for micro in range(num_micro):
+        with zero.micro_batch(last=micro == num_micro - 1):
+            _loss(model, given).backward()
+    zero.clip_grad_norm_(1.0)
+    before_update = zero.memory_bytes()
+    for each in optimizers:
+        each.step()
+    after_update = zero.memory_bytes()
+    for each in optimizers:
+        each.zero_grad()
+    return before_update, after_update
 
 
 def _loss(model: nn.Module, given: tuple[Any, ...]) -> Tensor:

@@ -137,17 +137,7 @@ def _build_in(
             rows_per_step * config.seq_len,
             corpus.sha256,
         )
-        try:
-            saved = checkpoint.load(resume_from, strategy, verified=config.resume == "auto")
-            first_step = int(saved["step"])
-            if scaler is not None and saved.get("loss_scaler"):
-                scaler.load_state_dict(saved["loss_scaler"])
-            guard.load_state_dict(saved.get("guard") or guard.state_dict())
-        except UserError:
-            raise
-        except ValueError as error:
-            todo = "resume with the model and optimizer that the checkpoint was saved with"
-            raise UserError("resume", f"{resume_from}: {error}", todo) from None
+        first_step = _load(resume_from, strategy, scaler, guard, verified=config.resume == "auto")
         resume.say_start(comm, resume_from, changes)
     describe_run = partial(_describe, folder, as_given, corpus)
     first_rank_does(comm, describe_run)  # from here on the folder holds a run
@@ -167,17 +157,7 @@ def _build_in(
             warmup_steps=config.warmup_steps,
             max_steps=config.max_steps,
         ),
-        schedule=Schedule(
-            max_steps=config.max_steps,
-            grad_clip=config.grad_clip,
-            eval_interval=config.eval_interval,
-            checkpoint_interval=config.checkpoint_interval,
-            checkpoint_async=config.checkpoint_async,
-            keep_checkpoints=config.keep_checkpoints,
-            keep_every=config.keep_every,
-            grad_accum_steps=grad_accum_steps,
-            seed=config.seed,
-        ),
+        schedule=_schedule(config, grad_accum_steps),
         observers=_observers(config, folder) if comm.rank == 0 else (),
         folder=folder,
         device=device,
@@ -199,6 +179,39 @@ def _build_in(
         measures=measures,
         contract=contract,
         release=corpus.close,
+    )
+
+
+def _load(path: Path, strategy: Strategy, scaler: LossScaler | None, guard: StepGuard, *, verified: bool) -> int:
+    """Give these the state of a checkpoint; returns the step that comes next. Collective.
+
+    Raises:
+        UserError: it is not one of this model and optimizer, or cannot be read.
+    """
+    try:
+        saved = checkpoint.load(path, strategy, verified=verified)
+        if scaler is not None and saved.get("loss_scaler"):
+            scaler.load_state_dict(saved["loss_scaler"])
+        guard.load_state_dict(saved.get("guard") or guard.state_dict())
+        return int(saved["step"])
+    except UserError:
+        raise
+    except ValueError as error:
+        todo = "resume with the model and optimizer that the checkpoint was saved with"
+        raise UserError("resume", f"{path}: {error}", todo) from None
+
+
+def _schedule(config: TrainConfig, grad_accum_steps: int) -> Schedule:
+    return Schedule(
+        max_steps=config.max_steps,
+        grad_clip=config.grad_clip,
+        eval_interval=config.eval_interval,
+        checkpoint_interval=config.checkpoint_interval,
+        checkpoint_async=config.checkpoint_async,
+        keep_checkpoints=config.keep_checkpoints,
+        keep_every=config.keep_every,
+        grad_accum_steps=grad_accum_steps,
+        seed=config.seed,
     )
 
 

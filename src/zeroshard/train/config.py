@@ -1,10 +1,8 @@
 """What a run is made of: typed, checked as soon as it is read, written back as it was understood.
 
-Precedence: defaults < the TOML file of ``--config`` < flags. Both sources become one nested dict of raw
-    values,
-which `zeroshard.train.validate` alone turns into a configuration, so a file and a flag are judged by the same
-rules and refused in the same words. TOML has no null: 0 and "" mean "off" or "the default", as each field
-says.
+Precedence: defaults < the TOML file of ``--config`` < flags. Both sources become one nested dict of raw values, which
+`zeroshard.train.validate` alone turns into a configuration, so a file and a flag are judged by the same rules and
+refused in the same words. TOML has no null: 0 and "" mean "off" or "the default", as each field says.
 
 This module imports no torch: the command line reads it before it knows whether it will need torch at all.
 """
