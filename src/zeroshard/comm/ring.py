@@ -18,17 +18,16 @@ caller's tensors and nothing else: partial sums are made in the input, and gathe
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import Groups, ReduceOp, Work, check_op, check_rank, check_shards
-from zeroshard.comm.p2p import CPU, TorchTransport, Transport, require_cpu
-from zeroshard.comm.pieces import COMBINE, Topics, copy, on_flat, shard_interval
-from zeroshard.comm.worker import Operation, Worker
+from zeroshard.comm.base import Groups, ReduceOp, Work
+from zeroshard.comm.p2p import TorchTransport, Transport
+from zeroshard.comm.pieces import COMBINE, copy, shard_interval
+from zeroshard.comm.queued import QueuedCommunicator
 
 MIN_CHUNK_BYTES = 256 << 10  # below it, a message costs more than its bytes
 MAX_CHUNK_BYTES = 2 << 20
@@ -37,10 +36,11 @@ _CHUNKS_PER_SHARD = 4  # enough to overlap; more only adds messages
 Leave = Callable[[Tensor], None]  # send a chunk to the right neighbour
 
 
-class RingCommunicator:
+class RingCommunicator(QueuedCommunicator):
     """The ranks of a process group as a ring of neighbours, on CPU tensors of any dtype.
 
-    Operations run in issue order on a thread of their own. To build one is collective over ``group``.
+    Operations run in issue order on a thread of their own; a reduce-scatter leaves partial sums in its input. To build
+    one is collective over ``group``.
 
     Args:
         group: a process group that this rank belongs to; None: the default group.
@@ -51,46 +51,14 @@ class RingCommunicator:
         RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
     """
 
-    uniform_order = True
-    control_device = CPU
-
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, transport: Transport | None = None, timeout_s: float = 600.0
     ) -> None:
         self.transport: Transport = transport or TorchTransport(group, timeout_s=timeout_s)
         self.rank = self.transport.rank
         self.world_size = self.transport.world_size
-        self._topics = Topics()
-        self._worker = Worker(f"ring-{self.rank}")
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._parts: weakref.WeakSet[RingCommunicator] = weakref.WeakSet()
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce ``tensor`` in place; any strides, at the cost of copies where its elements do not lie in order."""
-        check_op(op)
-        return self._submit(f"all_reduce {op}", on_flat(tensor, lambda flat: self._all_reduce(flat, op)), tensor)
-
-    def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce and keep this rank's slice; ``input`` is overwritten with partial sums."""
-        check_op(op)
-        check_shards(input, output, self.world_size)
-        whole, shard = input.detach().view(-1), output.detach().view(-1)
-        return self._submit(f"reduce_scatter {op}", lambda: self._reduce_scatter(whole, op, shard), input, output)
-
-    def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        """Gather every rank's shard."""
-        check_shards(output, input, self.world_size)
-        whole, shard = output.detach().view(-1), input.detach().view(-1)
-        return self._submit("all_gather", lambda: self._all_gather(whole, shard), output, input)
-
-    def broadcast(self, tensor: Tensor, src: int) -> Work:
-        """Take rank ``src``'s tensor; any strides."""
-        check_rank(src, self.world_size)
-        return self._submit(f"broadcast {src}", on_flat(tensor, lambda flat: self._broadcast(flat, src)), tensor)
-
-    def barrier(self) -> None:
-        """Return when every rank has called it and all that was issued before is done."""
-        self._submit("barrier", self._barrier).wait()
+        self._open(f"ring-{self.rank}")
 
     def split(self, groups: Groups) -> RingCommunicator:
         """A ring of each group of ranks, with connections and a thread of its own."""
@@ -103,23 +71,11 @@ class RingCommunicator:
         """Where two chunks land, here and in each part."""
         return self._memory.nbytes + sum(part.buffer_bytes for part in self._parts)
 
-    def close(self) -> None:
-        """Finish what was issued, end the thread and leave the group, parts first; harmless twice."""
-        for part in list(self._parts):
-            part.close()
-        self._worker.close()
+    def _take_up(self, topic: int) -> None:
+        self.transport.topic = topic
+
+    def _leave(self) -> None:
         self.transport.close()
-
-    def _submit(self, op: str, operation: Operation, *tensors: Tensor) -> Work:
-        """Have the worker run ``operation``; the first of ``tensors`` is the whole one."""
-        require_cpu("RingCommunicator", *tensors)
-        topic = self._topics.next(op, tensors[0] if tensors else None)
-
-        def run() -> None:
-            self.transport.topic = topic
-            operation()
-
-        return self._worker.submit(run)
 
     # -- the rings, on the worker's thread ----------------------------------------------------------------------
 
@@ -166,22 +122,22 @@ class RingCommunicator:
             if step < self.world_size - 2:
                 leave(part)
 
-    def _reduce_scatter(self, flat: Tensor, op: ReduceOp, output: Tensor) -> None:
+    def _reduce_scatter(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
         if self.world_size == 1:
-            copy(output, flat)
+            copy(shard, whole)
             return
         sends = _Sends(self)
-        self._reduce(flat, op, output, sends, last_leaves=False)
+        self._reduce(whole, op, shard, sends, last_leaves=False)
         sends.wait()
 
-    def _all_gather(self, flat: Tensor, shard: Tensor) -> None:
-        start, stop = self._shard(flat, self.rank)
-        copy(flat[start:stop], shard)
+    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
+        start, stop = self._shard(whole, self.rank)
+        copy(whole[start:stop], shard)
         if self.world_size > 1:
             sends = _Sends(self)
-            for part in _chunks(flat, start, stop, self._chunk(flat)):
+            for part in _chunks(whole, start, stop, self._chunk(whole)):
                 sends(part)
-            self._gather(flat, sends)
+            self._gather(whole, sends)
             sends.wait()
 
     def _all_reduce(self, flat: Tensor, op: ReduceOp) -> None:

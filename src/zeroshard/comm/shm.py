@@ -14,7 +14,6 @@ Sums run in the order of ranks, ``((x0 + x1) + x2) + ...``, whoever owns the sha
 from __future__ import annotations
 
 import socket
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import Groups, ReduceOp, Work, check_op, check_rank, check_shards, own_group
+from zeroshard.comm.base import Groups, ReduceOp, own_group
 from zeroshard.comm.mapped import Segment
-from zeroshard.comm.p2p import CPU, members, own_store, require_cpu
-from zeroshard.comm.pieces import COMBINE, Combine, Topics, copy, on_flat, shard_interval
+from zeroshard.comm.p2p import members, own_store
+from zeroshard.comm.pieces import COMBINE, Combine, copy, shard_interval
+from zeroshard.comm.queued import QueuedCommunicator
 from zeroshard.comm.slots import NUM_COUNTERS, NUM_SLOTS, SLOT_BYTES, Slots
-from zeroshard.comm.worker import Operation, Worker
 from zeroshard.errors import UserError
 
 DIRECT_BYTES = 256 << 10  # of the whole tensor; below it, two rounds of counters cost more than a copy
@@ -35,7 +34,7 @@ _CACHED_BYTES = 256 << 10  # of a partial sum
 _FAILED = "failed: "
 
 
-class SharedMemoryCommunicator:
+class SharedMemoryCommunicator(QueuedCommunicator):
     """The CPU ranks of one host; tensors of any dtype.
 
     Operations run in issue order on a thread of their own. To build one is collective over ``group``. It maps
@@ -51,9 +50,6 @@ class SharedMemoryCommunicator:
         UserError: the ranks are not all on one host, or it has too little memory to share.
     """
 
-    uniform_order = True
-    control_device = CPU
-
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
         parent, rank, world_size = members(group)
         self._join(own_store(parent), rank, range(world_size), timeout_s)
@@ -64,41 +60,12 @@ class SharedMemoryCommunicator:
         self._store, self._names, self._timeout_s, self._num_splits = store, names, timeout_s, 0
         segments = _map_segments(store, rank, names) if self.world_size > 1 else []
         self._slots = Slots(segments, rank, timeout_s)
-        self._topics = Topics()
-        self._worker = Worker(f"shm-{names[rank]}")
-        self._parts: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()
+        self._open(f"shm-{names[rank]}")
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """``[numel]``, not filled, in memory that all ranks map; ordinary memory where there is no room for it."""
         arena = self._slots.arena
         return torch.empty(numel, dtype=dtype) if arena is None else arena.empty(numel, dtype)
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce ``tensor`` in place; any strides, at the cost of copies where its elements do not lie in order."""
-        check_op(op)
-        return self._submit(f"all_reduce {op}", on_flat(tensor, lambda flat: self._all_reduce(flat, op)), tensor)
-
-    def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce and keep this rank's slice; the rest of ``input`` stays as it is."""
-        check_op(op)
-        check_shards(input, output, self.world_size)
-        whole, shard = input.detach().view(-1), output.detach().view(-1)
-        return self._submit(f"reduce_scatter {op}", lambda: self._reduce_scatter(whole, op, shard), input, output)
-
-    def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        """Gather every rank's shard."""
-        check_shards(output, input, self.world_size)
-        whole, shard = output.detach().view(-1), input.detach().view(-1)
-        return self._submit("all_gather", lambda: self._all_gather(whole, shard), output, input)
-
-    def broadcast(self, tensor: Tensor, src: int) -> Work:
-        """Take rank ``src``'s tensor; any strides."""
-        check_rank(src, self.world_size)
-        return self._submit(f"broadcast {src}", on_flat(tensor, lambda flat: self._broadcast(flat, src)), tensor)
-
-    def barrier(self) -> None:
-        """Return when every rank has called it and all that was issued before is done."""
-        self._submit("barrier", self._barrier).wait()
 
     def split(self, groups: Groups) -> SharedMemoryCommunicator:
         """Memory of their own, and a thread, for each group of ranks."""
@@ -116,28 +83,15 @@ class SharedMemoryCommunicator:
         own = NUM_SLOTS * SLOT_BYTES if self.world_size > 1 else 0
         return own + sum(part.buffer_bytes for part in self._parts)
 
-    def close(self) -> None:
-        """Finish what was issued, end the thread and let the memory go, parts first; harmless twice."""
-        for part in list(self._parts):
-            part.close()
-        self._worker.close()
+    def _take_up(self, topic: int) -> None:
+        self._slots.topic = topic
+
+    def _leave(self) -> None:
         self._slots.close()
-
-    def _submit(self, op: str, operation: Operation, *tensors: Tensor) -> Work:
-        """Have the worker run ``operation``; the first of ``tensors`` is the whole one."""
-        require_cpu("SharedMemoryCommunicator", *tensors)
-        topic = self._topics.next(op, tensors[0] if tensors else None)
-
-        def run() -> None:
-            self._slots.topic = topic
-            operation()
-
-        return self._worker.submit(run)
 
     # -- the collectives, on the worker's thread ----------------------------------------------------------------
 
     def _reduce_scatter(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
-        """``shard`` becomes this rank's shard of the reduction of ``whole``, of which it may be a part."""
         if self.world_size == 1:
             copy(shard, whole)
         elif (wholes := self._offer(whole, whole.nbytes)) is not None:
@@ -147,7 +101,6 @@ class SharedMemoryCommunicator:
             self._reduce_in_slots(whole, op, shard)
 
     def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
-        """Every rank's shard goes into ``whole``; ``shard`` is this rank's, and may lie there already."""
         start, stop = shard_interval(whole.numel(), self.world_size, self.rank)
         if self.world_size > 1 and (shards := self._offer(shard, whole.nbytes)) is not None:
             for peer in self._slots.peers:
