@@ -77,8 +77,9 @@ def test_an_operation_that_was_refused_is_not_recorded(observed):
 
 
 def test_observers_can_be_stacked(observed):
-    outer = ObservedCommunicator(observed)
+    outer = ObservedCommunicator(observed, timed=True)
     outer.all_reduce(torch.zeros(2))
+    assert outer.records[0].ended_at_s is not None  # the inner one passes it on
     assert [r.num_bytes for r in outer.records] == [r.num_bytes for r in observed.records] == [8]
     assert isinstance(outer, Communicator)
     assert (outer.rank, outer.world_size, outer.uniform_order) == (1, 4, True)

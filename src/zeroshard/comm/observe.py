@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from zeroshard.comm.base import Communicator, Tells, Work
 from zeroshard.comm.exposed import Exposed, with_phase
 from zeroshard.comm.labels import CONTROL, current_scope
-from zeroshard.comm.wrapper import Wrapper
+from zeroshard.comm.wrapper import WrappedWork, Wrapper
 
 
 @dataclass
@@ -58,9 +58,10 @@ def _span(what: str, label: str) -> AbstractContextManager[Any]:
     return record_function(f"{what} {label}") if torch.autograd._profiler_enabled() else nullcontext()
 
 
-class _ObservedWork:
+class _ObservedWork(WrappedWork):
     def __init__(self, work: Work, record: CommRecord, exposed: Exposed, device: torch.device) -> None:
-        self._work, self._record, self._exposed, self._device = work, record, exposed, device
+        super().__init__(work)
+        self._record, self._exposed, self._device = record, exposed, device
 
     def wait(self) -> None:
         start = time.perf_counter()

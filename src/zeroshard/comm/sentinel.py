@@ -28,9 +28,9 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import Communicator, PeerError, Tells, Work
+from zeroshard.comm.base import Communicator, PeerError, Work
 from zeroshard.comm.labels import current_scope
-from zeroshard.comm.wrapper import Wrapper
+from zeroshard.comm.wrapper import WrappedWork, Wrapper
 
 PULSE_S = 1.0
 REMEMBERED = 128  # operations, on the board and in memory
@@ -262,13 +262,10 @@ class _Watch:
         self._second.join()
 
 
-class _WatchedWork:
+class _WatchedWork(WrappedWork):
     def __init__(self, work: Work, sentinel: SentinelCommunicator) -> None:
-        self._work, self._sentinel = work, sentinel
-
-    def tell(self, ended: Callable[[float], None]) -> None:
-        if isinstance(self._work, Tells):
-            self._work.tell(ended)
+        super().__init__(work)
+        self._sentinel = sentinel
 
     def wait(self) -> None:
         with self._sentinel.waiting():

@@ -15,7 +15,23 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, Communicator, Groups, ReduceOp, Work, empty_for, split
+from zeroshard.comm.base import DONE, Communicator, Groups, ReduceOp, Tells, Work, empty_for, split
+
+
+class WrappedWork:
+    """``work``, as it is; it tells where that does."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Wait for the inner one."""
+        self._work.wait()
+
+    def tell(self, ended: Callable[[float], None]) -> None:
+        """Have the inner one call ``ended``, if it ever does."""
+        if isinstance(self._work, Tells):
+            self._work.tell(ended)
 
 
 class Wrapper:
