@@ -24,6 +24,7 @@ from torch import nn
 import zeroshard
 from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.errors import UserError
+from zeroshard.train.validate import by_dotted_name
 from zeroshard.zero.carry import send_bytes
 
 OWN_TO_A_RANK = frozenset({"nproc", "port", "rdzv_endpoint", "data.dir"})  # settings that may differ between machines
@@ -118,17 +119,9 @@ def code_version() -> str:
     return f"{zeroshard.__version__} ({_hash_of_files(Path(zeroshard.__file__).parent)})"
 
 
-def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Nested settings by dotted name."""
-    found: dict[str, object] = {}
-    for name, value in values.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
-
-
 def start_facts(config: Mapping[str, object]) -> dict[str, object]:
     """What ranks must have in common before they have a communicator: settings, code, torch."""
-    settings = {name: value for name, value in flat(config).items() if name not in OWN_TO_A_RANK}
+    settings = {name: value for name, value in by_dotted_name(config).items() if name not in OWN_TO_A_RANK}
     return {**settings, "code version": code_version(), "torch version": str(torch.__version__)}
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import log2
 from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import UserError
 from zeroshard.train.migrate import Migration
+from zeroshard.train.validate import by_dotted_name
 
 _AUTO = "left to the caller there, and to its default here"
 _NO_OFFLOAD = "states stay on the device; more ranks hold less each"
@@ -47,7 +48,7 @@ def read_deepspeed(words: Sequence[str]) -> Migration:
         raise UserError(str(path), f"is no JSON ({error})", "give DeepSpeed's JSON file") from None
     if not isinstance(theirs, dict):
         raise UserError(str(path), "is not a JSON object", "give DeepSpeed's JSON file")
-    flat = dict(_flat(theirs))
+    flat = by_dotted_name(theirs)
     to = Migration(f"DeepSpeed: {path}")
     for key, value in flat.items():
         if value == "auto":
@@ -73,13 +74,6 @@ def _fit_steps(to: Migration) -> None:
     warmup = to.values.get("warmup_steps", 0)
     if "max_steps" not in to.values and warmup > 500:
         to.set("max_steps", 10 * warmup)
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Sequence[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in table.items():
-        found += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
-    return found
 
 
 def _batch(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:

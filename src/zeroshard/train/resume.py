@@ -16,6 +16,7 @@ from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
 from zeroshard.models.presets import model_config
 from zeroshard.train.config import ModelConfig
+from zeroshard.train.validate import by_dotted_name
 
 # Changes nothing that is learned, or is compared as another number: tokens_per_step, the resolved model, the data.
 FREE = frozenset(
@@ -76,7 +77,7 @@ def check_changes(
     Raises:
         UserError: the model, the optimizer or the data are others.
     """
-    before, now = _flat(saved.get("config", {})), _flat(config)
+    before, now = by_dotted_name(saved.get("config", {})), by_dotted_name(config)
     if before:
         _check_model(saved["config"]["model"], config["model"])
     old_data = saved.get("data_sha256")
@@ -116,14 +117,6 @@ def _check_model(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 f"the checkpoint's model has {old.get(key)}, this one {new.get(key)}",
                 f"use {old.get(key)}, or start another run",
             )
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"data": {"dir": 1}}`` as ``{"data.dir": 1}``."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
 
 
 def say_start(comm: Communicator, path: Path, changes: list[str]) -> None:

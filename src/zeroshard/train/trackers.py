@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from zeroshard.errors import UserError
 from zeroshard.train.config import TrackConfig
 from zeroshard.train.record import StepRecord
+from zeroshard.train.validate import by_dotted_name
 
 
 class Tracker(Protocol):
@@ -140,7 +141,7 @@ class TrackedRun:
 
     def on_start(self, info: Mapping[str, Any]) -> None:
         """Start the tracker."""
-        self._try(lambda tracker: tracker.start({**_flat(self._facts), **_flat({"run": info})}))
+        self._try(lambda tracker: tracker.start({**by_dotted_name(self._facts), **by_dotted_name({"run": info})}))
 
     def on_step(self, record: StepRecord) -> None:
         """Log the step's numbers."""
@@ -226,13 +227,6 @@ def _run_id(folder: Path) -> str:
     if not kept.exists():
         kept.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
     return kept.read_text(encoding="utf-8")
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
 
 
 def _lines(facts: Mapping[str, Any]) -> list[str]:

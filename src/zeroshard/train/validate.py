@@ -41,6 +41,14 @@ def fields_by_name(kind: type[BaseModel], prefix: str = "") -> dict[str, FieldIn
     return found
 
 
+def by_dotted_name(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"data": {"dir": 1}}`` as ``{"data.dir": 1}``."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= by_dotted_name(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
     """What to do about a name that is not known: take the one that looks like it, if any does."""
     known = list(known)
