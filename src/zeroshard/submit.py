@@ -18,19 +18,18 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from zeroshard.comm.launch import World, child_environment, preempt_with
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.train.config import Config
 
 SIGNAL = signal.SIGUSR1  # what a run saves upon and ends in `ExitStatus.PREEMPTED`
 _FIRST_PORT, _NUM_PORTS = 20_000, 40_000
 
 
-class SubmitConfig(BaseModel):
+class SubmitConfig(Config):
     """What is asked of the cluster; the words of the run follow after `train`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     nodes: int = Field(1, ge=1, description="Machines.")
     gpus_per_node: int = Field(0, ge=0, description="GPUs of each machine, one rank each; 0: ranks compute on CPUs.")

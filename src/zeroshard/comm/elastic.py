@@ -119,6 +119,7 @@ def _ended_where_cut_off(meeting: Meeting, log_dir: str) -> Generator[None]:
         return
 
     def end() -> None:
+        """Say so and end this process, on the watching thread."""
         what = f"{meeting.endpoint} has not answered for {UNREACHABLE_AFTER_S:.0f} s"
         line = f"error: rdzv_endpoint: {what}; start again with --resume auto once it can be reached"
         shutil.rmtree(log_dir, ignore_errors=True)
@@ -134,6 +135,7 @@ def _ended_where_cut_off(meeting: Meeting, log_dir: str) -> Generator[None]:
 
 def _meet(meeting: Meeting, run_id: str) -> RendezvousHandler:
     def handler(*, serves: bool) -> RendezvousHandler:
+        """The meeting; ``serves``: from a store in this process, which a RendezvousConnectionError says is taken."""
         parameters = RendezvousParameters(
             "c10d",
             meeting.endpoint,

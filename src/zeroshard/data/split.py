@@ -51,10 +51,12 @@ def _by_document(documents: Iterable[Document], val_fraction: float) -> Iterator
 def cut(document: Document, at_byte: int) -> tuple[Document, Document]:
     """Head and tail that together are the document: cut at the last line end at or before ``at_byte`` in its chunk.
 
-    Where that chunk has none, the cut is at the character that ``at_byte`` falls into.
+    Where that chunk has none, the cut is at the character that ``at_byte`` falls into. Neither
+    reads anything until its chunks are asked for.
     """
 
     def side(is_tail: bool) -> Iterator[str]:
+        """The chunks of one of the two, read from the document anew."""
         left = at_byte
         for chunk in document.chunks():
             num_bytes = len(chunk) if chunk.isascii() else len(chunk.encode())

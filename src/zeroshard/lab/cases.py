@@ -24,10 +24,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from zeroshard.errors import UserError
-from zeroshard.train.config import SHORTHANDS, TrainConfig, merge
+from zeroshard.train.config import SHORTHANDS, Config, TrainConfig, merge
 from zeroshard.train.sizes import parse_bandwidth, parse_size
 from zeroshard.train.validate import fields_by_name, nearest, validate
 
@@ -35,10 +35,8 @@ CHANGES_NO_RESULT = ("out", "port", "resume", "log_interval", "keep_checkpoints"
 DIGITS = 12  # of a hash
 
 
-class SweepConfig(BaseModel):
+class SweepConfig(Config):
     """What `zeroshard sweep` tries, and how. ``base`` and ``axes`` are raw settings of `zeroshard train`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     out: str = Field("sweeps/sweep", min_length=1, description="Folder of the sweep; one that is there goes on.")
     repeats: int = Field(1, ge=1, description="Runs of each case; all cases run once before any runs again.")

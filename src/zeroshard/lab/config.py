@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from zeroshard.errors import UserError
 from zeroshard.lab.hardware import find_device, find_link
-from zeroshard.train.config import ModelConfig
+from zeroshard.train.config import Config, ModelConfig
 
 Question = Literal[
     "none", "largest-model", "largest-micro-batch", "fewest-gpus", "lowest-bandwidth", "crossover", "crossover-filled"
@@ -20,10 +20,8 @@ Question = Literal[
 warnings.filterwarnings("ignore", message='Field name "json" in "PlanConfig" shadows', category=UserWarning)
 
 
-class PlanConfig(BaseModel):
+class PlanConfig(Config):
     """What is to be trained, and on what."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: ModelConfig = ModelConfig()
     gpus: int = Field(1, ge=1, description="GPUs, one rank each.")

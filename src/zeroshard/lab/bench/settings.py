@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from zeroshard.train.config import Config
 
 Dtype = Literal["float32", "bfloat16"]
 CommName = Literal["torch", "ring", "shm"]
 
 
-class _Bench(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class MemoryBench(_Bench):
+class MemoryBench(Config):
     """Bytes on a rank at three points and at the peak, component by component, beside the formula."""
 
     models: tuple[str, ...] = Field(("gpt2-demo", "llama-tiny"), min_length=1, description="Presets.")
@@ -27,7 +25,7 @@ class MemoryBench(_Bench):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one.")
 
 
-class StepBench(_Bench):
+class StepBench(Config):
     """Time of one training step: stages beside DDP and a plain loop."""
 
     nproc: int = Field(2, ge=1, description="Ranks, as processes of this machine.")
@@ -44,7 +42,7 @@ class StepBench(_Bench):
     device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="auto: GPUs where there are any.")
 
 
-class CollectivesBench(_Bench):
+class CollectivesBench(Config):
     """Time and bandwidth of collectives: communicator x operation x size."""
 
     worlds: tuple[int, ...] = Field((2, 4), min_length=1, description="Ranks, as processes of this machine.")
@@ -57,7 +55,7 @@ class CollectivesBench(_Bench):
     device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Where tensors lie; auto: GPUs where any are.")
 
 
-class DeviceBench(_Bench):
+class DeviceBench(Config):
     """What this machine can do, for `zeroshard plan` and --plan.device: computation, memory, links."""
 
     nproc: int = Field(1, ge=1, description="Ranks that measure at once, as those of a run would share the machine.")
@@ -70,7 +68,7 @@ class DeviceBench(_Bench):
     out: str = Field("device.json", min_length=1, description="The file to write.")
 
 
-class KernelsBench(_Bench):
+class KernelsBench(Config):
     """Our kernels beside eager PyTorch, torch.compile, torch's fused optimizer and Liger-Kernel."""
 
     operations: tuple[str, ...] = Field((), description="Which; none: all.")
@@ -78,7 +76,7 @@ class KernelsBench(_Bench):
     rounds: int = Field(0, ge=0, description="Rounds; 0: 7 on a GPU, else 1.")
 
 
-BENCHES: dict[str, type[_Bench]] = {
+BENCHES: dict[str, type[Config]] = {
     "memory": MemoryBench,
     "step": StepBench,
     "collectives": CollectivesBench,
