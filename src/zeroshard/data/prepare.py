@@ -333,9 +333,7 @@ def _write_text(
             if all(each.is_full for each in writers.values()):
                 break
             continue
-        ends_line: bool | None = (
-            None  # None: not a character, as the head of a tiny document; so there is nothing to end
-        )
+        ends_line: bool | None = None  # None: not a character, as of a tiny document's head: nothing to end
         for chunk in document.chunks():
             writer.write(tokenizer.encode(chunk))
             ends_line = chunk.endswith("\n")

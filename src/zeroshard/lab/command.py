@@ -12,7 +12,7 @@ from zeroshard.lab.advice import describe
 from zeroshard.lab.config import PlanConfig
 from zeroshard.lab.dry_run import dry_run
 from zeroshard.lab.explain import explain
-from zeroshard.lab.hardware import Calibration, Device, find_device
+from zeroshard.lab.hardware import find_device, this_machine
 from zeroshard.lab.inverse import Answer, crossover, fewest, largest_micro_batch, largest_model, lowest_bandwidth
 from zeroshard.lab.planner import Planner, plan, planner_for
 from zeroshard.lab.rows import Row
@@ -95,10 +95,8 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
     Memory and messages are predicted for that device; a time is only measured, since the plan's is of another one.
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    rates = dict.fromkeys(("float32", "bfloat16", "float16"), 1e12)
-    here = Device("this machine", 2**62, rates, 1e11, "a stand-in", device_type=device.type)
-    given: dict[str, Any] = {**arguments(config), "gpu": Calibration(here), "within_node": config.network}
-    local = planner_for(**given)
+    here: dict[str, Any] = {"gpu": this_machine(2**62, device.type), "within_node": config.network}
+    local = planner_for(**{**arguments(config), **here})
     shard_size = None if row.shard_size == planner.cluster.world_size else row.shard_size
     again = local.row(row.stage if row.stage is not None else 3, row.micro_batch, shard_size)
     workload = local.workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeroshard.lab import inverse
-from zeroshard.lab.hardware import Calibration, Device
+from zeroshard.lab.hardware import this_machine
 from zeroshard.lab.planner import planner_for
 from zeroshard.train.assemble import model_overrides
 from zeroshard.train.config import TrainConfig
@@ -20,13 +20,11 @@ def largest_micro_batch(config: TrainConfig, num_bytes: int) -> int:
     Whether it does, a run must say: a tokenizer may leave fewer token ids than the model's preset has.
     """
     on_cuda = config.device != "cpu" and torch.cuda.is_available()
-    rates = dict.fromkeys(("float32", "bfloat16", "float16"), 1e12)  # only the memory is asked for
-    here = Device("this machine", num_bytes, rates, 1e11, "a stand-in", device_type="cuda" if on_cuda else "cpu")
     planner = planner_for(
         config.model.name,
         overrides=model_overrides(config.model),
         world_size=max(config.nproc, 1),
-        gpu=Calibration(here),
+        gpu=this_machine(num_bytes, "cuda" if on_cuda else "cpu"),
         within_node="10Gbit/s",
         seq_len=config.seq_len,
         dtype=config.dtype,

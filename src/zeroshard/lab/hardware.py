@@ -31,6 +31,7 @@ __all__ = [
     "parse_duration",
     "parse_size",
     "read_calibration",
+    "this_machine",
     "write_calibration",
 ]
 
@@ -108,6 +109,17 @@ class Calibration:
 
     device: Device
     link: Link | None = None
+
+
+def this_machine(memory_bytes: int, device_type: str) -> Calibration:
+    """A device of so much memory that computes in every dtype, at no rate that was measured: where memory is asked for.
+
+    Args:
+        memory_bytes: what a rank may use.
+        device_type: ``"cpu"`` or ``"cuda"``.
+    """
+    rates = dict.fromkeys(("float32", "bfloat16", "float16"), 1e12)
+    return Calibration(Device("this machine", memory_bytes, rates, 1e11, "a stand-in", device_type=device_type))
 
 
 def find_device(text: str, field: str = "gpu") -> Calibration:

@@ -37,8 +37,7 @@ from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, envir
 from zeroshard.lab.hardware import Calibration, Device, Link, write_calibration
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
-WARM_S = 0.1
-"""How long a timing lasts at least, in calls."""
+WARM_S = 0.1  # how long a timing lasts at least, in calls
 
 
 def run(world: int, comms: Sequence[str], num_rounds: int, device: str, num_threads: int) -> tuple[Report, Calibration]:
