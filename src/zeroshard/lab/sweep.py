@@ -136,7 +136,7 @@ class Runner:
         trial = {"max_steps": _TRIAL_STEPS, "warmup_steps": 0, "eval_interval": 0}
 
         def peak_bytes(micro_batch_size: int) -> int | None:
-            short = _updated(config, {**trial, "micro_batch_size": micro_batch_size}, watch_memory=True)
+            short = _watching_memory(config, {**trial, "micro_batch_size": micro_batch_size})
             target = run_folder(self.folder, case.name, 0).with_name(f"fit-{micro_batch_size}")
             failure = target.with_name(f"{target.name}.failed.json")
             if read_run(target).state != "done" and (self.sweep.retry or not failure.exists()):
@@ -154,7 +154,7 @@ class Runner:
             self.num_failed += 1
             self.board.refused(case, f"not one sequence fits into {self.sweep.fit_memory}")
             return None
-        return _updated(config, {"micro_batch_size": largest}, watch_memory=True)
+        return _watching_memory(config, {"micro_batch_size": largest})
 
     def _attempt(self, config: TrainConfig, target: Path, failure: Path) -> str:
         """Run ``config`` in ``target``; why it failed, in a line, or nothing."""
@@ -202,13 +202,9 @@ class Runner:
 
 def _run_crossovers(sweep: SweepConfig, runner: Runner) -> None:
     """For each combination of the axes, look for the bandwidth where two strategies draw."""
-    axes, low, high = (
-        flat_axes(sweep.axes),
-        *(
-            parse_bandwidth(f"crossover_{end}", text)
-            for end, text in (("low", sweep.crossover_low), ("high", sweep.crossover_high))
-        ),
-    )
+    axes = flat_axes(sweep.axes)
+    low = parse_bandwidth("crossover_low", sweep.crossover_low)
+    high = parse_bandwidth("crossover_high", sweep.crossover_high)
     combinations = cases_of(sweep, {"strategy": [sweep.crossover[0]], "link.bandwidth": [sweep.crossover_low]})
     found = []
     for combination in combinations:
@@ -283,11 +279,10 @@ def _held(folder: Path) -> Generator[Path]:
         os.close(descriptor)
 
 
-def _updated(config: TrainConfig, changes: Mapping[str, Any], *, watch_memory: bool = False) -> TrainConfig:
-    """``config`` with other values; ``watch_memory``: and its run looks for its own peak, where this version can."""
+def _watching_memory(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
+    """``config`` with other values, whose run looks for its own peak."""
     values = {**config.model_dump(), **changes}
-    if watch_memory and "profile" in values:
-        values["profile"] = {**values["profile"], "memory": True}
+    values["profile"] = {**values["profile"], "memory": True}
     return TrainConfig.model_validate(values)
 
 
