@@ -74,7 +74,7 @@ def test_over_simulated_links_a_units_messages_are_under_way_for_as_long_as_thes
     run_threads(lambda comm: _trained(ThrottledCommunicator(comm, link), config), 2)
     found = _summary(config)["overlap_s_per_step"]
     for label in ("blocks.0/weights/forward", "blocks.0/grads/backward"):
-        assert found[label]["total"] >= link.latency_s
+        assert found[label]["total"] > 0.99 * link.latency_s  # two clocks are read, some nanoseconds apart
         assert found[label]["exposed"] > 0
 
 
