@@ -1,7 +1,7 @@
 """Whether slow networks are as slow as asked: links by our probe and by iperf3, steps simulated and in namespaces.
 
     sudo python benchmarks/network.py links        # 2 and 4 nodes, 100 Mbit/s to 5 Gbit/s
-    sudo python benchmarks/network.py steps        # the same training over simulated links and over namespaces
+    sudo python benchmarks/network.py steps        # the same training over simulated links and namespaces, and planned
 
 Every rate is in one direction while the other is as busy, on all links of the ring at once. Needs root, iproute2, and
 for ``links`` iperf3. Where ranks have fewer cores than it takes to send so much, the last column says so.
@@ -24,6 +24,7 @@ from zeroshard.train.sizes import parse_bandwidth
 
 BANDWIDTHS = ("100Mbit/s", "1Gbit/s", "5Gbit/s")
 BASE = ["--data", "synthetic", "--eval-interval", "0", "--warmup-steps", "0", "--log-interval", "1000"]
+BASE += ["--eval-batches", "1"]
 MODEL = ["--model.n-layer", "4", "--model.n-embd", "256", "--seq-len", "128", "--micro-batch-size", "4"]  # 3.2 M
 
 
@@ -58,14 +59,14 @@ def iperf(nodes: network.Nodes, seconds: float = 3.0) -> list[float]:
         return list(pool.map(send, range(len(nodes.names))))
 
 
-def links(folder: Path) -> list[dict[str, object]]:
+def links(folder: Path, nodes: list[int]) -> list[dict[str, object]]:
     """Each bandwidth between two and four nodes."""
     rows = []
-    for num_nodes in (2, 4):
+    for num_nodes in nodes:
         for bandwidth in BANDWIDTHS:
             asked = parse_bandwidth("bandwidth", bandwidth)
-            with network.nodes(num_nodes, 1, asked) as nodes:
-                slowest = min(iperf(nodes))
+            with network.nodes(num_nodes, 1, asked) as made:
+                slowest = min(iperf(made))
             tiny = ["--model.n-layer", "1", "--max-steps", "1", "--nproc", str(num_nodes)]
             link = train(folder, *tiny, "--link.mode", "netns", "--link.bandwidth", bandwidth).link
             assert link is not None
@@ -85,10 +86,19 @@ def links(folder: Path) -> list[dict[str, object]]:
     return rows
 
 
-def steps(folder: Path, repeats: int) -> list[dict[str, object]]:
-    """The median step over simulated links and over namespaces, modes taking turns."""
+def calibrated(folder: Path, num_ranks: int) -> Path:
+    """What this machine can do with as many ranks at once, over the ring that the runs use."""
+    path = folder / f"device-{num_ranks}.json"
+    words = ["bench", "device", "--nproc", str(num_ranks), "--comms", "ring", "--out", str(path)]
+    subprocess.run([sys.executable, "-m", "zeroshard", *words], stdout=subprocess.DEVNULL, check=True)
+    return path
+
+
+def steps(folder: Path, nodes: list[int], repeats: int) -> list[dict[str, object]]:
+    """The median step over simulated links and over namespaces, modes taking turns; and what is planned for both."""
     rows = []
-    for num_nodes in (2, 4):
+    for num_nodes in nodes:
+        device = calibrated(folder, num_nodes)
         for strategy in ("zero0", "zero3"):  # the least that is sent, and the most
             for bandwidth in BANDWIDTHS[1:2] if num_nodes > 2 else BANDWIDTHS:
                 burst = network.shaper_burst(parse_bandwidth("bandwidth", bandwidth))
@@ -96,8 +106,11 @@ def steps(folder: Path, repeats: int) -> list[dict[str, object]]:
                 for _ in range(repeats):
                     for mode, times in found.items():
                         flags = ["--nproc", str(num_nodes), "--strategy", strategy, "--max-steps", "7"]
+                        flags += ["--comm", "ring", "--plan.device", str(device)]
                         link = ["--link.mode", mode, "--link.bandwidth", bandwidth, "--link.burst", f"{burst}B"]
-                        times.append(train(folder, *MODEL, *flags, *link).step_s)
+                        run = train(folder, *MODEL, *flags, *link)
+                        times.append(run.step_s)
+                        planned = run.summary["plan"]["step_s"]["predicted"]
                 simulated, netns = (sorted(times)[len(times) // 2] for times in found.values())
                 rows.append(
                     {
@@ -106,12 +119,14 @@ def steps(folder: Path, repeats: int) -> list[dict[str, object]]:
                         "bandwidth": bandwidth,
                         "simulated_s": found["simulated"],
                         "netns_s": found["netns"],
+                        "planned_s": planned,
                         "ratio": simulated / netns,
                     }
                 )
                 print(
                     f"{num_nodes} nodes  {strategy}  {bandwidth:>9}  simulated {simulated * 1e3:7.1f} ms  "
-                    f"netns {netns * 1e3:7.1f} ms  {simulated / netns - 1:+.1%}",
+                    f"netns {netns * 1e3:7.1f} ms  {simulated / netns - 1:+.1%}  planned {planned * 1e3:7.1f} ms  "
+                    f"{planned / simulated - 1:+.1%} {planned / netns - 1:+.1%}",
                     flush=True,
                 )
     return rows
@@ -120,11 +135,14 @@ def steps(folder: Path, repeats: int) -> list[dict[str, object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("links", "steps"))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--repeats", type=int, default=3, help="of each step")
     parser.add_argument("--json", type=Path, help="write the rows there too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zeroshard-network-") as folder:
-        rows = links(Path(folder)) if args.what == "links" else steps(Path(folder), args.repeats)
+        rows = (
+            links(Path(folder), args.nodes) if args.what == "links" else steps(Path(folder), args.nodes, args.repeats)
+        )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

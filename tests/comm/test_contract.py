@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm import (
+    BlockingCommunicator,
     Communicator,
     Link,
     LocalCommunicator,
@@ -33,7 +34,8 @@ SIZES = [1, 7, 64, 1000]
 
 
 def _inner(comm: Communicator) -> Communicator:
-    return comm.inner if isinstance(comm, ObservedCommunicator | ThrottledCommunicator) else comm
+    wrappers = BlockingCommunicator | ObservedCommunicator | ThrottledCommunicator
+    return comm.inner if isinstance(comm, wrappers) else comm
 
 
 def _sent(comm: Communicator, rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -254,7 +256,12 @@ def _throttled(comm):
     return ThrottledCommunicator(comm, Link(20e-6, 1e9), node_size=2, inside=Link(5e-6, 1e10))
 
 
-WRAPPERS = {"bare": lambda comm: comm, "observed": ObservedCommunicator, "throttled": _throttled}
+WRAPPERS = {
+    "bare": lambda comm: comm,
+    "blocking": BlockingCommunicator,
+    "observed": ObservedCommunicator,
+    "throttled": _throttled,
+}
 
 
 def _on_rank(comm, case, wrapper):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         empty_for,
         split,
     )
+    from zeroshard.comm.blocking import BlockingCommunicator
     from zeroshard.comm.exposed import Exposed, by_kind
     from zeroshard.comm.labels import CONTROL, current_scope, scope
     from zeroshard.comm.local import LocalCommunicator
@@ -50,6 +51,7 @@ _HOME = {
     "buffer_bytes": "base",
     "empty_for": "base",
     "split": "base",
+    "BlockingCommunicator": "blocking",
     "Exposed": "exposed",
     "by_kind": "exposed",
     "LocalCommunicator": "local",
@@ -76,6 +78,7 @@ _HOME = {
 __all__ = [
     "CONTROL",
     "Allocator",
+    "BlockingCommunicator",
     "Buffered",
     "CommRecord",
     "Communicator",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from zeroshard.comm.throttle import bytes_per_link, num_hops
 from zeroshard.errors import UserError
 from zeroshard.lab.buffers import Buffer, buffers_of
 from zeroshard.lab.hardware import Calibration, Link, read_calibration
@@ -14,6 +17,7 @@ from zeroshard.lab.trace import trace_language_model
 from zeroshard.lab.traffic import messages
 from zeroshard.models import LanguageModel
 from zeroshard.train.contract import Job, Planned, Sent
+from zeroshard.train.links import Links
 from zeroshard.zero import MixedPrecision, ShardingStrategy
 from zeroshard.zero.strategy import SHARD
 
@@ -58,6 +62,8 @@ def predict(job: Job) -> Planned:
         rank=rank,
     )
     step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings)
+    if calibration is not None and calibration.link is not None and job.links is not None:
+        calibration = replace(calibration, link=behind(calibration.link, job.links))
     timing = None if calibration is None else _timing(step, calibration, job.world_size)
     return Planned(held, sent, step.peak.total + held.get("ema", 0), None if timing is None else timing.step_s)
 
@@ -76,6 +82,32 @@ def predicted_step(
     buffers = buffers_of(model, world_size, list(model.blocks))
     settings = Settings(row, device_type=calibration.device.device_type, clips=clips)
     return _timing(_step(model, buffers, micro_batch_size, seq_len, settings), calibration, world_size)
+
+
+def behind(measured: Link, links: Links) -> Link:
+    """``measured`` where ``links`` are in the way too: whatever is slower of the two, in each collective.
+
+    Bytes pass one after the other through both at once, so the narrower place decides; latencies add up. A burst that
+    passes at once after a pause is left out: milliseconds of a step.
+    """
+    num_ranks = measured.num_ranks
+    if num_ranks > links.node_size:
+        levels = [links.between] + ([links.inside] if links.node_size > 1 else [])
+    else:
+        levels = [links.inside]
+    bytes_per_s = min(level.bytes_per_s for level in levels)
+    latency_s = max(level.latency_s for level in levels)
+
+    def slowed(op: str, constant_s: float, s_per_byte: float) -> tuple[float, float]:
+        over_links = bytes_per_link(op, 1, num_ranks) / bytes_per_s
+        return constant_s + num_hops(op, num_ranks) * latency_s, max(s_per_byte, over_links)
+
+    return replace(
+        measured,
+        latency_s=measured.latency_s + latency_s,
+        bytes_per_s=min(measured.bytes_per_s, bytes_per_s),
+        collectives={op: slowed(op, *costs) for op, costs in measured.collectives.items()},
+    )
 
 
 def _calibration(job: Job) -> Calibration:

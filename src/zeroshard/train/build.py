@@ -62,7 +62,8 @@ def built(
     describe(device, config.kernels)  # refuses what cannot be had
     with ExitStack() as stack:
         links = Links.of(config.link)
-        joined = join(world, config.comm, config.strategy, device, stack, start_facts(config.model_dump()), links)
+        facts = start_facts(config.model_dump())
+        joined = join(world, config.comm, config.strategy, device, stack, facts, links, overlap=config.overlap)
         if largest(joined.comm, num_restarts()):  # a machine that came later has seen none
             config = after_restart(config)
         run = replace(build_run(config, joined.comm, device, choose_stage, predict), link=joined.link)
@@ -323,6 +324,7 @@ def _contract(
         keeps_ema=config.ema_decay > 0,
         saves_passes=saves_passes,
         calibration=config.plan.device,
+        links=Links.of(config.link),
     )
     return Contract(predict(job), config.plan.enforce)
 

@@ -257,6 +257,10 @@ class TrainConfig(Config):
     comm: Literal["auto", "torch", "ring", "shm"] = Field(
         "auto", description="Who moves bytes: torch (NCCL, gloo), our ring or shared memory. auto: the fastest."
     )
+    overlap: bool = Field(
+        True,
+        description="Communicate beside computation; false: stand still for each collective, to see the difference.",
+    )
     nproc: int = Field(0, ge=0, description="Ranks to start on this machine; 0: torchrun's or SLURM's, else 1.")
     nnodes: str = Field(
         "1",
@@ -361,6 +365,9 @@ class TrainConfig(Config):
         if self.plan.enforce and self.strategy not in PLANNED:
             what = f"{self.strategy} has no plan to be held to"
             raise UserError("plan.enforce", what, f"leave it out, or use --strategy {', '.join(PLANNED)}")
+        if not self.overlap and self.strategy in OVER_TORCH:
+            what = f"{self.strategy} talks through torch.distributed, which overlaps as it likes"
+            raise UserError("overlap", what, "leave it out, or use another strategy")
         if self.min_lr > self.lr:
             raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
         self._link_agrees()

@@ -21,6 +21,7 @@ import torch
 
 from zeroshard.comm import CONTROL, CommRecord
 from zeroshard.models import LanguageModel
+from zeroshard.train.links import Links
 from zeroshard.zero import ShardingStrategy
 
 
@@ -41,6 +42,7 @@ class Job:
         keeps_ema: whether there is a moving average of the weights.
         saves_passes: whether the optimizer writes 16-bit weights beside their masters (`FusedAdamW`).
         calibration: path of a file of `zeroshard bench device`; empty: the device is known by name, or not at all.
+        links: what slows the ranks' way to each other, which was not there when the device was measured; None: nothing.
     """
 
     model: LanguageModel
@@ -57,6 +59,7 @@ class Job:
     keeps_ema: bool = False
     saves_passes: bool = False
     calibration: str = ""
+    links: Links | None = None
 
 
 class Sent(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm import (
+    BlockingCommunicator,
     Communicator,
     LocalCommunicator,
     RingCommunicator,
@@ -40,6 +41,8 @@ def join(
     stack: ExitStack,
     facts: Mapping[str, object] | None = None,
     links: Links | None = None,
+    *,
+    overlap: bool = True,
 ) -> Joined:
     """This rank's place among the others; ``stack`` closes it and leaves the world. Collective.
 
@@ -52,6 +55,7 @@ def join(
         stack: closes what is opened here.
         facts: what every rank must have been started with.
         links: what slows the ranks' way to each other.
+        overlap: whether operations run beside computation.
 
     Raises:
         UserError: some rank has other facts; ring or shared memory for tensors on a GPU; shared memory among several
@@ -83,6 +87,8 @@ def join(
     if world.world_size > 1:
         comm = SentinelCommunicator(comm, StoreBoard(store), end_as_peer_lost)
         stack.callback(comm.close)
+    if not overlap:
+        comm = BlockingCommunicator(comm)
     return Joined(comm, found)
 
 

@@ -1,0 +1,301 @@
+"""What docs/study.md shows: the planner's simulation, what sweeps have measured, and figures of both.
+
+    python benchmarks/study.py plan                    # GPT-2 1.5B and LLaMA 7B on up to 1,024 GPUs: no GPU needed
+    python benchmarks/study.py collect sweeps/study-*  # medians of finished sweeps
+    python benchmarks/study.py draw                    # figures and tables, from docs/study.json alone
+
+The first two write into docs/study.json, each its own part. The planner's device is an H100 and its rates are of data
+sheets; bandwidths are of one GPU in one direction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zeroshard.comm import launch
+
+launch.prepare_torch()
+
+from zeroshard.lab import inverse  # noqa: E402
+from zeroshard.lab.bench.report import environment  # noqa: E402
+from zeroshard.lab.hardware import Link, find_link  # noqa: E402
+from zeroshard.lab.planner import Planner, Row, planner_for  # noqa: E402
+from zeroshard.lab.report import png  # noqa: E402
+from zeroshard.lab.report.figure import BLUE, ORANGE, Axis, Figure, Series, bandwidth_in_words  # noqa: E402
+from zeroshard.lab.report.marks import bandwidth_ticks, style  # noqa: E402
+from zeroshard.lab.results import Spread, spread  # noqa: E402
+from zeroshard.lab.sweep_results import CaseResult, read_sweep  # noqa: E402
+from zeroshard.lab.timeline import simulate  # noqa: E402
+from zeroshard.train.sizes import parse_bandwidth  # noqa: E402
+
+DOCS = Path(__file__).parents[1] / "docs"
+FACTS, IMAGES = DOCS / "study.json", DOCS / "images"
+# name: tokens of a sequence, and sequences of a micro-batch where all stages have the same
+MODELS = {"gpt2-1.5b": (1024, 8), "llama-7b": (2048, 2)}
+GPUS = (16, 64, 256, 1024)
+GBITS = (1, 2, 5, 10, 25, 50, 100, 200, 400)
+GROWING = ("gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b")
+STAGES = (0, 1, 2, 3)
+SHOWN_GPUS = 64
+KEEP = ("link.bandwidth", "link.mode", "nproc", "model.n_layer", "model.n_embd", "micro_batch_size", "overlap", "comm")
+
+
+# -- the planner ------------------------------------------------------------------------------------------------
+
+
+class Simulated:
+    """Steps of one model in one world, each laid out for as many networks as are asked for."""
+
+    def __init__(self, model: str, seq_len: int, gpus: int) -> None:
+        self.planner: Planner = planner_for(model, world_size=gpus, seq_len=seq_len)
+        self._rows: dict[tuple[int, int], Row] = {}
+
+    def row(self, stage: int, micro_batch: int) -> Row:
+        if (stage, micro_batch) not in self._rows:
+            self._rows[stage, micro_batch] = self.planner.row(stage, micro_batch)
+        return self._rows[stage, micro_batch]
+
+    def filled(self, stage: int) -> int:
+        """The largest micro-batch that fits; 0: none."""
+        return int(inverse.largest_micro_batch(self.planner, stage).value or 0)
+
+    def tokens_per_s(self, stage: int, micro_batch: int, link: Link) -> float:
+        """Of one GPU."""
+        row = self.row(stage, micro_batch)
+        timing = simulate(row.step, self.planner.device, replace(self.planner.cluster, between=link))
+        return row.step.tokens / timing.step_s
+
+    def draw(self, one: tuple[int, int], other: tuple[int, int]) -> dict[str, Any]:
+        """The bandwidth at which two (stage, micro-batch) are as fast as each other, by bisection."""
+
+        def ahead(bytes_per_s: float) -> bool:
+            link = replace(find_link("1Gbit/s"), bytes_per_s=bytes_per_s)
+            return self.tokens_per_s(*one, link) > self.tokens_per_s(*other, link)
+
+        low, high = inverse.LOWEST_BYTES_PER_S, inverse.HIGHEST_BYTES_PER_S
+        below, above = ahead(low), ahead(high)
+        if below == above:
+            return {"ahead": below}
+        while high > low * (1 + inverse.EXACTNESS):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if ahead(middle) == below else (low, middle)
+        return {"ahead_below": below, "bytes_per_s": high}
+
+
+def plan() -> dict[str, Any]:
+    """Tokens a second of a GPU by model, world, stage and bandwidth, with one micro-batch and with memory filled."""
+    rows = []
+    for model, (seq_len, same) in MODELS.items():
+        for gpus in (8, *GPUS):
+            simulated = Simulated(model, seq_len, gpus)
+            for stage in STAGES:
+                for mode, micro_batch in (("same work", same), ("same memory", simulated.filled(stage))):
+                    if not micro_batch or not simulated.row(stage, micro_batch).fits:
+                        continue
+                    facts = {"model": model, "gpus": gpus, "stage": stage, "mode": mode, "micro_batch": micro_batch}
+                    speeds = [simulated.tokens_per_s(stage, micro_batch, find_link(f"{gbit}Gbit/s")) for gbit in GBITS]
+                    rows.append({**facts, "tokens_per_s": [round(speed, 1) for speed in speeds]})
+            print(f"{model} on {gpus} GPUs", flush=True)
+    return {"gbits": GBITS, "gpu": "h100-80gb", "gpus_per_node": 8, "rows": rows, "draws": list(_draws())}
+
+
+def _draws() -> Iterator[dict[str, Any]]:
+    """Where stage 3 and stage 1, each with its memory full, draw, as models grow."""
+    for gpus in (16, SHOWN_GPUS, 256):
+        for model in GROWING:
+            simulated = Simulated(model, 1024, gpus)
+            one, other = ((stage, simulated.filled(stage)) for stage in (3, 1))
+            facts = {"model": model, "gpus": gpus, "num_params": simulated.planner.workload.num_params}
+            yield {**facts, "micro_batches": [one[1], other[1]], **simulated.draw(one, other)}
+            print(f"draw of {model} on {gpus} GPUs", flush=True)
+
+
+# -- what was measured -------------------------------------------------------------------------------------------
+
+
+def collect(folders: list[Path]) -> dict[str, Any]:
+    """Every finished case of each sweep; figures are medians, with the lowest and the highest repeat."""
+    return {folder.name: [_facts(case) for case in read_sweep(folder).cases if case.done] for folder in folders}
+
+
+def _facts(case: CaseResult) -> dict[str, Any]:
+    run = case.done[0]
+    plan_s = [(each.summary.get("plan") or {}).get("step_s", {}).get("predicted") for each in case.done]
+    totals = [
+        sum(unit["total"] for unit in found.values())
+        for each in case.done
+        if (found := each.summary.get("overlap_s_per_step"))
+    ]
+    return {
+        "strategy": run.setting("strategy"),
+        **{name: run.setting(name) for name in KEEP},
+        "num_params": run.start.get("num_params"),
+        "peak_bytes": run.peak_bytes,
+        "step_s": _spread(case.step_s),
+        "tokens_per_s": _spread(case.tokens_per_s),
+        "exposed_s": _spread(case.exposed_s),
+        "predicted_s": plan_s[0],
+        "under_way_s": _spread(spread(totals)),
+        "achieved_bytes_per_s": None if run.link is None else run.link.achieved_bytes_per_s,
+        "why_not_comparable": list(case.why_not_comparable),
+    }
+
+
+def _spread(found: Spread | None) -> list[float] | None:
+    return None if found is None else [found.low, found.median, found.high]
+
+
+# -- figures and tables ------------------------------------------------------------------------------------------
+
+
+def figures(facts: dict[str, Any]) -> Iterator[Figure]:
+    """Those that there are data for."""
+    runs = facts.get("runs", {})
+    if rows := runs.get("study-bandwidth"):
+        yield _against_bandwidth(rows, "study-bandwidth", "10.8 M parameters on two nodes, measured; dashed: planned")
+    if rows := runs.get("study-memory"):
+        yield _against_bandwidth(rows, "study-memory", "The same, 256 MiB a rank: measured")
+    if planned := facts.get("plan"):
+        for model in MODELS:
+            yield _planned(planned, model)
+        yield _growing(planned)
+        yield _superlinear(planned)
+
+
+def _against_bandwidth(rows: list[dict[str, Any]], name: str, title: str) -> Figure:
+    series = []
+    for index, strategy in enumerate(sorted({row["strategy"] for row in rows})):
+        mine = sorted((row for row in rows if row["strategy"] == strategy), key=_rate)
+        colour, marker = style(strategy, index)
+        x = tuple(_rate(row) for row in mine)
+        low, y, high = (tuple(row["tokens_per_s"][i] for row in mine) for i in range(3))
+        hollow = tuple(bool(row["why_not_comparable"]) for row in mine)
+        series.append(Series(strategy, "line", colour, x, y, low, high, marker=marker, hollow=hollow))
+        if all(row["predicted_s"] for row in mine):
+            planned = tuple(row["tokens_per_s"][1] * row["step_s"][1] / row["predicted_s"] for row in mine)
+            series.append(Series("", "line", colour, x, planned, dashed=True))
+    ticks = bandwidth_ticks(tuple(_rate(row) for row in rows))
+    x_axis = Axis("bandwidth of a link, each way", log=True, ticks=ticks)
+    return Figure(name, title, x_axis, Axis("tokens/s, all ranks", log=True), tuple(series))
+
+
+def _planned(planned: dict[str, Any], model: str) -> Figure:
+    rates = tuple(gbit * 1e9 / 8 for gbit in planned["gbits"])
+    series = []
+    for stage in STAGES:
+        colour, marker = style(f"zero{stage}", stage)
+        for row in planned["rows"]:
+            if (row["model"], row["gpus"], row["stage"]) == (model, SHOWN_GPUS, stage):
+                full = row["mode"] == "same memory"
+                name = f"stage {stage}, " + (f"memory full ({row['micro_batch']})" if full else f"{row['micro_batch']}")
+                speeds = tuple(row["tokens_per_s"])
+                series.append(Series(name, "line", colour, rates, speeds, marker=marker, dashed=not full))
+    title = f"{model} on {SHOWN_GPUS} GPUs, simulated; in brackets: sequences of a micro-batch"
+    x = Axis("network bandwidth of a GPU, each way", log=True, ticks=bandwidth_ticks(rates))
+    y = Axis("tokens/s and GPU", log=True)
+    return Figure(f"study-{model.replace('.', '-')}", title, x, y, tuple(series), height=1.15)
+
+
+def _growing(planned: dict[str, Any]) -> Figure:
+    series = []
+    for gpus in sorted({draw["gpus"] for draw in planned["draws"]}):
+        mine = [draw for draw in planned["draws"] if draw["gpus"] == gpus and "bytes_per_s" in draw]
+        colour, marker = style("", len(series))
+        x, y = (tuple(draw["num_params"] for draw in mine), tuple(draw["bytes_per_s"] * 8e-9 for draw in mine))
+        series.append(Series(f"{gpus} GPUs", "line", colour, x, y, marker=marker))
+    title = "Where stages 1 and 3 draw, each with its memory full, simulated: below, stage 1 is faster"
+    x_axis, y_axis = Axis("parameters", log=True), Axis("Gbit/s of a GPU", log=True)
+    return Figure("study-draws", title, x_axis, y_axis, tuple(series))
+
+
+def _superlinear(planned: dict[str, Any]) -> Figure:
+    series = []
+    last = list(planned["gbits"]).index(400)
+    for mode, colour, marker in (("same memory", BLUE, "circle"), ("same work", ORANGE, "square")):
+        mine = [row for row in planned["rows"] if (row["model"], row["stage"], row["mode"]) == ("llama-7b", 3, mode)]
+        x, y = (tuple(row["gpus"] for row in mine), tuple(row["tokens_per_s"][last] for row in mine))
+        sizes = sorted({row["micro_batch"] for row in mine})
+        name = f"{mode}: micro-batch {sizes[0]}" + (f" to {sizes[-1]}" if len(sizes) > 1 else "")
+        series.append(Series(name, "line", colour, x, y, marker=marker))
+    gpus = sorted({row["gpus"] for row in planned["rows"]})
+    x_axis = Axis("GPUs", log=True, ticks={each: str(each) for each in gpus})
+    title = "llama-7b at stage 3, 400 Gbit/s a GPU, simulated"
+    return Figure("study-superlinear", title, x_axis, Axis("tokens/s and GPU", from_zero=True), tuple(series))
+
+
+def tables(facts: dict[str, Any]) -> Iterator[str]:
+    """As Markdown."""
+    for name, rows in facts.get("runs", {}).items():
+        yield f"\n{name}\n"
+        yield "| ranks | parameters | link | strategy | overlap | micro-batch | step ms | lowest-highest | planned ms "\
+              "| tokens/s | exposed ms | under way ms | peak MiB | achieved |"  # fmt: skip
+        yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+        for row in rows:
+            low, middle, high = (value * 1e3 for value in row["step_s"])
+            predicted = row["predicted_s"]
+            rate, achieved = row["link.bandwidth"], row["achieved_bytes_per_s"]
+            cells = [
+                row["nproc"], f"{row['num_params'] / 1e6:.1f} M", rate or "-", row["strategy"], row["overlap"],
+                row["micro_batch_size"], f"{middle:.0f}", f"{low:.0f}-{high:.0f}",
+                f"{predicted * 1e3:.0f} ({predicted / row['step_s'][1] - 1:+.0%})" if predicted else "-",
+                f"{row['tokens_per_s'][1]:.0f}", f"{row['exposed_s'][1] * 1e3:.0f}",
+                f"{row['under_way_s'][1] * 1e3:.0f}" if row["under_way_s"] else "-",
+                f"{row['peak_bytes'] / 2**20:.0f}" if row["peak_bytes"] else "-",
+                f"{achieved / _rate(row):.1%}" if rate and achieved else "-",
+            ]  # fmt: skip
+            yield "| " + " | ".join(str(cell) for cell in cells) + " |"
+    if planned := facts.get("plan"):
+        yield from _winners(planned)
+        for draw in planned["draws"]:
+            yield json.dumps(draw)
+
+
+def _winners(planned: dict[str, Any]) -> Iterator[str]:
+    """Which stage is fastest, and by how much before the next, for each model, world and bandwidth."""
+    for model in MODELS:
+        for mode in ("same work", "same memory"):
+            yield f"\n{model}, {mode}\n"
+            yield "| GPUs | " + " | ".join(bandwidth_in_words(gbit * 1e9 / 8) for gbit in planned["gbits"]) + " |"
+            yield "|---" * (len(planned["gbits"]) + 1) + "|"
+            for gpus in GPUS:
+                mine = [r for r in planned["rows"] if (r["model"], r["mode"], r["gpus"]) == (model, mode, gpus)]
+                cells = []
+                for place in range(len(planned["gbits"])):
+                    ranked = sorted(((row["tokens_per_s"][place], row["stage"]) for row in mine), reverse=True)
+                    lead = f" {ranked[0][0] / ranked[1][0] - 1:+.0%}" if len(ranked) > 1 else ""
+                    cells.append(f"{ranked[0][1]}{lead}" if ranked else "-")
+                yield f"| {gpus:,} | " + " | ".join(cells) + " |"
+
+
+def _rate(row: dict[str, Any]) -> float:
+    return parse_bandwidth("link.bandwidth", row["link.bandwidth"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="what", required=True)
+    verbs.add_parser("plan", help="simulate")
+    verbs.add_parser("collect", help="read sweeps").add_argument("sweeps", nargs="+", type=Path)
+    verbs.add_parser("draw", help="figures, and tables on stdout")
+    args = parser.parse_args()
+    facts = json.loads(FACTS.read_text(encoding="utf-8")) if FACTS.exists() else {}
+    if args.what == "draw":
+        for figure in figures(facts):
+            png.draw(figure, IMAGES / f"{figure.name}.png")
+        print("\n".join(tables(facts)))
+        return
+    if args.what == "plan":
+        facts["plan"] = plan()
+    else:
+        facts["environment"] = environment()
+        facts["runs"] = {**facts.get("runs", {}), **collect(args.sweeps)}
+    FACTS.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

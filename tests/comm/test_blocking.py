@@ -1,0 +1,37 @@
+"""Communication that nothing runs beside; `test_contract.py` holds its results to the contract."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroshard.comm import BlockingCommunicator, Link, NullCommunicator, ObservedCommunicator, ThrottledCommunicator
+from zeroshard.comm import throttle as module
+
+
+def test_an_operation_has_ended_when_its_call_returns(monkeypatch):
+    slept = []
+    monkeypatch.setattr(module, "sleep_until", slept.append)
+    throttled = ThrottledCommunicator(NullCommunicator(2), Link(0.0, 1e6))
+    whole, shard = torch.zeros(2000), torch.zeros(1000)
+    blocking = BlockingCommunicator(throttled)
+    for issue, num_bytes in (
+        (lambda comm: comm.all_reduce(whole), 8000),
+        (lambda comm: comm.reduce_scatter(shard, whole), 4000),
+        (lambda comm: comm.all_gather(whole, shard), 4000),
+        (lambda comm: comm.broadcast(whole, src=0), 8000),
+    ):
+        issue(throttled)
+        assert not slept  # what it wraps returns at once
+        issue(blocking)
+        assert len(slept) >= 1, num_bytes
+        slept.clear()
+
+
+def test_all_of_it_is_exposed():
+    """What an observer around it sees passes in the call, and nothing in waiting."""
+    comm = ObservedCommunicator(BlockingCommunicator(ThrottledCommunicator(NullCommunicator(2), Link(2e-3, 1e9))))
+    work = comm.all_reduce(torch.zeros(1000))
+    (record,) = comm.records
+    assert record.issue_s >= 4e-3  # two hops
+    work.wait()
+    assert record.wait_s < record.issue_s
