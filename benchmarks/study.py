@@ -11,8 +11,9 @@ sheets; bandwidths are of one GPU in one direction.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,32 +88,40 @@ class Simulated:
         return {"ahead_below": below, "bytes_per_s": high}
 
 
-def plan() -> dict[str, Any]:
-    """Tokens a second of a GPU by model, world, stage and bandwidth, with one micro-batch and with memory filled."""
-    rows = []
-    for model, (seq_len, same) in MODELS.items():
-        for gpus in (8, *GPUS):
-            simulated = Simulated(model, seq_len, gpus)
-            for stage in STAGES:
-                for mode, micro_batch in (("same work", same), ("same memory", simulated.filled(stage))):
-                    if not micro_batch or not simulated.row(stage, micro_batch).fits:
-                        continue
-                    facts = {"model": model, "gpus": gpus, "stage": stage, "mode": mode, "micro_batch": micro_batch}
-                    speeds = [simulated.tokens_per_s(stage, micro_batch, find_link(f"{gbit}Gbit/s")) for gbit in GBITS]
-                    rows.append({**facts, "tokens_per_s": [round(speed, 1) for speed in speeds]})
+def plan(found: dict[str, Any], save: Callable[[], None]) -> None:
+    """Tokens a second of a GPU by model, world, stage and bandwidth, with one micro-batch and with memory filled; and
+    where stages draw. What is in ``found`` already is kept.
+    """
+    found |= {"gbits": GBITS, "gpu": "h100-80gb", "gpus_per_node": 8}
+    rows, draws = found.setdefault("rows", []), found.setdefault("draws", [])
+    for (model, (seq_len, same)), gpus in itertools.product(MODELS.items(), (8, *GPUS)):
+        if not any((row["model"], row["gpus"]) == (model, gpus) for row in rows):
+            rows += _rows(model, seq_len, same, gpus)
+            save()
             print(f"{model} on {gpus} GPUs", flush=True)
-    return {"gbits": GBITS, "gpu": "h100-80gb", "gpus_per_node": 8, "rows": rows, "draws": list(_draws())}
-
-
-def _draws() -> Iterator[dict[str, Any]]:
-    """Where stage 3 and stage 1, each with its memory full, draw, as models grow."""
-    for gpus in (16, SHOWN_GPUS, 256):
-        for model in GROWING:
-            simulated = Simulated(model, 1024, gpus)
-            one, other = ((stage, simulated.filled(stage)) for stage in (3, 1))
-            facts = {"model": model, "gpus": gpus, "num_params": simulated.planner.workload.num_params}
-            yield {**facts, "micro_batches": [one[1], other[1]], **simulated.draw(one, other)}
+    for gpus, model in itertools.product((16, SHOWN_GPUS, 256), GROWING):
+        if not any((draw["model"], draw["gpus"]) == (model, gpus) for draw in draws):
+            draws.append(_draw(model, gpus))
+            save()
             print(f"draw of {model} on {gpus} GPUs", flush=True)
+
+
+def _rows(model: str, seq_len: int, same: int, gpus: int) -> Iterator[dict[str, Any]]:
+    simulated = Simulated(model, seq_len, gpus)
+    for stage in STAGES:
+        for mode, micro_batch in (("same work", same), ("same memory", simulated.filled(stage))):
+            if micro_batch and simulated.row(stage, micro_batch).fits:
+                facts = {"model": model, "gpus": gpus, "stage": stage, "mode": mode, "micro_batch": micro_batch}
+                speeds = [simulated.tokens_per_s(stage, micro_batch, find_link(f"{gbit}Gbit/s")) for gbit in GBITS]
+                yield {**facts, "tokens_per_s": [round(speed, 1) for speed in speeds]}
+
+
+def _draw(model: str, gpus: int) -> dict[str, Any]:
+    """Where stage 3 and stage 1, each with its memory full, are as fast as each other."""
+    simulated = Simulated(model, 1024, gpus)
+    one, other = ((stage, simulated.filled(stage)) for stage in (3, 1))
+    facts = {"model": model, "gpus": gpus, "num_params": simulated.planner.workload.num_params}
+    return {**facts, "micro_batches": [one[1], other[1]], **simulated.draw(one, other)}
 
 
 # -- what was measured -------------------------------------------------------------------------------------------
@@ -289,12 +298,16 @@ def main() -> None:
             png.draw(figure, IMAGES / f"{figure.name}.png")
         print("\n".join(tables(facts)))
         return
+
+    def save() -> None:
+        FACTS.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
     if args.what == "plan":
-        facts["plan"] = plan()
+        plan(facts.setdefault("plan", {}), save)
     else:
         facts["environment"] = environment()
         facts["runs"] = {**facts.get("runs", {}), **collect(args.sweeps)}
-    FACTS.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        save()
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from zeroshard.errors import UserError
-from zeroshard.lab.contract import predict, predicted_step
+from zeroshard.lab.contract import behind, predict, predicted_step
 from zeroshard.lab.hardware import Calibration, Device, Link, read_calibration, write_calibration
 from zeroshard.models import build_model
+from zeroshard.train.config import LinkConfig
 from zeroshard.train.contract import Job
+from zeroshard.train.links import Links
 from zeroshard.zero import STAGES
 
 DEVICE = Device("a machine", 1 << 34, {"float32": 1e10}, 1e10, "by hand", kernel_s=1e-5, device_type="cpu")
@@ -95,3 +97,37 @@ def test_a_calibration_of_one_rank_says_nothing_of_several(tmp_path):
         predict(_job(calibration=str(path)))
     alone = predict(_job(calibration=str(path), rank=0, world_size=1, shard_size=1))
     assert alone.step_s > 0
+
+
+def _behind(measured, **asked):
+    return behind(measured, Links.of(LinkConfig(mode="simulated", **asked)))
+
+
+def test_a_collective_behind_a_slower_link_takes_what_the_slower_of_the_two_takes():
+    measured = replace(LINK, num_ranks=4, collectives={"all_reduce": (1e-3, 1e-9), "all_gather": (2e-3, 1e-7)})
+    slowed = _behind(measured, bandwidth="8Mbit/s", latency="1ms")
+    # of each byte, 2 * 3/4 and 3/4 pass a link, at 1 MB/s; a ring of four has 6 hops and 3
+    assert slowed.collectives["all_reduce"] == pytest.approx((7e-3, 1.5e-6))
+    assert slowed.collectives["all_gather"] == pytest.approx((5e-3, 0.75e-6))
+    fast = _behind(measured, bandwidth="80Gbit/s")
+    assert fast.collectives == measured.collectives
+    assert slowed.beside == measured.beside
+
+
+def test_ranks_of_one_node_are_not_behind_its_link():
+    measured = replace(LINK, collectives={"all_gather": (0.0, 1e-9)})
+    inside = _behind(measured, bandwidth="1Mbit/s", node_size=2, inside_bandwidth="8Mbit/s")
+    assert inside.collectives["all_gather"] == pytest.approx((0.0, 0.5e-6))
+    both = _behind(replace(measured, num_ranks=4), bandwidth="8Mbit/s", node_size=2, inside_bandwidth="1Mbit/s")
+    assert both.collectives["all_gather"] == pytest.approx((0.0, 6e-6))
+
+
+def test_the_time_of_a_run_behind_a_link_is_planned_with_it(tmp_path):
+    path = tmp_path / "device.json"
+    write_calibration(path, Calibration(DEVICE, replace(LINK, collectives=dict.fromkeys(OPS, (0.0, 1e-12)))))
+    plain, slow = (
+        predict(_job(calibration=str(path), links=Links.of(config))).step_s
+        for config in (LinkConfig(), LinkConfig(mode="netns", bandwidth="1Mbit/s"))
+    )
+    sent = sum(message.num_bytes for message in predict(_job()).messages) / 2  # of each byte half passes the link
+    assert slow - plain == pytest.approx(sent / 125e3, rel=0.05)

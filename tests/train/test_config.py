@@ -170,3 +170,10 @@ def test_what_to_recompute_is_judged_without_torch():
     for how in ("all", "every:0"):
         error = refusal({"model": {"activation_checkpointing": how}})
         assert str(error).startswith(f"model.activation_checkpointing: {how!r} is not a choice; choose none, full, ")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1-torch", "fsdp2"])
+def test_overlap_is_ours_to_turn_off_only_where_we_communicate(strategy):
+    with pytest.raises(UserError, match=f"overlap: {strategy} talks through torch.distributed"):
+        validate(TrainConfig, {"strategy": strategy, "overlap": False})
+    assert not validate(TrainConfig, {"strategy": "zero3", "overlap": False}).overlap

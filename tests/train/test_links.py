@@ -124,3 +124,18 @@ def test_a_run_over_a_simulated_link_says_what_was_asked_and_achieved(tmp_path):
     assert (link["comparable"], not link["why_not_comparable"]) == (near, near)
     assert validate(TrainConfig, {"link": {"mode": "simulated", "bandwidth": "1Gbit/s"}}).link.latency == ""
     assert Path(tmp_path / "run" / "config.toml").read_text().count('bandwidth = "100Mbit/s"') == 1
+
+
+def test_without_overlap_a_run_has_the_same_bits_and_hides_nothing(tmp_path):
+    losses, hidden = [], []
+    for overlap in ("overlap", "no-overlap"):
+        words = ["train", "--nproc", "2", "--data", "synthetic", "--data.dir", str(tmp_path / "data")]
+        words += ["--max-steps", "3", "--warmup-steps", "0", "--eval-interval", "0", "--model.n-layer", "2"]
+        words += ["--strategy", "zero3", "--link.mode", "simulated", "--link.bandwidth", "100Mbit/s"]
+        words += ["--out", str(tmp_path / overlap), "--profile.overlap", f"--{overlap}"]
+        subprocess.run([sys.executable, "-m", "zeroshard", *words], check=True, capture_output=True, timeout=120)
+        summary = json.loads((tmp_path / overlap / "summary.json").read_text())
+        losses.append(summary["loss"])
+        hidden.append(sum(unit["hidden"] for unit in summary["overlap_s_per_step"].values()))
+    assert losses[0] == losses[1]
+    assert hidden[0] > 10 * hidden[1]
