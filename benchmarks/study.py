@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ launch.prepare_torch()
 from zeroshard.lab import inverse  # noqa: E402
 from zeroshard.lab.bench.report import environment  # noqa: E402
 from zeroshard.lab.hardware import Link, find_link  # noqa: E402
-from zeroshard.lab.planner import Planner, Row, planner_for  # noqa: E402
+from zeroshard.lab.planner import Planner, Row, micro_batches, planner_for  # noqa: E402
 from zeroshard.lab.report import png  # noqa: E402
 from zeroshard.lab.report.figure import BLUE, ORANGE, Axis, Figure, Series, bandwidth_in_words  # noqa: E402
 from zeroshard.lab.report.marks import bandwidth_ticks, style  # noqa: E402
@@ -36,11 +36,12 @@ from zeroshard.train.sizes import parse_bandwidth  # noqa: E402
 
 DOCS = Path(__file__).parents[1] / "docs"
 FACTS, IMAGES = DOCS / "study.json", DOCS / "images"
-# name: tokens of a sequence, and sequences of a micro-batch where all stages have the same
-MODELS = {"gpt2-1.5b": (1024, 8), "llama-7b": (2048, 2)}
+# name: tokens of a sequence; sequences of a micro-batch where all stages have the same, and of a step of all GPUs
+MODELS = {"gpt2-1.5b": (1024, 8, 1024), "llama-7b": (2048, 2, 2048)}
 GPUS = (16, 64, 256, 1024)
 GBITS = (1, 2, 5, 10, 25, 50, 100, 200, 400)
-GROWING = ("gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b")
+GROWING = (8, 16, 24, 32, 48, 64)  # layers like llama-7b's
+GROWING_GBITS = (10, 100, 400)
 STAGES = (0, 1, 2, 3)
 SHOWN_GPUS = 64
 KEEP = ("link.bandwidth", "link.mode", "nproc", "model.n_layer", "model.n_embd", "micro_batch_size", "overlap", "comm")
@@ -52,8 +53,8 @@ KEEP = ("link.bandwidth", "link.mode", "nproc", "model.n_layer", "model.n_embd",
 class Simulated:
     """Steps of one model in one world, each laid out for as many networks as are asked for."""
 
-    def __init__(self, model: str, seq_len: int, gpus: int) -> None:
-        self.planner: Planner = planner_for(model, world_size=gpus, seq_len=seq_len)
+    def __init__(self, model: str, gpus: int, seq_len: int, **kwargs: Any) -> None:
+        self.planner: Planner = planner_for(model, world_size=gpus, seq_len=seq_len, **kwargs)
         self._rows: dict[tuple[int, int], Row] = {}
 
     def row(self, stage: int, micro_batch: int) -> Row:
@@ -71,57 +72,58 @@ class Simulated:
         timing = simulate(row.step, self.planner.device, replace(self.planner.cluster, between=link))
         return row.step.tokens / timing.step_s
 
-    def draw(self, one: tuple[int, int], other: tuple[int, int]) -> dict[str, Any]:
-        """The bandwidth at which two (stage, micro-batch) are as fast as each other, by bisection."""
-
-        def ahead(bytes_per_s: float) -> bool:
-            link = replace(find_link("1Gbit/s"), bytes_per_s=bytes_per_s)
-            return self.tokens_per_s(*one, link) > self.tokens_per_s(*other, link)
-
-        low, high = inverse.LOWEST_BYTES_PER_S, inverse.HIGHEST_BYTES_PER_S
-        below, above = ahead(low), ahead(high)
-        if below == above:
-            return {"ahead": below}
-        while high > low * (1 + inverse.EXACTNESS):
-            middle = (low * high) ** 0.5
-            low, high = (middle, high) if ahead(middle) == below else (low, middle)
-        return {"ahead_below": below, "bytes_per_s": high}
+    def speeds(self, stage: int, sizes: Sequence[int], gbits: Iterable[float]) -> list[float]:
+        """With the fastest of these micro-batches at each bandwidth."""
+        links = [find_link(f"{gbit:g}Gbit/s") for gbit in gbits]
+        return [round(max(self.tokens_per_s(stage, size, link) for size in sizes), 1) for link in links]
 
 
 def plan(found: dict[str, Any], save: Callable[[], None]) -> None:
-    """Tokens a second of a GPU by model, world, stage and bandwidth, with one micro-batch and with memory filled; and
-    where stages draw. What is in ``found`` already is kept.
+    """Tokens a second of a GPU by model, world, stage and bandwidth, in three ways of comparing stages; and how this
+    goes as models grow. What is in ``found`` already is kept.
     """
-    found |= {"gbits": GBITS, "gpu": "h100-80gb", "gpus_per_node": 8}
-    rows, draws = found.setdefault("rows", []), found.setdefault("draws", [])
-    for (model, (seq_len, same)), gpus in itertools.product(MODELS.items(), (8, *GPUS)):
+    found |= {"gbits": GBITS, "growing_gbits": GROWING_GBITS, "gpu": "h100-80gb", "gpus_per_node": 8}
+    rows, growing = found.setdefault("rows", []), found.setdefault("growing", [])
+    for (model, shape), gpus in itertools.product(MODELS.items(), (8, *GPUS)):
         if not any((row["model"], row["gpus"]) == (model, gpus) for row in rows):
-            rows += _rows(model, seq_len, same, gpus)
+            rows += _rows(model, gpus, *shape)
             save()
             print(f"{model} on {gpus} GPUs", flush=True)
-    for gpus, model in itertools.product((16, SHOWN_GPUS, 256), GROWING):
-        if not any((draw["model"], draw["gpus"]) == (model, gpus) for draw in draws):
-            draws.append(_draw(model, gpus))
+    for num_layers in GROWING:
+        if not any(row["n_layer"] == num_layers for row in growing):
+            growing += _grown(num_layers)
             save()
-            print(f"draw of {model} on {gpus} GPUs", flush=True)
+            print(f"{num_layers} layers", flush=True)
 
 
-def _rows(model: str, seq_len: int, same: int, gpus: int) -> Iterator[dict[str, Any]]:
-    simulated = Simulated(model, seq_len, gpus)
+def _rows(model: str, gpus: int, seq_len: int, same: int, batch: int) -> Iterator[dict[str, Any]]:
+    one = Simulated(model, gpus, seq_len)
+    whole = Simulated(model, gpus, seq_len, global_batch=batch)
     for stage in STAGES:
-        for mode, micro_batch in (("same work", same), ("same memory", simulated.filled(stage))):
-            if micro_batch and simulated.row(stage, micro_batch).fits:
-                facts = {"model": model, "gpus": gpus, "stage": stage, "mode": mode, "micro_batch": micro_batch}
-                speeds = [simulated.tokens_per_s(stage, micro_batch, find_link(f"{gbit}Gbit/s")) for gbit in GBITS]
-                yield {**facts, "tokens_per_s": [round(speed, 1) for speed in speeds]}
+        full = one.filled(stage)
+        fitting = [size for size in micro_batches(whole.planner, None) if size <= full]
+        for mode, simulated, sizes in (
+            ("same micro-batch", one, [same] if same <= full else []),
+            ("same batch", whole, fitting),
+            ("same memory", one, [full] if full else []),
+        ):
+            if sizes:
+                facts = {"model": model, "gpus": gpus, "stage": stage, "mode": mode, "micro_batch": max(sizes)}
+                yield {**facts, "tokens_per_s": simulated.speeds(stage, sizes, GBITS)}
 
 
-def _draw(model: str, gpus: int) -> dict[str, Any]:
-    """Where stage 3 and stage 1, each with its memory full, are as fast as each other."""
-    simulated = Simulated(model, 1024, gpus)
-    one, other = ((stage, simulated.filled(stage)) for stage in (3, 1))
-    facts = {"model": model, "gpus": gpus, "num_params": simulated.planner.workload.num_params}
-    return {**facts, "micro_batches": [one[1], other[1]], **simulated.draw(one, other)}
+def _grown(num_layers: int) -> Iterator[dict[str, Any]]:
+    """Models like llama-7b with more layers, each stage with its memory full."""
+    simulated = Simulated("llama-7b", SHOWN_GPUS, 2048, overrides={"n_layer": num_layers})
+    for stage in STAGES:
+        full = simulated.filled(stage)
+        yield {
+            "n_layer": num_layers,
+            "num_params": simulated.planner.workload.num_params,
+            "stage": stage,
+            "micro_batch": full,
+            "tokens_per_s": simulated.speeds(stage, [full], GROWING_GBITS) if full else [],
+        }
 
 
 # -- what was measured -------------------------------------------------------------------------------------------
@@ -196,36 +198,44 @@ def _against_bandwidth(rows: list[dict[str, Any]], name: str, title: str) -> Fig
 def _planned(planned: dict[str, Any], model: str) -> Figure:
     rates = tuple(gbit * 1e9 / 8 for gbit in planned["gbits"])
     series = []
-    for stage in STAGES:
+    for stage, (mode, words) in itertools.product(STAGES, (("same memory", "memory full"), ("same batch", "batch"))):
         colour, marker = style(f"zero{stage}", stage)
         for row in planned["rows"]:
-            if (row["model"], row["gpus"], row["stage"]) == (model, SHOWN_GPUS, stage):
-                full = row["mode"] == "same memory"
-                name = f"stage {stage}, " + (f"memory full ({row['micro_batch']})" if full else f"{row['micro_batch']}")
-                speeds = tuple(row["tokens_per_s"])
-                series.append(Series(name, "line", colour, rates, speeds, marker=marker, dashed=not full))
-    title = f"{model} on {SHOWN_GPUS} GPUs, simulated; in brackets: sequences of a micro-batch"
+            if (row["model"], row["gpus"], row["stage"], row["mode"]) == (model, SHOWN_GPUS, stage, mode):
+                name = f"{stage}, {words} ({row['micro_batch']})"
+                speeds, dashed = tuple(row["tokens_per_s"]), mode == "same batch"
+                series.append(Series(name, "line", colour, rates, speeds, marker=marker, dashed=dashed))
+    title = f"{model} on {SHOWN_GPUS} GPUs, simulated; stage (sequences of its largest micro-batch)"
     x = Axis("network bandwidth of a GPU, each way", log=True, ticks=bandwidth_ticks(rates))
     y = Axis("tokens/s and GPU", log=True)
     return Figure(f"study-{model.replace('.', '-')}", title, x, y, tuple(series), height=1.15)
 
 
 def _growing(planned: dict[str, Any]) -> Figure:
+    """Stage 3 over the best of the others."""
+    by_layers: dict[int, list[dict[str, Any]]] = {}
+    for row in planned["growing"]:
+        by_layers.setdefault(row["n_layer"], []).append(row)
     series = []
-    for gpus in sorted({draw["gpus"] for draw in planned["draws"]}):
-        mine = [draw for draw in planned["draws"] if draw["gpus"] == gpus and "bytes_per_s" in draw]
-        colour, marker = style("", len(series))
-        x, y = (tuple(draw["num_params"] for draw in mine), tuple(draw["bytes_per_s"] * 8e-9 for draw in mine))
-        series.append(Series(f"{gpus} GPUs", "line", colour, x, y, marker=marker))
-    title = "Where stages 1 and 3 draw, each with its memory full, simulated: below, stage 1 is faster"
-    x_axis, y_axis = Axis("parameters", log=True), Axis("Gbit/s of a GPU", log=True)
-    return Figure("study-draws", title, x_axis, y_axis, tuple(series))
+    for place, gbit in enumerate(planned["growing_gbits"]):
+        points = []
+        for rows in by_layers.values():
+            speeds = {row["stage"]: row["tokens_per_s"][place] for row in rows if row["tokens_per_s"]}
+            if 3 in speeds and len(speeds) > 1:
+                others = max(speed for stage, speed in speeds.items() if stage != 3)
+                points.append((rows[0]["num_params"] / 1e9, speeds[3] / others))
+        colour, marker = style("", place)
+        x, y = (tuple(column) for column in zip(*points, strict=True))
+        series.append(Series(f"{gbit} Gbit/s a GPU", "line", colour, x, y, marker=marker))
+    title = f"Stage 3 against the best of 0-2 on {SHOWN_GPUS} GPUs, each with its memory full, simulated"
+    x_axis = Axis("parameters, 10^9", log=True)
+    return Figure("study-growing", title, x_axis, Axis("times as fast"), tuple(series))
 
 
 def _superlinear(planned: dict[str, Any]) -> Figure:
     series = []
     last = list(planned["gbits"]).index(400)
-    for mode, colour, marker in (("same memory", BLUE, "circle"), ("same work", ORANGE, "square")):
+    for mode, colour, marker in (("same memory", BLUE, "circle"), ("same micro-batch", ORANGE, "square")):
         mine = [row for row in planned["rows"] if (row["model"], row["stage"], row["mode"]) == ("llama-7b", 3, mode)]
         x, y = (tuple(row["gpus"] for row in mine), tuple(row["tokens_per_s"][last] for row in mine))
         sizes = sorted({row["micro_batch"] for row in mine})
@@ -260,14 +270,14 @@ def tables(facts: dict[str, Any]) -> Iterator[str]:
             yield "| " + " | ".join(str(cell) for cell in cells) + " |"
     if planned := facts.get("plan"):
         yield from _winners(planned)
-        for draw in planned["draws"]:
-            yield json.dumps(draw)
+        for row in planned["growing"]:
+            yield json.dumps(row)
 
 
 def _winners(planned: dict[str, Any]) -> Iterator[str]:
     """Which stage is fastest, and by how much before the next, for each model, world and bandwidth."""
     for model in MODELS:
-        for mode in ("same work", "same memory"):
+        for mode in ("same batch", "same memory"):
             yield f"\n{model}, {mode}\n"
             yield "| GPUs | " + " | ".join(bandwidth_in_words(gbit * 1e9 / 8) for gbit in planned["gbits"]) + " |"
             yield "|---" * (len(planned["gbits"]) + 1) + "|"

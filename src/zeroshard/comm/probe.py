@@ -2,27 +2,29 @@
 
 A transfer of n bytes over each link takes ``overhead + n / B``. Two sizes give B, and whatever a transfer costs once
 (latency, a shaper's burst, our own code) drops out of it. Each is made after a pause that fills a shaper's bucket.
-The latency is that of the smallest message, for one hop of the ring: our own code is part of it, as it is of training.
+An all-reduce of one byte a rank makes twice the hops of an all-gather: what it takes longer is the latency of these,
+and what an operation costs once drops out of that too.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from zeroshard.comm.base import Communicator, split
+from zeroshard.comm.base import Communicator, Work, split
 from zeroshard.comm.throttle import Link
 
 TOLERANCE = 0.05
-WAKE_S = 50e-6  # a waiting process is woken no more exactly than this, whatever the link
 LONG_S, SHORT_S = 0.4, 0.1  # how long the two transfers should take
 MAX_BYTES = 96 << 20  # of one transfer over a link
 MIN_BYTES = 64 << 10
 PAUSE_S = 0.02
-REPEATS, NUM_SMALL = 3, 20
+REPEATS = 3
+NUM_SMALL, SMALL_S = 20, 0.2  # small operations one after another: so many, or as many as take so long
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Probed:
 
     Attributes:
         bytes_per_s: in each direction, while all links of the ring are busy.
-        latency_s: of the smallest message, for one hop.
+        latency_s: of a message, for one hop.
         seconds: that the probe took.
     """
 
@@ -66,35 +68,41 @@ def probe(comm: Communicator, asked: Link, node_size: int = 1) -> Probed | None:
     shard = torch.zeros(long // (part.world_size - 1), dtype=torch.uint8)
     whole = torch.zeros(part.world_size * len(shard), dtype=torch.uint8)
 
-    def seconds(numel: int, times: int = 1) -> float:
-        """Of a gather of ``numel`` bytes from each rank; of ``times`` one after another, the mean."""
+    def seconds(issue: Callable[[], Work], times: int = 1) -> float:
+        """Of an operation; of ``times`` one after another, the mean."""
         part.barrier()
         time.sleep(PAUSE_S)
         part.barrier()
         start = time.perf_counter()
         for _ in range(times):
-            part.all_gather(whole[: part.world_size * numel], shard[:numel]).wait()
+            issue().wait()
         return (time.perf_counter() - start) / times
 
-    def median_s(numel: int, times: int = 1) -> float:
-        return statistics.median(seconds(numel, times) for _ in range(REPEATS))
+    def gather(numel: int) -> Callable[[], Work]:
+        """Of ``numel`` bytes from each rank."""
+        return lambda: part.all_gather(whole[: part.world_size * numel], shard[:numel])
 
-    few, many = short // (part.world_size - 1), len(shard)
-    seconds(few)  # connections open, memory is there
-    sent = (many - few) * (part.world_size - 1)  # more over a link in the long transfer than in the short one
+    def median_s(numel: int) -> float:
+        return statistics.median(seconds(gather(numel)) for _ in range(REPEATS))
+
+    num_hops = part.world_size - 1  # of a gather; an all-reduce has as many more
+    few, many = short // num_hops, len(shard)
+    seconds(gather(few))  # connections open, memory is there
+    sent = (many - few) * num_hops  # more over a link in the long transfer than in the short one
     bytes_per_s = sent / max(median_s(many) - median_s(few), 1e-9)
-    small_s = median_s(1, NUM_SMALL)
+    times = max(min(NUM_SMALL, int(SMALL_S / max(num_hops * asked.latency_s, 1e-9))), 2)
+    ones = torch.zeros(part.world_size, dtype=torch.uint8)
+    differences = [seconds(lambda: part.all_reduce(ones), times) - seconds(gather(1), times) for _ in range(REPEATS)]
     if node_size > 1:
         comm.barrier()
-    latency_s = small_s / (part.world_size - 1)
+    latency_s = max(statistics.median(differences), 0.0) / num_hops
     return Probed(bytes_per_s, latency_s, time.perf_counter() - began)
 
 
 def why_not_comparable(asked: Link, achieved: Probed) -> str:
     """How the link differs from what was asked by more than `TOLERANCE`; empty where it does not.
 
-    A latency may also be off by what it takes to wake a process, which no link can be blamed for; one that was not
-    asked for, or a bandwidth, is not compared.
+    A latency or a bandwidth that was not asked for is not compared.
     """
     reasons = []
     if asked.bytes_per_s < float("inf"):
@@ -104,7 +112,7 @@ def why_not_comparable(asked: Link, achieved: Probed) -> str:
             reasons.append(f"bandwidth: asked {rates} ({off:+.1%})")
     if asked.latency_s > 0:
         off_s = achieved.latency_s - asked.latency_s
-        if abs(off_s) > max(TOLERANCE * asked.latency_s, WAKE_S):
+        if abs(off_s) > TOLERANCE * asked.latency_s:
             times = f"{asked.latency_s * 1e6:.6g} us, achieved {achieved.latency_s * 1e6:.4g} us"
             reasons.append(f"latency: asked {times} ({off_s / asked.latency_s:+.1%})")
     return "; ".join(reasons)
