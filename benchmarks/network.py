@@ -89,16 +89,18 @@ def links(folder: Path, nodes: list[int]) -> list[dict[str, object]]:
 def calibrated(folder: Path, num_ranks: int) -> Path:
     """What this machine can do with as many ranks at once, over the ring that the runs use."""
     path = folder / f"device-{num_ranks}.json"
+    if path.exists():
+        return path
     words = ["bench", "device", "--nproc", str(num_ranks), "--comms", "ring", "--out", str(path)]
     subprocess.run([sys.executable, "-m", "zeroshard", *words], stdout=subprocess.DEVNULL, check=True)
     return path
 
 
-def steps(folder: Path, nodes: list[int], repeats: int) -> list[dict[str, object]]:
+def steps(folder: Path, devices: Path, nodes: list[int], repeats: int) -> list[dict[str, object]]:
     """The median step over simulated links and over namespaces, modes taking turns; and what is planned for both."""
     rows = []
     for num_nodes in nodes:
-        device = calibrated(folder, num_nodes)
+        device = calibrated(devices, num_nodes)
         for strategy in ("zero0", "zero3"):  # the least that is sent, and the most
             for bandwidth in BANDWIDTHS[1:2] if num_nodes > 2 else BANDWIDTHS:
                 burst = network.shaper_burst(parse_bandwidth("bandwidth", bandwidth))
@@ -137,11 +139,14 @@ def main() -> None:
     parser.add_argument("what", choices=("links", "steps"))
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repeats", type=int, default=3, help="of each step")
+    parser.add_argument("--devices", type=Path, help="calibrations are kept there as device-N.json, and used again")
     parser.add_argument("--json", type=Path, help="write the rows there too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zeroshard-network-") as folder:
         rows = (
-            links(Path(folder), args.nodes) if args.what == "links" else steps(Path(folder), args.nodes, args.repeats)
+            links(Path(folder), args.nodes)
+            if args.what == "links"
+            else steps(Path(folder), args.devices or Path(folder), args.nodes, args.repeats)
         )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -27,7 +27,7 @@ from zeroshard.lab.bench.report import environment  # noqa: E402
 from zeroshard.lab.hardware import Link, find_link  # noqa: E402
 from zeroshard.lab.planner import Planner, Row, micro_batches, planner_for  # noqa: E402
 from zeroshard.lab.report import png  # noqa: E402
-from zeroshard.lab.report.figure import BLUE, ORANGE, Axis, Figure, Series, bandwidth_in_words  # noqa: E402
+from zeroshard.lab.report.figure import Axis, Figure, Series, bandwidth_in_words  # noqa: E402
 from zeroshard.lab.report.marks import bandwidth_ticks, style  # noqa: E402
 from zeroshard.lab.results import Spread, spread  # noqa: E402
 from zeroshard.lab.sweep_results import CaseResult, read_sweep  # noqa: E402
@@ -94,6 +94,9 @@ def plan(found: dict[str, Any], save: Callable[[], None]) -> None:
             growing += _grown(num_layers)
             save()
             print(f"{num_layers} layers", flush=True)
+    if "larger" not in found:
+        found["larger"] = list(_larger())
+        save()
 
 
 def _rows(model: str, gpus: int, seq_len: int, same: int, batch: int) -> Iterator[dict[str, Any]]:
@@ -124,6 +127,15 @@ def _grown(num_layers: int) -> Iterator[dict[str, Any]]:
             "micro_batch": full,
             "tokens_per_s": simulated.speeds(stage, [full], GROWING_GBITS) if full else [],
         }
+
+
+def _larger() -> Iterator[dict[str, Any]]:
+    """The largest of these models at stage 3 on more and more GPUs, their memory full."""
+    for gpus in (8, *GPUS):
+        simulated = Simulated("llama-7b", gpus, 2048, overrides={"n_layer": GROWING[-1]})
+        for mode, size in (("same memory", simulated.filled(3)), ("same micro-batch", 1)):
+            speeds = simulated.speeds(3, [size], GROWING_GBITS) if size else []
+            yield {"gpus": gpus, "mode": mode, "micro_batch": size, "tokens_per_s": speeds}
 
 
 # -- what was measured -------------------------------------------------------------------------------------------
@@ -234,16 +246,17 @@ def _growing(planned: dict[str, Any]) -> Figure:
 
 def _superlinear(planned: dict[str, Any]) -> Figure:
     series = []
-    last = list(planned["gbits"]).index(400)
-    for mode, colour, marker in (("same memory", BLUE, "circle"), ("same micro-batch", ORANGE, "square")):
-        mine = [row for row in planned["rows"] if (row["model"], row["stage"], row["mode"]) == ("llama-7b", 3, mode)]
-        x, y = (tuple(row["gpus"] for row in mine), tuple(row["tokens_per_s"][last] for row in mine))
-        sizes = sorted({row["micro_batch"] for row in mine})
-        name = f"{mode}: micro-batch {sizes[0]}" + (f" to {sizes[-1]}" if len(sizes) > 1 else "")
-        series.append(Series(name, "line", colour, x, y, marker=marker))
-    gpus = sorted({row["gpus"] for row in planned["rows"]})
+    for place, gbit in list(enumerate(planned["growing_gbits"]))[1:]:
+        for mode in ("same memory", "same micro-batch"):
+            mine = [row for row in planned["larger"] if row["mode"] == mode]
+            sizes = sorted({row["micro_batch"] for row in mine})
+            name = f"{gbit} Gbit/s, micro-batch {sizes[0]}" + (f" to {sizes[-1]}" if len(sizes) > 1 else "")
+            colour, marker = style("", place)
+            x, y = (tuple(row["gpus"] for row in mine), tuple(row["tokens_per_s"][place] for row in mine))
+            series.append(Series(name, "line", colour, x, y, marker=marker, dashed=mode != "same memory"))
+    gpus = sorted({row["gpus"] for row in planned["larger"]})
     x_axis = Axis("GPUs", log=True, ticks={each: str(each) for each in gpus})
-    title = "llama-7b at stage 3, 400 Gbit/s a GPU, simulated"
+    title = "13.2 B parameters at stage 3, simulated; solid: memory full, dashed: one sequence"
     return Figure("study-superlinear", title, x_axis, Axis("tokens/s and GPU", from_zero=True), tuple(series))
 
 
@@ -270,7 +283,7 @@ def tables(facts: dict[str, Any]) -> Iterator[str]:
             yield "| " + " | ".join(str(cell) for cell in cells) + " |"
     if planned := facts.get("plan"):
         yield from _winners(planned)
-        for row in planned["growing"]:
+        for row in (*planned["growing"], *planned["larger"]):
             yield json.dumps(row)
 
 

@@ -203,7 +203,7 @@ def test_a_run_that_is_stopped_takes_its_network_along(as_before, signum, tmp_pa
         time.sleep(0.05)
     link = json.loads(log.read_text().splitlines()[0])["link"]
     assert (link["mode"], link["asked_bytes_per_s"]) == ("netns", 125e6)
-    assert link["achieved_bytes_per_s"] < 1.1 * 125e6
+    assert link["achieved_bytes_per_s"] < 1.05 * 125e6
     assert state() != as_before
     process.send_signal(signum)
     assert process.wait(60) == 128 + signum
@@ -265,7 +265,13 @@ def iperf(names: tuple[str, ...], number: int | None) -> list[float]:
 @needs_iperf
 @pytest.mark.parametrize("num_nodes", [2, 4])
 def test_iperf_finds_what_was_asked(as_before, num_nodes):
+    """Other programs only take away: no try may be too fast, and one of a few must be fast enough."""
+    shares: list[float] = []
     with network.nodes(num_nodes, 1, parse_bandwidth("x", "100Mbit/s")) as nodes:
-        found = iperf(nodes.names, network._number_of(nodes.names[0]))
-    # How near it comes on a machine that has time is `benchmarks/network.py`'s to say.
-    assert all(0.3 < rate / 12.5e6 < 1.05 for rate in found), found
+        for _ in range(4):
+            found = [rate / 12.5e6 for rate in iperf(nodes.names, network._number_of(nodes.names[0]))]
+            assert max(found) < 1.05, found
+            shares.append(min(found))
+            if shares[-1] > 0.95:
+                return
+    pytest.fail(f"the slowest link reached {shares} of what was asked")
