@@ -22,7 +22,8 @@ from zeroshard.lab import network
 from zeroshard.lab.results import RunResult, read_run
 from zeroshard.train.sizes import parse_bandwidth
 
-BANDWIDTHS = ("100Mbit/s", "1Gbit/s", "5Gbit/s")
+BANDWIDTHS = ["100Mbit/s", "1Gbit/s", "5Gbit/s"]
+STRATEGIES = ["zero0", "zero3"]  # the least that is sent, and the most
 BASE = ["--data", "synthetic", "--eval-interval", "0", "--warmup-steps", "0", "--log-interval", "1000"]
 BASE += ["--eval-batches", "1"]
 MODEL = ["--model.n-layer", "4", "--model.n-embd", "256", "--seq-len", "128", "--micro-batch-size", "4"]  # 3.2 M
@@ -59,11 +60,11 @@ def iperf(nodes: network.Nodes, seconds: float = 3.0) -> list[float]:
         return list(pool.map(send, range(len(nodes.names))))
 
 
-def links(folder: Path, nodes: list[int]) -> list[dict[str, object]]:
+def links(folder: Path, nodes: list[int], bandwidths: list[str]) -> list[dict[str, object]]:
     """Each bandwidth between two and four nodes."""
     rows = []
     for num_nodes in nodes:
-        for bandwidth in BANDWIDTHS:
+        for bandwidth in bandwidths:
             asked = parse_bandwidth("bandwidth", bandwidth)
             with network.nodes(num_nodes, 1, asked) as made:
                 slowest = min(iperf(made))
@@ -96,13 +97,15 @@ def calibrated(folder: Path, num_ranks: int) -> Path:
     return path
 
 
-def steps(folder: Path, devices: Path, nodes: list[int], repeats: int) -> list[dict[str, object]]:
+def steps(
+    folder: Path, devices: Path, nodes: list[int], bandwidths: list[str], strategies: list[str], repeats: int
+) -> list[dict[str, object]]:
     """The median step over simulated links and over namespaces, modes taking turns; and what is planned for both."""
     rows = []
     for num_nodes in nodes:
         device = calibrated(devices, num_nodes)
-        for strategy in ("zero0", "zero3"):  # the least that is sent, and the most
-            for bandwidth in BANDWIDTHS[1:2] if num_nodes > 2 else BANDWIDTHS:
+        for strategy in strategies:
+            for bandwidth in bandwidths:
                 burst = network.shaper_burst(parse_bandwidth("bandwidth", bandwidth))
                 found: dict[str, list[float]] = {"simulated": [], "netns": []}
                 for _ in range(repeats):
@@ -138,15 +141,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("links", "steps"))
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--bandwidths", nargs="+", default=BANDWIDTHS)
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES, help="of steps")
     parser.add_argument("--repeats", type=int, default=3, help="of each step")
     parser.add_argument("--devices", type=Path, help="calibrations are kept there as device-N.json, and used again")
     parser.add_argument("--json", type=Path, help="write the rows there too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zeroshard-network-") as folder:
         rows = (
-            links(Path(folder), args.nodes)
+            links(Path(folder), args.nodes, args.bandwidths)
             if args.what == "links"
-            else steps(Path(folder), args.devices or Path(folder), args.nodes, args.repeats)
+            else steps(
+                Path(folder), args.devices or Path(folder), args.nodes, args.bandwidths, args.strategies, args.repeats
+            )
         )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
