@@ -44,6 +44,7 @@ GROWING = (8, 16, 24, 32, 48, 64)  # layers like llama-7b's
 GROWING_GBITS = (10, 100, 400)
 STAGES = (0, 1, 2, 3)
 SHOWN_GPUS = 64
+DRAW = 0.02  # stages that are no further apart are as fast as each other
 KEEP = ("link.bandwidth", "link.mode", "nproc", "model.n_layer", "model.n_embd", "micro_batch_size", "overlap", "comm")
 
 
@@ -288,20 +289,23 @@ def tables(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _winners(planned: dict[str, Any]) -> Iterator[str]:
-    """Which stage is fastest, and by how much before the next, for each model, world and bandwidth."""
-    for model in MODELS:
-        for mode in ("same batch", "same memory"):
-            yield f"\n{model}, {mode}\n"
-            yield "| GPUs | " + " | ".join(bandwidth_in_words(gbit * 1e9 / 8) for gbit in planned["gbits"]) + " |"
-            yield "|---" * (len(planned["gbits"]) + 1) + "|"
-            for gpus in GPUS:
-                mine = [r for r in planned["rows"] if (r["model"], r["mode"], r["gpus"]) == (model, mode, gpus)]
-                cells = []
-                for place in range(len(planned["gbits"])):
-                    ranked = sorted(((row["tokens_per_s"][place], row["stage"]) for row in mine), reverse=True)
-                    lead = f" {ranked[0][0] / ranked[1][0] - 1:+.0%}" if len(ranked) > 1 else ""
-                    cells.append(f"{ranked[0][1]}{lead}" if ranked else "-")
-                yield f"| {gpus:,} | " + " | ".join(cells) + " |"
+    """Which stages are fastest, and by how much before the next, for each model, world and bandwidth."""
+    for model, mode in itertools.product(MODELS, ("same batch", "same memory")):
+        yield f"\n{model}, {mode}\n"
+        yield "| GPUs | " + " | ".join(bandwidth_in_words(gbit * 1e9 / 8) for gbit in planned["gbits"]) + " |"
+        yield "|---" * (len(planned["gbits"]) + 1) + "|"
+        for gpus in GPUS:
+            mine = [row for row in planned["rows"] if (row["model"], row["mode"], row["gpus"]) == (model, mode, gpus)]
+            speeds = ({r["stage"]: r["tokens_per_s"][place] for r in mine} for place in range(len(planned["gbits"])))
+            yield f"| {gpus:,} | " + " | ".join(map(_winner, speeds)) + " |"
+
+
+def _winner(speeds: dict[int, float]) -> str:
+    best = max(speeds.values())
+    first = [stage for stage, speed in speeds.items() if speed > (1 - DRAW) * best]
+    others = [speed for stage, speed in speeds.items() if stage not in first]
+    lead = f" {best / max(others) - 1:+.0%}" if others else ""
+    return "/".join(map(str, first)) + lead
 
 
 def _rate(row: dict[str, Any]) -> float:
