@@ -69,6 +69,12 @@ def test_a_burst_covers_a_timers_tick():
     assert [shaper_burst(rate) for rate in (1e6, 125e6, 625e6)] == [64 << 10, 500_000, 2_500_000]
 
 
+@pytest.mark.parametrize(("rate", "limit"), [("100Mbit/s", 64 << 20), ("10Gbit/s", 125_000_000)])
+def test_more_may_wait_for_tokens_than_tcp_has_under_way(rate, limit):
+    (words,) = shaping(parse_bandwidth("x", rate))
+    assert words[words.index("limit") + 1] == f"{limit}b"
+
+
 def test_a_latency_is_a_queue_around_the_bucket():
     outer, inner = shaping(125e6, 5e-3)
     assert outer == ["root", "handle", "7a73:", "netem", "delay", "5000us", "limit", "1833"]
@@ -129,6 +135,8 @@ def test_a_network_is_there_shaped_both_ways_and_gone_afterwards(as_before):
         number = network._number_of(nodes.names[0])
         for node, name in enumerate(nodes.names):
             assert shaped(name, nodes.interface) == 100_000_000
+            pace = ["ip", "netns", "exec", name, "cat", "/proc/sys/net/ipv4/tcp_congestion_control"]
+            assert subprocess.run(pace, capture_output=True, text=True, check=True).stdout.strip() in ("cubic", "reno")
             assert shaped(None, f"zsnet{number}v{node}") == 100_000_000
         ping = ["ip", "netns", "exec", nodes.names[0], sys.executable, "-c"]
         reach = (

@@ -11,6 +11,11 @@ answers.
 Shaping is ``tbf``, a token bucket. Its burst must cover what passes between two of the kernel's timer ticks, else the
 rate is not reached (`shaper_burst`). Frames are jumbo frames: of 1,500 bytes, headers would take 4 % of the rate.
 
+[Note: Who decides how fast to send]
+    In a node TCP sends until it hears of a loss, and the queue before the bucket is longer than what it may have under
+    way, so that there is none: the bucket alone sets the pace. A host may be set to BBR, which estimates the bandwidth
+    instead, takes a bucket's bursts for it, and stands back now and then to look: 80 to 98 of 100 Mbit/s.
+
 [Note: Nothing is left behind]
     A network has a number, and whoever has made it holds a lock of that number. The kernel takes the lock back however
     the process ends; so a number that nobody holds has no owner, and what carries it in its name is removed by the
@@ -42,7 +47,9 @@ MAX_NETWORKS, MAX_NODES = 250, 250  # of an octet each
 MTU = 9000
 INTERFACE = "net0"
 HANDLE, INNER_HANDLE = "7a73:", "7a74:"  # "zs", "zt": which shaping is ours
-_QUEUE = "100ms"  # of what waits for tokens: nothing should be dropped, for TCP would then send less than it may
+_QUEUE_BYTES, _QUEUE_S = 64 << 20, 0.1  # that may wait for tokens: nothing should be dropped
+_PACES = ("cubic", "reno")  # [Note: Who decides how fast to send]; the kernel always has the last
+_TCP = "/proc/sys/net/ipv4"  # of the namespace that asks
 _MIN_BURST_BYTES = 64 << 10
 _TICK_S = 4e-3
 
@@ -62,7 +69,8 @@ def shaping(bytes_per_s: float, latency_s: float = 0.0, burst_bytes: int = 0) ->
     """
     bucket = [
         *("tbf", "rate", f"{round(bytes_per_s * 8)}bit"),
-        *("burst", f"{burst_bytes or shaper_burst(bytes_per_s)}b", "latency", _QUEUE),
+        *("burst", f"{burst_bytes or shaper_burst(bytes_per_s)}b"),
+        *("limit", f"{max(_QUEUE_BYTES, round(bytes_per_s * _QUEUE_S))}b"),
     ]
     if not latency_s:
         return [["root", "handle", HANDLE, *bucket]]
@@ -137,10 +145,17 @@ def _make(number: int, num_nodes: int, out: list[list[str]], back: list[list[str
         _run(*inside, "addr", "add", f"{_address(number, node)}/24", "dev", INTERFACE)
         _run(*inside, "link", "set", "lo", "up")
         _run(*inside, "link", "set", INTERFACE, "up")
+        _run("ip", "netns", "exec", name, "sh", "-c", f"echo {_pace()} > {_TCP}/tcp_congestion_control")
         for words in out:
             _add_queue(("tc", "-n", name), INTERFACE, words)
         for words in back:
             _add_queue(("tc",), outer, words)
+
+
+def _pace() -> str:
+    """The first of `_PACES` that this kernel has."""
+    available = Path(_TCP, "tcp_available_congestion_control").read_text(encoding="ascii").split()
+    return next(name for name in _PACES if name in available)
 
 
 def _remove(number: int) -> list[str]:
