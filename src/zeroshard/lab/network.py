@@ -48,8 +48,8 @@ MTU = 9000
 INTERFACE = "net0"
 HANDLE, INNER_HANDLE = "7a73:", "7a74:"  # "zs", "zt": which shaping is ours
 _QUEUE_BYTES, _QUEUE_S = 64 << 20, 0.1  # that may wait for tokens: nothing should be dropped
-_PACES = ("cubic", "reno")  # [Note: Who decides how fast to send]; the kernel always has the last
-_TCP = "/proc/sys/net/ipv4"  # of the namespace that asks
+_PACE = "reno"  # [Note: Who decides how fast to send]; every kernel has it, and lets every namespace have it
+_PACE_FILE = "/proc/sys/net/ipv4/tcp_congestion_control"  # of the namespace that asks
 _MIN_BURST_BYTES = 64 << 10
 _TICK_S = 4e-3
 
@@ -145,17 +145,11 @@ def _make(number: int, num_nodes: int, out: list[list[str]], back: list[list[str
         _run(*inside, "addr", "add", f"{_address(number, node)}/24", "dev", INTERFACE)
         _run(*inside, "link", "set", "lo", "up")
         _run(*inside, "link", "set", INTERFACE, "up")
-        _run("ip", "netns", "exec", name, "sh", "-c", f"echo {_pace()} > {_TCP}/tcp_congestion_control")
+        _run("ip", "netns", "exec", name, "sh", "-c", f"echo {_PACE} > {_PACE_FILE}")
         for words in out:
             _add_queue(("tc", "-n", name), INTERFACE, words)
         for words in back:
             _add_queue(("tc",), outer, words)
-
-
-def _pace() -> str:
-    """The first of `_PACES` that this kernel has."""
-    available = Path(_TCP, "tcp_available_congestion_control").read_text(encoding="ascii").split()
-    return next(name for name in _PACES if name in available)
 
 
 def _remove(number: int) -> list[str]:
