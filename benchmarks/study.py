@@ -265,27 +265,41 @@ def tables(facts: dict[str, Any]) -> Iterator[str]:
     """As Markdown."""
     for name, rows in facts.get("runs", {}).items():
         yield f"\n{name}\n"
-        yield "| ranks | parameters | link | strategy | overlap | micro-batch | step ms | lowest-highest | planned ms "\
-              "| tokens/s | exposed ms | under way ms | peak MiB | achieved |"  # fmt: skip
-        yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+        columns = [column for column in _CELLS if any(_CELLS[column](row) for row in rows)]
+        yield "| " + " | ".join(columns) + " |"
+        yield "|---" * len(columns) + "|"
         for row in rows:
-            low, middle, high = (value * 1e3 for value in row["step_s"])
-            predicted = row["predicted_s"]
-            rate, achieved = row["link.bandwidth"], row["achieved_bytes_per_s"]
-            cells = [
-                row["nproc"], f"{row['num_params'] / 1e6:.1f} M", rate or "-", row["strategy"], row["overlap"],
-                row["micro_batch_size"], f"{middle:.0f}", f"{low:.0f}-{high:.0f}",
-                f"{predicted * 1e3:.0f} ({predicted / row['step_s'][1] - 1:+.0%})" if predicted else "-",
-                f"{row['tokens_per_s'][1]:.0f}", f"{row['exposed_s'][1] * 1e3:.0f}",
-                f"{row['under_way_s'][1] * 1e3:.0f}" if row["under_way_s"] else "-",
-                f"{row['peak_bytes'] / 2**20:.0f}" if row["peak_bytes"] else "-",
-                f"{achieved / _rate(row):.1%}" if rate and achieved else "-",
-            ]  # fmt: skip
-            yield "| " + " | ".join(str(cell) for cell in cells) + " |"
+            yield "| " + " | ".join(_CELLS[column](row) or "-" for column in columns) + " |"
     if planned := facts.get("plan"):
         yield from _winners(planned)
         for row in (*planned["growing"], *planned["larger"]):
             yield json.dumps(row)
+
+
+def _off(row: dict[str, Any]) -> str:
+    predicted = row["predicted_s"]
+    return f"{predicted * 1e3:.0f} ({predicted / row['step_s'][1] - 1:+.0%})" if predicted else ""
+
+
+def _milliseconds(spread: list[float] | None) -> str:
+    return f"{spread[1] * 1e3:.0f}" if spread and spread[1] else ""
+
+
+_CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "ranks": lambda row: str(row["nproc"]),
+    "parameters": lambda row: f"{row['num_params'] / 1e6:.1f} M",
+    "link": lambda row: row["link.bandwidth"] or "",
+    "achieved": lambda row: f"{row['achieved_bytes_per_s'] / _rate(row):.1%}" if row["achieved_bytes_per_s"] else "",
+    "strategy": lambda row: row["strategy"],
+    "overlap": lambda row: "" if row["overlap"] else "off",
+    "micro-batch": lambda row: str(row["micro_batch_size"]),
+    "peak MiB": lambda row: f"{row['peak_bytes'] / 2**20:.0f}" if row["peak_bytes"] else "",
+    "step ms": lambda row: _milliseconds(row["step_s"]),
+    "planned ms": _off,
+    "tokens/s": lambda row: f"{row['tokens_per_s'][1]:,.0f}",
+    "exposed ms": lambda row: _milliseconds(row["exposed_s"]),
+    "under way ms": lambda row: _milliseconds(row["under_way_s"]),
+}
 
 
 def _winners(planned: dict[str, Any]) -> Iterator[str]:
