@@ -183,9 +183,7 @@ def figures(facts: dict[str, Any]) -> Iterator[Figure]:
     if rows := runs.get("study-bandwidth"):
         yield _against_bandwidth(rows, "study-bandwidth", "10.8 M parameters on two nodes, measured; dashed: planned")
     if rows := runs.get("study-memory"):
-        yield _against_bandwidth(
-            rows, "study-memory", "10.8 M parameters on two simulated nodes, 256 MiB a rank: measured"
-        )
+        yield _against_bandwidth(rows, "study-memory", "10.8 M parameters, simulated links, 256 MiB a rank")
     if planned := facts.get("plan"):
         for model in MODELS:
             yield _planned(planned, model)
