@@ -156,6 +156,13 @@ def test_elsewhere_it_is_only_reported(tiny_config):
     assert json.loads((Path(config.out) / "summary.json").read_text())["plan"]["difference"].startswith("step 2: ")
 
 
+def test_who_plans_is_told_of_the_links(tiny_config):
+    told = []
+    config = tiny_config(max_steps=1, warmup_steps=0, link={"mode": "simulated", "bandwidth": "1Gbit/s"})
+    _trained(LocalCommunicator(), config, lambda job: told.append(job.links) or PLANNED)
+    assert [links.between.bytes_per_s for links in told] == [125e6]
+
+
 def test_a_strategy_without_a_plan_cannot_be_held_to_it(tiny_config):
     with pytest.raises(ValueError, match=r"plan.enforce: ddp has no plan"):
         tiny_config(strategy="ddp", plan={"enforce": True})
