@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroshard import Zero
-from zeroshard.comm import Link, ObservedCommunicator, ThrottledCommunicator, run_threads
+from zeroshard.comm import BlockingCommunicator, Link, ObservedCommunicator, ThrottledCommunicator, run_threads
 
 COMPUTE_S = 8e-3  # of a unit's forward, and of its backward
 NUM_UNITS, WIDTH = 5, 64
@@ -39,22 +39,13 @@ class Unit(nn.Module):
         return Takes.apply(self.linear(x))
 
 
-class NoOverlap(ThrottledCommunicator):
-    """Waits for each operation where it is issued."""
-
-    def _around(self, op, whole, issue, detail=""):
-        work = super()._around(op, whole, issue, detail)
-        work.wait()
-        return work
-
-
-def exposed_s(kind, stage: int, bytes_per_s: float) -> float:
+def exposed_s(stage: int, bytes_per_s: float, around=lambda comm: comm) -> float:
     """Seconds of a step that rank 0 of two stood still for weights and gradients."""
 
     def rank_main(comm):
         torch.manual_seed(0)
         model = nn.Sequential(*[Unit() for _ in range(NUM_UNITS)])
-        observed = ObservedCommunicator(kind(comm, Link(0.0, bytes_per_s)))
+        observed = ObservedCommunicator(around(ThrottledCommunicator(comm, Link(0.0, bytes_per_s))))
         zero = Zero(model, stage=stage, units=list(model), comm=observed)
         optim = zero.optimizer(torch.optim.SGD, lr=1e-3)
         for step in range(3):
@@ -73,15 +64,12 @@ def test_overlap_hides_most_of_a_slow_link(stage, num_transfers):
     transfer_s = 4e-3  # of a unit's weights or gradients: half of what it computes
     bytes_per_s = UNIT_BYTES / 2 / transfer_s
     total_s = num_transfers * NUM_UNITS * transfer_s
-    blocking = min(exposed_s(NoOverlap, stage, bytes_per_s) for _ in range(2))
-    overlapped = min(exposed_s(ThrottledCommunicator, stage, bytes_per_s) for _ in range(2))
+    blocking = min(exposed_s(stage, bytes_per_s, BlockingCommunicator) for _ in range(2))
+    overlapped = min(exposed_s(stage, bytes_per_s) for _ in range(2))
     assert blocking > 0.9 * (total_s - transfer_s)  # stage 3 keeps the last unit between forward and backward
     assert overlapped < 0.5 * blocking
 
 
 def test_a_faster_link_exposes_less():
-    slow, fast = (
-        min(exposed_s(ThrottledCommunicator, 2, UNIT_BYTES / transfer_s) for _ in range(2))
-        for transfer_s in (80e-3, 4e-3)
-    )
+    slow, fast = (min(exposed_s(2, UNIT_BYTES / transfer_s) for _ in range(2)) for transfer_s in (80e-3, 4e-3))
     assert fast < slow / 2  # of 400 and 20 ms of transfers; how much of them is hidden, a busy machine decides
