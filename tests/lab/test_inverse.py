@@ -1,8 +1,9 @@
 import pytest
 
+from zeroshard.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.hardware import Device, Link
-from zeroshard.lab.inverse import crossover, fewest, largest_micro_batch, largest_model, lowest_bandwidth
+from zeroshard.lab.inverse import _filled, crossover, fewest, largest_micro_batch, largest_model, lowest_bandwidth
 from zeroshard.lab.planner import planner_for
 
 SMALL = {"n_layer": 6, "n_head": 4, "n_embd": 64, "vocab_size": 512, "seq_len": 64}
@@ -68,3 +69,22 @@ def test_at_the_crossover_two_stages_are_as_fast_as_each_other():
         link = Link("net", tight.cluster.between.latency_s, filled.value, "", share=tight.cluster.between.share)
         rows = [tight.on(between=link).row(stage, size) for stage, size in zip((3, 1), sizes, strict=True)]
         assert rows[0].tokens_per_s == pytest.approx(rows[1].tokens_per_s, rel=0.02)
+
+
+def test_a_filled_micro_batch_divides_the_rows_of_the_step():
+    """Else the two stages would be compared over steps of different sizes."""
+    planner = planner_for(
+        "gpt2-demo",
+        world_size=4,
+        gpu=_small_gpu(50 * 2**20),
+        overrides=SMALL,
+        network="10Gbit/s",
+        global_batch=4 * 7 * 6,
+    )
+    most = int(largest_micro_batch(planner, 2).value)
+    sizes = [_filled(planner, stage) for stage in (1, 2, 3)]
+    assert all(42 % size == 0 and planner.row(stage, size).fits for stage, size in zip((1, 2, 3), sizes, strict=True))
+    larger = [size for size in range(sizes[1] + 1, most + 1) if 42 % size == 0]
+    assert not any(planner.row(2, size).fits for size in larger)
+    with pytest.raises(UserError, match="42 rows on 4 GPUs split into no micro-batch that fits at stage 3"):
+        crossover(planner.on(global_batch=42), 3, 1)

@@ -107,7 +107,11 @@ def crossover(planner: Planner, stage: int, against: int, micro_batch: int | Non
     Args:
         planner: of the workload.
         stage, against: the two.
-        micro_batch: of both, a fixed workload; None: each has the largest that fits, the same memory filled.
+        micro_batch: of both, a fixed workload; None: each has the largest that fits, the same memory filled, and
+            where the planner has a global batch, that divides it.
+
+    Raises:
+        UserError: there is one GPU alone, or a stage has no such micro-batch.
     """
     _require_network(planner)
     sizes = [micro_batch or _filled(planner, each) for each in (stage, against)]
@@ -132,10 +136,17 @@ def crossover(planner: Planner, stage: int, against: int, micro_batch: int | Non
 
 
 def _filled(planner: Planner, stage: int) -> int:
+    """The most rows of a micro-batch that fit and, where the step's rows are given, divide them."""
     answer = largest_micro_batch(planner, stage)
     if answer.value is None:
         raise UserError("stage", answer.sentence.rstrip("."), "compare stages that fit")
-    return int(answer.value)
+    sizes = (size for size in range(int(answer.value), 0, -1) if planner.num_micro(size))
+    # Micro-batches that are added up need memory that a single one does not.
+    found = next((size for size in sizes if not planner.global_batch or planner.row(stage, size).fits), None)
+    if found is None:
+        what = f"{planner.global_batch} rows on {planner.cluster.world_size} GPUs split into no micro-batch that fits"
+        raise UserError("global_batch", f"{what} at stage {stage}", "give a multiple of the GPUs, or 0")
+    return found
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:
