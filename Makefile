@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types layers docs figures notebooks check clean
+.PHONY: help demo test lint types layers docs figures notebooks audit check clean
 
 help:  ## Say what can be made.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,10 @@ figures: $(STAMP)  ## Draw the pictures of docs/concepts.md again.
 
 notebooks: $(STAMP)  ## Run the notebooks and store what they show.
 	$(BIN)/python notebooks/execute.py notebooks/zero.ipynb
+
+audit: $(STAMP)  ## Look for known vulnerabilities in the tested versions; asks PyPI.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip-audit>=2.9"
+	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 check: lint types layers test  ## All of the checks.
 
