@@ -12,10 +12,11 @@ import signal
 import sys
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 import zeroshard
+from zeroshard import garbage
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import flags_of, read_flags, take_option
 from zeroshard.train.config import SHORTHANDS, merge
@@ -40,9 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after ``zeroshard``; the process's own where None.
     """
+    own_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        with _stop_signals_exit():
+        with garbage.seldom() if own_process else nullcontext(), _stop_signals_exit():
             status = _dispatch(argv)
             sys.stdout.flush()  # here, where a reader that has gone is met, and not at the interpreter's exit
             return status

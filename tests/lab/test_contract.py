@@ -78,6 +78,11 @@ def test_a_job_has_a_peak_above_what_it_holds_and_a_time_where_the_device_is_kno
     assert predict(_job(calibration=str(path))).step_s > 0
 
 
+def test_a_rank_that_wants_no_estimates_has_the_rest():
+    full = predict(_job())
+    assert predict(_job(estimates=False)) == replace(full, peak_bytes=None, step_s=None)
+
+
 def test_an_average_is_held_too():
     plain, averaged = predict(_job()), predict(_job(keeps_ema=True))
     num_bytes = averaged.memory_bytes["ema"]

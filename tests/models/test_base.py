@@ -1,5 +1,7 @@
 import copy
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -171,3 +173,14 @@ def test_check_seq_len_refuses_what_the_model_has_no_room_for(config, build, seq
 def test_check_seq_len_takes_every_length_up_to_the_model_s(config, build):
     for seq_len in (1, 12):
         build(config).check_seq_len(seq_len)
+
+
+@pytest.mark.parametrize("name", ["gpt2-demo", "llama-tiny"])
+def test_shapes_need_neither_values_nor_torchs_compiler(name):
+    program = (
+        "import sys, torch; from zeroshard.models import build_model\n"
+        f"with torch.device('meta'): model = build_model({name!r})\n"
+        "assert all(param.is_meta for param in model.parameters())\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

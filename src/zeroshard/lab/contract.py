@@ -25,7 +25,7 @@ NOBODY = Link("none", 0.0, 1.0, "one rank talks to nobody")
 
 
 def predict(job: Job) -> Planned:
-    """What ``job`` holds and sends, exactly, and its peak; the time of a step where the device was measured.
+    """What ``job`` holds and sends, exactly; its peak, and the time of a step where the device was measured.
 
     AdamW, as the trainer has it. The peak is what the engine and autograd hold, without what communicators keep for
     themselves.
@@ -51,6 +51,8 @@ def predict(job: Job) -> Planned:
         num_replicas=num_replicas,
     )
     sent = [Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in found]
+    if not job.estimates:
+        return Planned(held, sent)
     settings = Settings(
         job.row,
         precision or MixedPrecision(),

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice, cross_entropy, linear_cross_entropy
@@ -168,6 +171,23 @@ def fill_normal_(param: Tensor, std: float, seed: int, name: str) -> None:
 def fill_constant_(param: Tensor, value: float) -> None:
     """Set each element of ``param`` to ``value``, in place."""
     param.fill_(value)
+
+
+class _NothingDrawn(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def shapes_only() -> Generator[None]:
+    """Modules made inside lie on the meta device, and torch's own initial values are not even asked for."""
+    with torch.device("meta"), _NothingDrawn():
+        yield
 
 
 def materialize(model: LanguageModel, device: torch.device | str) -> None:

@@ -27,6 +27,7 @@ from zeroshard.models.base import (
     fill_normal_,
     materialize,
     projected_loss,
+    shapes_only,
 )
 from zeroshard.models.cache import KVCache, LayerCache
 from zeroshard.models.config import check_counts, check_divides, check_types
@@ -146,7 +147,7 @@ class GPT2(LanguageModel):
         super().__init__()
         self._config, self.seed, self.kernels = config, seed, kernels
         device = torch.get_default_device()
-        with torch.device("meta"):  # shapes first: torch's own initial values would be drawn for nothing
+        with shapes_only():
             self.wte = nn.Embedding(config.vocab_size, config.n_embd)
             self.wpe = nn.Embedding(config.seq_len, config.n_embd)
             self.drop = nn.Dropout(config.dropout)

@@ -28,6 +28,7 @@ from zeroshard.models.base import (
     fill_normal_,
     materialize,
     projected_loss,
+    shapes_only,
 )
 from zeroshard.models.cache import KVCache, LayerCache
 from zeroshard.models.config import check_counts, check_divides, check_types
@@ -205,7 +206,7 @@ class Llama(LanguageModel):
         super().__init__()
         self._config, self.seed, self.kernels = config, seed, kernels
         device = torch.get_default_device()
-        with torch.device("meta"):  # shapes first: torch's own initial values would be drawn for nothing
+        with shapes_only():
             self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
             self.blocks = nn.ModuleList(Block(config, kernels) for _ in range(config.n_layer))
             self.norm = RMSNorm(config.n_embd, config.norm_eps, kernels=kernels)

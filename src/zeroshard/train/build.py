@@ -324,6 +324,7 @@ def _contract(
         keeps_ema=config.ema_decay > 0,
         saves_passes=saves_passes,
         calibration=config.plan.device,
+        estimates=comm.rank == 0,  # who reports
         links=Links.of(config.link),
     )
     return Contract(predict(job), config.plan.enforce)

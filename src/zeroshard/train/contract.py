@@ -42,6 +42,7 @@ class Job:
         keeps_ema: whether there is a moving average of the weights.
         saves_passes: whether the optimizer writes 16-bit weights beside their masters (`FusedAdamW`).
         calibration: path of a file of `zeroshard bench device`; empty: the device is known by name, or not at all.
+        estimates: whether peak and time are wanted too: a second's work (a trace), which one rank does for all.
         links: what slows the ranks' way to each other, which was not there when the device was measured; None: nothing.
     """
 
@@ -59,6 +60,7 @@ class Job:
     keeps_ema: bool = False
     saves_passes: bool = False
     calibration: str = ""
+    estimates: bool = True
     links: Links | None = None
 
 

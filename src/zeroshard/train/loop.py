@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard import garbage
 from zeroshard.comm import CONTROL, scope
 from zeroshard.comm.launch import end_as_peer_lost, end_at_once
 from zeroshard.errors import ExitStatus
@@ -120,7 +121,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Call
             record, stop = take_step(run, step, stop_wanted)
         alive()
         if step == run.first_step:
-            gc.freeze()  # what lives from here on is not searched for garbage again and again
+            garbage.as_ever()
         _tell(run, lambda observer, record=record: observer.on_step(record))
         saving.poll()
         if run.guard.given_up or (run.scaler and run.scaler.exhausted):
