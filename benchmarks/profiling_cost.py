@@ -4,7 +4,7 @@
 
 One rank of a world of two without a peer (`NullCommunicator`), so that nothing but the engine, the model and what
 watches them is timed. A round takes a step with each contestant in a shuffled order; costs are medians of ratios round
-by round.
+by round. Contestants are built anew several times: where a model's memory happens to lie is worth a percent.
 
     bare        the engine's own communicator, no clock
     off         as a run is by default: collectives counted, exposed communication, spans, the plan compared
@@ -119,22 +119,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="deep")
     parser.add_argument("--stage", type=int, choices=STAGES, default=3, help="3 sends the most messages")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=160)
+    parser.add_argument("--builds", type=int, default=8, help="of each contestant, over all rounds")
     parser.add_argument("--json", type=Path, help="write rounds and summary here")
     args = parser.parse_args()
     torch.set_num_threads(1)
     names = [BARE, "off", "on", "trace", "recorder"]
-    steps = {name: contestant(name, args.shape, args.stage) for name in names}
     order = random.Random(0)
     seen: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(args.rounds):
+        if number % (args.rounds // args.builds) == 0:
+            steps = {}  # the old ones go first
+            steps = {name: contestant(name, args.shape, args.stage) for name in order.sample(names, len(names))}
         visited = names if number % 4 == 0 else names[:3]  # the slow ones in every fourth round
         for name in order.sample(visited, len(visited)):
             steps[name]()
             seen[name].append(_taken.pop())
     rows: list[dict[str, Any]] = []
     ok = True
-    print(f"{args.shape}, stage {args.stage}, {args.rounds} rounds")
+    print(f"{args.shape}, stage {args.stage}, {args.rounds} rounds, {args.builds} builds")
     print(f"{'':10} {'wall ms':>9} {'/ bare':>8} {'quartiles':>15} {'cpu / bare':>11} {'limit':>6}")
     for name in names:
         rounds = range(0, args.rounds, 4) if name in names[3:] else range(args.rounds)

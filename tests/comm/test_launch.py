@@ -160,6 +160,9 @@ def test_workers_that_end_well_end_in_zero():
         ),
         ({0: (-signal.SIGTERM, "")}, 143, ""),
         ({0: (-signal.SIGTERM, ""), 1: (3, "")}, 3, ""),
+        ({0: (143, ""), 1: (138, "")}, 138, ""),  # the agent asked rank 0 to end once rank 1 had
+        ({0: (1, ""), 1: (143, "")}, 1, ""),
+        ({0: (143, ""), 1: (4, "rank 0: is gone")}, 143, ""),
     ],
 )
 def test_the_root_cause_decides_the_status(failures, status, line):

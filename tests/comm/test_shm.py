@@ -13,20 +13,23 @@ from zeroshard.comm import PeerError, SharedMemoryCommunicator, mapped, ranks_sh
 from zeroshard.errors import UserError
 
 
-def _ours():
-    return sorted(path.name for path in mapped.folder().glob("zeroshard-shm-*"))
+def _ours(marked_by):
+    """Files of shared memory made in this process after ``marked_by``; other tests make some at the same time."""
+    mapped._PREFIX = f"zeroshard-shm-{marked_by}-"
+    return sorted(path.name for path in mapped.folder().glob(f"{mapped._PREFIX}*"))
 
 
 def _files_while_it_runs(comm):
-    before = _ours()
+    parent = os.getppid()
+    before = _ours(parent)
     comm.barrier()
     own = SharedMemoryCommunicator(comm.group)
     own.all_reduce(torch.ones(10)).wait()
     comm.barrier()
-    during = _ours()
+    during = _ours(parent)
     own.close()
     own.close()
-    return before == during
+    return before == during == []
 
 
 def test_no_file_is_there_once_the_ranks_have_met(gloo_ranks):
@@ -113,6 +116,7 @@ def test_ranks_of_several_hosts_are_refused_on_each_of_them(gloo_ranks):
 
 
 def _no_room(comm):
+    assert _ours(os.getppid()) == []
     reserve = mapped._reserve
     if comm.rank == 1:
         mapped._reserve = lambda fd, start, num_bytes: os.posix_fallocate(fd, 0, -1)
@@ -122,12 +126,11 @@ def _no_room(comm):
     finally:
         mapped._reserve = reserve
     comm.barrier()
-    return _ours()
+    return _ours(os.getppid())
 
 
 def test_a_rank_without_room_stops_all_and_leaves_no_file(gloo_ranks):
-    before = _ours()
-    assert gloo_ranks(2).run(_no_room) == [before] * 2
+    assert gloo_ranks(2).run(_no_room) == [[]] * 2
 
 
 def _silent(comm):

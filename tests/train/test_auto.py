@@ -112,5 +112,6 @@ def test_a_run_whose_memory_runs_out_goes_on_at_higher_stages_from_its_checkpoin
         for stage in (0, 1)
     ]
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["event"] == "start"] == [0, 2, 2]
+    started = [event["step"] for event in events if event["event"] == "start"]
+    assert started in ([0, 2, 2], [0, 2])  # at zero1 rank 1 may have ended before rank 0 wrote that it starts
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4]

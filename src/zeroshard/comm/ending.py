@@ -41,9 +41,12 @@ def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
     for _, (code, message) in sorted(failures.items()):
         if code == ExitStatus.USAGE:
             return Ending(code, message)
-    # Ranks that only lost a peer ended because of another, unless there is no other.
-    causes = [code for code, _ in failures.values() if code != ExitStatus.PEER_LOST]
-    if not causes:
-        return Ending(ExitStatus.PEER_LOST, next(message for _, (_, message) in sorted(failures.items())))
-    code = max(causes)
-    return Ending(code if code > 0 else 128 - code)
+    # A rank that lost a peer ended because of another, and so may one that was asked to: the agent asks all who are left
+    # once one has ended. Neither is the cause while there is a better one.
+    asked = (ExitStatus.TERMINATED, -signal.SIGTERM)
+    for consequences in ((ExitStatus.PEER_LOST, *asked), (ExitStatus.PEER_LOST,)):
+        causes = [code for code, _ in failures.values() if code not in consequences]
+        if causes:
+            code = max(causes)
+            return Ending(code if code > 0 else 128 - code)
+    return Ending(ExitStatus.PEER_LOST, next(message for _, (_, message) in sorted(failures.items())))

@@ -16,6 +16,7 @@ LONGEST_TICK = 28  # letters
 USUAL_HEIGHT = 400  # pixels
 _SYMBOLS = {"triangle": "triangle-up", "cross": "x"}
 _LEGEND_ROW = 21  # pixels
+_TOOLBAR = 32  # pixels at the top: plotly's buttons, which nothing may run under
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
@@ -24,7 +25,7 @@ def as_plotly(figure: Figure) -> dict[str, Any]:
     num_named = sum(bool(series.name) for series in figure.series)
     longest = max((len(series.name) for series in figure.series), default=0)
     rows = num_named if longest > 24 else -(-num_named // 3)
-    height = USUAL_HEIGHT * figure.height + rows * _LEGEND_ROW
+    height = USUAL_HEIGHT * figure.height + rows * _LEGEND_ROW + _TOOLBAR
     x_axis = _axis(figure.x, [value for series in figure.series for value in series.x])
     if figure.x.ticks and not figure.x.log and max(map(len, figure.x.ticks.values())) > 8:
         x_axis["tickangle"] = -30
@@ -32,14 +33,14 @@ def as_plotly(figure: Figure) -> dict[str, Any]:
         x_axis["range"] = list(figure.x_range)
     layout: dict[str, Any] = {
         "height": round(height),
-        "margin": {"l": 10, "r": 14, "t": 12, "b": 10},
+        "margin": {"l": 10, "r": 14, "t": _TOOLBAR, "b": 10},
         "font": {"family": _FONT, "size": 13, "color": "#1a1a1a"},
         "paper_bgcolor": "white",
         "plot_bgcolor": "white",
         "barmode": "overlay",
         "hovermode": "closest",
         "showlegend": num_named > 1,
-        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
+        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "yref": "container", "y": 0, "yanchor": "bottom"},
         "xaxis": x_axis,
         "yaxis": _axis(figure.y, [value for series in figure.series for value in series.y]),
     }
