@@ -41,8 +41,8 @@ def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
     for _, (code, message) in sorted(failures.items()):
         if code == ExitStatus.USAGE:
             return Ending(code, message)
-    # A rank that lost a peer ended because of another, and so may one that was asked to: the agent asks all who are left
-    # once one has ended. Neither is the cause while there is a better one.
+    # A rank that lost a peer ended because of another, and so may one that was asked to: the agent asks all who are
+    # left once one has ended. Neither is the cause while there is a better one.
     asked = (ExitStatus.TERMINATED, -signal.SIGTERM)
     for consequences in ((ExitStatus.PEER_LOST, *asked), (ExitStatus.PEER_LOST,)):
         causes = [code for code, _ in failures.values() if code not in consequences]
