@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from zeroshard.lab.actions import Compute, Issue, Moment, Step, Wait
@@ -90,6 +92,29 @@ def test_collectives_run_one_after_the_other_and_not_before_they_are_issued():
     timing = simulate(_step(actions), DEVICE, cluster, with_spans=True)
     assert timing.step_s == pytest.approx(3.0)
     assert [(s.start_s, s.end_s) for s in timing.spans if s.kind == "comm"] == [(1.0, 2.0), (2.0, 3.0)]
+
+
+@pytest.mark.parametrize(("slowing_s", "step_s"), [(0.0, 3.0), (0.25, 3.5), (1.0, 5.0), (1.5, 6.0)])
+def test_while_collectives_run_computation_has_the_rest_of_the_cores(slowing_s, step_s):
+    """Two collectives of 1 s beside 3 s of computation, from which each takes what was measured, and no more."""
+    costs = {"all_gather": (1.0, 0.0)}
+    link = replace(WITHIN, num_ranks=2, collectives=costs, beside={"all_gather": (slowing_s, 0.0)})
+    actions = [_issue(1, 8), _issue(2, 8), _compute(SECOND, SECOND, SECOND), Wait(1, "u", "forward"), Wait(2, "u", "forward")]
+    timing = simulate(_step(actions), DEVICE, Cluster(2, 2, link, BETWEEN), with_spans=True)
+    assert timing.step_s == pytest.approx(step_s)
+    assert timing.compute_s == pytest.approx(3.0)
+    assert timing.exposed_s == pytest.approx(step_s - 3.0)
+    ends = [span.end_s for span in timing.spans if span.kind == "comm"]
+    assert ends == [pytest.approx(max(slowing_s, 1.0)), pytest.approx(2 * max(slowing_s, 1.0))]
+
+
+def test_what_is_left_of_a_collective_when_it_is_waited_for_runs_at_its_own_pace():
+    """Half of a collective of 1 s passes beside 0.5 s of computation, at the cost of as much; half is waited for."""
+    link = replace(WITHIN, num_ranks=2, collectives={"all_gather": (1.0, 0.0)}, beside={"all_gather": (0.5, 0.0)})
+    actions = [_issue(1, 8), _compute(Work(10**12 // 4, 0, "float32")), Wait(1, "u", "forward")]
+    timing = simulate(_step(actions), DEVICE, Cluster(2, 2, link, BETWEEN))
+    assert timing.step_s == pytest.approx(1.0)
+    assert timing.exposed_by == {"u/weights/forward": pytest.approx(0.75)}
 
 
 def test_micro_batches_in_the_middle_count_as_often_as_they_are_there():

@@ -3,8 +3,8 @@
 There are two clocks, and they are the engine's on a GPU: the stream that computes, and for each group of ranks the one
 on which collectives run one after the other. A collective begins when what was computed before it is done and the one
 before it is over; a wait holds computation until it ends, and what it holds it for is *exposed* communication. On a
-CPU the cores that compute move the bytes too: a link that was measured says by how much a collective slows what is
-computed beside it.
+CPU the cores that compute move the bytes too: a link that was measured says for how many seconds of computation a
+collective takes the cores away, and while it is under way what is computed beside it goes on with the rest of them.
 
 An operation takes the longest of its FLOPs over the device's rate, its bytes over the memory's, and the least time of a
 kernel (Williams et al. 2009, "Roofline", https://doi.org/10.1145/1498765.1498785). A collective takes a latency for
@@ -23,7 +23,7 @@ within the node, or the k network links of a node together.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -156,6 +156,18 @@ def operation_s(work: Work, device: Device) -> tuple[float, str]:
     return longest, "flops" if longest == flops_s else "bytes" if longest == bytes_s else "kernels"
 
 
+class _Flight:
+    """A collective under way."""
+
+    def __init__(self, issue: Issue, seconds: float, slowing_s: float) -> None:
+        self.issue = issue
+        self.seconds = seconds  # while nobody computes
+        self.beside_s = max(seconds, slowing_s)  # while somebody does
+        self.share = slowing_s / self.beside_s if slowing_s else 0.0  # of the cores, which it takes from who does
+        self.left = 1.0
+        self.start_s = 0.0
+
+
 class _Clock:
     def __init__(self, device: Device, cluster: Cluster, *, with_spans: bool) -> None:
         self._device, self._cluster, self._with_spans = device, cluster, with_spans
@@ -163,9 +175,8 @@ class _Clock:
         self._compute_s = self._comm_s = self._exposed_s = 0.0
         self._bound: defaultdict[str, float] = defaultdict(float)
         self._exposed_by: defaultdict[str, float] = defaultdict(float)
-        self._free = {False: 0.0, True: 0.0}  # by whether replicas talk
-        self._done: dict[int, tuple[float, float, Issue]] = {}
-        self._stood: list[tuple[float, float]] = []  # when computation stood still
+        self._streams: dict[bool, deque[_Flight]] = {False: deque(), True: deque()}  # by whether replicas talk
+        self._flights: dict[int, _Flight] = {}
         self._known: dict[int, tuple[tuple[Work, ...], float, Mapping[str, float]]] = {}
         self._spans: list[TimedSpan] = []
 
@@ -188,15 +199,26 @@ class _Clock:
         for total, old in ((self._bound, bound), (self._exposed_by, exposed)):
             for key in total:
                 total[key] += more * (total[key] - old.get(key, 0.0))
-        self._free = {key: min(value, self._now) if more else value for key, value in self._free.items()}
 
     def _compute(self, action: Compute) -> None:
         seconds, bound = self._seconds(action.work)
         for key, value in bound.items():
             self._bound[key] += value
-        self._note("compute", action.unit, action.phase, "", self._now, self._now + seconds)
-        self._now += seconds
         self._compute_s += seconds
+        start, left = self._now, seconds
+        while heads := [stream[0] for stream in self._streams.values() if stream and stream[0].share]:
+            rate = max(1.0 - sum(head.share for head in heads), 0.0)
+            until = min(head.left * head.beside_s for head in heads)
+            if left <= until * rate:
+                self._expose(heads[0], action.phase, left / rate - left)
+                self._pass(left / rate, computing=True)
+                left = 0.0
+                break
+            self._expose(heads[0], action.phase, until * (1.0 - rate))
+            self._pass(until, computing=True)
+            left -= until * rate
+        self._pass(left, computing=True)
+        self._note("compute", action.unit, action.phase, "", start, self._now)
 
     def _seconds(self, work: tuple[Work, ...]) -> tuple[float, Mapping[str, float]]:
         known = self._known.get(id(work))
@@ -214,32 +236,57 @@ class _Clock:
         seconds = self._cluster.collective_s(
             message.op, message.num_bytes, message.world_size, replicas=action.replicas
         )
-        start = max(self._now, self._free[action.replicas])
-        self._free[action.replicas] = start + seconds
-        self._done[action.number] = (start, start + seconds, action)
+        flight = _Flight(action, seconds, self._cluster.slowing_s(message))
+        flight.start_s = self._now  # later if others are before it
+        self._flights[action.number] = flight
+        self._streams[action.replicas].append(flight)
         self._comm_s += seconds
-        name = f"{message.op} {message.buffer}/{message.phase}"
-        self._note("comm", action.unit, action.phase, name, start, start + seconds, message.num_bytes)
 
     def _wait(self, action: Wait) -> None:
-        if action.number not in self._done:
+        flight = self._flights.pop(action.number, None)
+        if flight is None:
             return  # a collective of one rank
-        start, end, issued = self._done.pop(action.number)
-        held = max(0.0, end - self._now)
-        slowing = self._cluster.slowing_s(issued.message)
-        if slowing and end > start:  # the part of it that ran beside computation has slowed that down
-            stood = sum(max(0.0, min(end, over) - max(start, since)) for since, over in self._stood)
-            slowed = slowing * max(0.0, min(end, self._now) - start - stood) / (end - start)
-            held += slowed
-        if held and self._cluster.within.beside:
-            self._stood.append((self._now, self._now + held))
+        stream = self._streams[flight.issue.replicas]
+        held = 0.0
+        if flight in stream:
+            before = list(stream)[: stream.index(flight) + 1]
+            held = sum(each.left * each.seconds for each in before)
         if held:
-            message = issued.message
-            kind = message.buffer if issued.control else f"{message.buffer}/{message.phase}/{action.phase}"
-            self._exposed_by[kind] += held
-            self._note("wait", action.unit, action.phase, kind, self._now, self._now + held)
-        self._exposed_s += held
-        self._now += held
+            start = self._now
+            kind = self._expose(flight, action.phase, held)
+            self._pass(held, computing=False)
+            self._note("wait", action.unit, action.phase, kind, start, self._now)
+
+    def _expose(self, flight: _Flight, phase: str, seconds: float) -> str:
+        """Count ``seconds`` without computation for ``flight``, under the name that is returned."""
+        message = flight.issue.message
+        kind = message.buffer if flight.issue.control else f"{message.buffer}/{message.phase}/{phase}"
+        if seconds:
+            self._exposed_by[kind] += seconds
+            self._exposed_s += seconds
+        return kind
+
+    def _pass(self, seconds: float, *, computing: bool) -> None:
+        """Let time pass, in which each stream's collectives go on one after the other."""
+        end = self._now + seconds
+        for stream in self._streams.values():
+            at = self._now
+            while stream:
+                flight = stream[0]
+                whole = flight.beside_s if computing else flight.seconds
+                over = at + flight.left * whole
+                if over > end + 1e-12:  # of a second: rounding leaves no crumbs
+                    flight.left -= (end - at) / whole
+                    break
+                at, flight.left = over, 0.0
+                message = flight.issue.message
+                name = f"{message.op} {message.buffer}/{message.phase}"
+                issue = flight.issue
+                self._note("comm", issue.unit, issue.phase, name, flight.start_s, at, message.num_bytes)
+                stream.popleft()
+                if stream:
+                    stream[0].start_s = max(stream[0].start_s, at)
+        self._now = end
 
     def _note(
         self,
