@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,3 +38,11 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def alone_with_networks():
+    """No other test makes or removes networks of this machine meanwhile, in whichever worker it runs."""
+    with (Path(tempfile.gettempdir()) / f"zeroshard-tests-{os.getuid()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

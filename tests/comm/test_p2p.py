@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import PeerError, TorchTransport, run_threads, thread_transports
+from zeroshard.comm import PeerError, SocketTransport, TorchTransport, run_threads, thread_transports
+
+OVER_GROUPS = pytest.mark.parametrize("transport", [TorchTransport, SocketTransport])
 
 
 def _three_messages_to_the_right(transport):
@@ -30,15 +32,16 @@ def test_threads_get_messages_in_the_order_sent(world_size):
     assert got == [_expected(rank, world_size) for rank in range(world_size)]
 
 
-def _over_gloo(comm):
-    transport = TorchTransport(comm.group)
+def _over_group(comm, make):
+    transport = make(comm.group)
     got = _three_messages_to_the_right(transport)
     transport.close()
     return got
 
 
-def test_processes_get_messages_in_the_order_sent(gloo_ranks):
-    assert gloo_ranks(3).run(_over_gloo) == [_expected(rank, 3) for rank in range(3)]
+@OVER_GROUPS
+def test_processes_get_messages_in_the_order_sent(gloo_ranks, transport):
+    assert gloo_ranks(3).run(_over_group, transport) == [_expected(rank, 3) for rank in range(3)]
 
 
 def _second_topic_first(comm):
@@ -54,7 +57,7 @@ def _second_topic_first(comm):
     return large.unique().tolist(), small.unique().tolist()
 
 
-def test_a_message_is_never_taken_for_one_of_another_topic(gloo_ranks):
+def test_over_gloo_a_message_waits_for_whoever_expects_its_topic(gloo_ranks):
     assert gloo_ranks(2).run(_second_topic_first) == [([1.0], [2.0])] * 2
 
 
@@ -66,9 +69,9 @@ def test_threads_that_expect_another_topic_say_so():
         right.recv(torch.zeros(2), 0).wait()
 
 
-def _two_transports_and_the_group(comm):
+def _two_transports_and_the_group(comm, make):
     """The same peers talk three ways at once; receives are posted in another order than sends."""
-    ways = [TorchTransport(comm.group), TorchTransport(comm.group)]
+    ways = [make(comm.group), make(comm.group)]
     peer = 1 - comm.rank
     inbox = [torch.zeros(4) for _ in range(3)]
     works = [dist.irecv(inbox[2], peer), ways[1].recv(inbox[1], peer), ways[0].recv(inbox[0], peer)]
@@ -76,20 +79,24 @@ def _two_transports_and_the_group(comm):
     works.append(dist.isend(torch.full((4,), 2.0), peer))
     for work in works:
         work.wait()
+    for way in ways:
+        way.close()
     return [message[0].item() for message in inbox]
 
 
-def test_messages_never_mix_with_other_traffic(gloo_ranks):
-    assert gloo_ranks(2).run(_two_transports_and_the_group) == [[0.0, 1.0, 2.0]] * 2
+@OVER_GROUPS
+def test_messages_never_mix_with_other_traffic(gloo_ranks, transport):
+    assert gloo_ranks(2).run(_two_transports_and_the_group, transport) == [[0.0, 1.0, 2.0]] * 2
 
 
-def _made_and_closed(comm):
+def _made_and_closed(comm, make):
     for _ in range(10):
-        TorchTransport(comm.group).close()
+        make(comm.group).close()
 
 
-def test_a_transport_may_be_closed_as_soon_as_it_is_made(gloo_ranks):
-    gloo_ranks(3).run(_made_and_closed)
+@OVER_GROUPS
+def test_a_transport_may_be_closed_as_soon_as_it_is_made(gloo_ranks, transport):
+    gloo_ranks(3).run(_made_and_closed, transport)
 
 
 def test_a_thread_that_is_not_answered_says_who_was_silent():
@@ -100,8 +107,8 @@ def test_a_thread_that_is_not_answered_says_who_was_silent():
         lonely.send(torch.empty(1), 1).wait()
 
 
-def _silent_peer(comm):
-    transport = TorchTransport(comm.group, timeout_s=0.3)
+def _silent_peer(comm, make):
+    transport = make(comm.group, timeout_s=0.3)
     buffer = torch.empty(4)
     if comm.rank == 0:
         with pytest.raises(PeerError, match="rank 0: rank 1 is gone or did not answer"):
@@ -114,12 +121,15 @@ def _silent_peer(comm):
             transport.recv(buffer, 0).wait()
 
 
-def test_a_peer_that_does_not_answer_in_time_is_named_and_the_transport_closed(gloo_ranks):
-    gloo_ranks(2).run(_silent_peer)
+@OVER_GROUPS
+def test_a_peer_that_does_not_answer_in_time_is_named_and_the_transport_closed(gloo_ranks, transport):
+    gloo_ranks(2).run(_silent_peer, transport)
 
 
 def test_without_torch_distributed_there_is_one_line_that_says_so():
     with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) first"):
         TorchTransport()
+    with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) first"):
+        SocketTransport()
     with pytest.raises(ValueError, match="world_size: 0 ranks; give at least 1"):
         thread_transports(0)

@@ -32,7 +32,7 @@ def _namespaces():
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not _has_namespaces(), reason="needs root and iproute2, to make network namespaces")
-def test_two_hosts_lose_each_other_and_find_each_other_again():
+def test_two_hosts_lose_each_other_and_find_each_other_again(alone_with_networks):
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout

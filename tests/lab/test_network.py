@@ -26,7 +26,7 @@ def _why_not() -> str:
         return "not root"
     if not (shutil.which("ip") and shutil.which("tc")):
         return "no iproute2"
-    probe = "zs-test"
+    probe = f"zs-test{os.getpid()}"  # other workers ask at the same time
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode == 0
     if made:
         subprocess.run(["ip", "netns", "delete", probe], check=False)
@@ -45,7 +45,7 @@ def state() -> tuple[str, ...]:
 
 
 @pytest.fixture
-def as_before():
+def as_before(alone_with_networks):
     network.clean()
     before = state()
     yield before

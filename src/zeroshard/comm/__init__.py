@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from zeroshard.comm.p2p import ThreadTransport, TorchTransport, Transport, thread_transports
     from zeroshard.comm.ring import RingCommunicator
     from zeroshard.comm.shm import SharedMemoryCommunicator, ranks_share_host
+    from zeroshard.comm.sockets import SocketTransport
     from zeroshard.comm.threads import ThreadCommunicator, run_threads
     from zeroshard.comm.throttle import Link, ThrottledCommunicator
     from zeroshard.comm.torch_dist import TorchCommunicator
@@ -68,6 +69,7 @@ _HOME = {
     "RingCommunicator": "ring",
     "SharedMemoryCommunicator": "shm",
     "ranks_share_host": "shm",
+    "SocketTransport": "sockets",
     "ThreadCommunicator": "threads",
     "run_threads": "threads",
     "Link": "throttle",
@@ -93,6 +95,7 @@ __all__ = [
     "ReduceOp",
     "RingCommunicator",
     "SharedMemoryCommunicator",
+    "SocketTransport",
     "Splittable",
     "Tells",
     "ThreadCommunicator",

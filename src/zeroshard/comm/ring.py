@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.comm.base import Groups, ReduceOp, Work
-from zeroshard.comm.p2p import TorchTransport, Transport
+from zeroshard.comm.p2p import Transport
 from zeroshard.comm.pieces import COMBINE, copy, shard_interval
 from zeroshard.comm.queued import QueuedCommunicator
+from zeroshard.comm.sockets import SocketTransport
 
 MIN_CHUNK_BYTES = 256 << 10  # below it, a message costs more than its bytes
 MAX_CHUNK_BYTES = 2 << 20
@@ -44,7 +45,7 @@ class RingCommunicator(QueuedCommunicator):
 
     Args:
         group: a process group that this rank belongs to; None: the default group.
-        transport: what carries the messages instead; None: gloo, in a group of its own.
+        transport: what carries the messages instead; None: TCP connections of their own.
         timeout_s: after which a peer that sends nothing is given up; only for the transport made here.
 
     Raises:
@@ -54,7 +55,7 @@ class RingCommunicator(QueuedCommunicator):
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, transport: Transport | None = None, timeout_s: float = 600.0
     ) -> None:
-        self.transport: Transport = transport or TorchTransport(group, timeout_s=timeout_s)
+        self.transport: Transport = transport or SocketTransport(group, timeout_s=timeout_s)
         self.rank = self.transport.rank
         self.world_size = self.transport.world_size
         self._memory = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,195 @@
+"""TCP connections of our own: who may connect, where a rank is called, and what happens when one is gone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import threading
+import weakref
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm import PeerError, SocketTransport, run_threads
+from zeroshard.comm.sockets import AT_ONCE_BYTES, own_address
+from zeroshard.errors import UserError
+
+LARGE = 3 << 20  # elements; more than sockets keep
+
+
+@pytest.fixture
+def transports():
+    """`transports(n)`: the ends of n ranks that live in this process and met at one store."""
+    made = []
+
+    def make(world_size, timeout_s=20.0):
+        store = dist.HashStore()
+
+        def join(comm):
+            transport = object.__new__(SocketTransport)
+            transport._join(store, comm.rank, range(world_size), timeout_s)
+            return transport
+
+        made.extend(run_threads(join, world_size))
+        return made[-world_size:]
+
+    yield make
+    for transport in made:
+        transport.close()
+
+
+def _talk(transports, talk):
+    return run_threads(lambda comm: talk(transports[comm.rank]), len(transports))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_may_send_more_than_sockets_keep_before_they_receive(transports, world_size):
+    def talk(transport):
+        rank = transport.rank
+        sent = transport.send(torch.full((LARGE,), float(rank)), (rank + 1) % world_size)
+        small = transport.send(torch.tensor([rank]), (rank + 1) % world_size)  # behind the large one
+        large, number = torch.empty(LARGE), torch.empty(1, dtype=torch.int64)
+        for work in (transport.recv(large, (rank - 1) % world_size), transport.recv(number, (rank - 1) % world_size)):
+            work.wait()
+        sent.wait()
+        small.wait()
+        return large.unique().tolist(), number.item()
+
+    expected = [([float((rank - 1) % world_size)], (rank - 1) % world_size) for rank in range(world_size)]
+    assert _talk(transports(world_size), talk) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.int8, torch.float64])
+def test_bytes_arrive_whatever_they_are(transports, dtype):
+    one, other = transports(2)
+    message = (torch.randn(7, 3, 5) * 100).to(dtype)
+    got = torch.zeros_like(message)
+    one.send(message, 1).wait()
+    work = other.recv(got, 0)
+    work.wait()
+    work.wait()  # again: nothing more is read
+    assert torch.equal(got, message)
+
+
+def test_a_small_message_starts_no_thread_and_a_large_one_lets_go_of_its_tensor(transports):
+    one, other = transports(2)
+    one.send(torch.zeros(AT_ONCE_BYTES, dtype=torch.uint8), 1)
+    other.recv(torch.empty(AT_ONCE_BYTES, dtype=torch.uint8), 0).wait()
+    assert "ring-sender" not in {thread.name for thread in threading.enumerate()}
+    message = torch.zeros(LARGE)
+    gone = weakref.ref(message)
+    sent = one.send(message, 1)
+    other.recv(torch.empty(LARGE), 0).wait()
+    sent.wait()
+    del message, sent
+    assert gone() is None
+
+
+def test_a_message_of_another_call_is_not_taken(transports):
+    one, other = transports(2)
+    one.topic, other.topic = 1, 2
+    one.send(torch.zeros(3), 1)
+    with pytest.raises(PeerError, match="rank 0 made another call than this rank"):
+        other.recv(torch.zeros(3), 0).wait()
+    one, other = transports(2)
+    one.send(torch.zeros(4), 1)
+    with pytest.raises(PeerError, match="rank 0 made another call than this rank"):
+        other.recv(torch.zeros(3), 0).wait()
+
+
+def test_a_peer_that_leaves_is_named_by_who_receives_and_by_who_sends(transports):
+    one, other, third = transports(3)
+    one.send(torch.zeros(1), 1).wait()
+    other.recv(torch.zeros(1), 0).wait()
+    one.close()
+    with pytest.raises(PeerError, match=r"rank 1: rank 0 is gone or did not answer; .* \(it has hung up\)"):
+        other.recv(torch.zeros(1), 0).wait()
+    with pytest.raises(PeerError, match="rank 2: rank 0 is gone or did not answer"):
+        third.send(torch.zeros(LARGE), 0).wait()
+    with pytest.raises(PeerError, match="rank 2: the transport is closed"):
+        third.send(torch.zeros(1), 0)
+
+
+def test_what_was_sent_before_a_rank_left_arrives(transports):
+    one, other = transports(2)
+    one.send(torch.arange(1000), 1).wait()
+    one.close()
+    got = torch.empty(1000, dtype=torch.int64)
+    other.recv(got, 0).wait()
+    assert torch.equal(got, torch.arange(1000))
+
+
+def test_who_waits_is_woken_when_the_transport_is_closed(transports):
+    one, other = transports(2)
+    one.send(torch.zeros(1), 1)
+    other.recv(torch.zeros(1), 0).wait()
+    began = threading.Event()
+
+    def listen(comm):
+        began.set()
+        with pytest.raises(PeerError):
+            other.recv(torch.zeros(1), 0).wait()
+
+    def close(comm):
+        began.wait()
+        other.close()
+
+    run_threads(lambda comm: (listen, close)[comm.rank](comm), 2)
+
+
+def test_who_does_not_know_the_secret_is_not_let_in(transports):
+    one, other = transports(2)
+    host, port, secret = json.loads(other._store.get("address/1"))
+    for hello in (bytes(16) + bytes(4), b"GET / HTTP/1.1\r\n\r\n", b""):
+        with socket.create_connection((host, port), timeout=10) as stranger:
+            stranger.sendall(hello)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(1) == b""  # hung up
+    assert secret not in (bytes(16).hex(), "")
+    one.send(torch.tensor([5]), 1)
+    got = torch.tensor([0])
+    other.recv(got, 0).wait()
+    assert got.item() == 5
+
+
+def test_a_forgotten_transport_leaves_no_thread_and_no_port(transports):
+    before = threading.active_count(), len(psutil.Process().net_connections())
+    for transport in transports(2):
+        transport.close()
+    store = dist.HashStore()
+
+    def join(comm):
+        transport = object.__new__(SocketTransport)
+        transport._join(store, comm.rank, range(2), 20.0)
+        transport.send(torch.zeros(LARGE), 1 - comm.rank)
+        transport.recv(torch.zeros(LARGE), 1 - comm.rank).wait()
+
+    run_threads(join, 2)
+    gc.collect()
+    deadline = threading.Event()
+    for _ in range(100):
+        if (threading.active_count(), len(psutil.Process().net_connections())) == before:
+            break
+        deadline.wait(0.05)
+    assert (threading.active_count(), len(psutil.Process().net_connections())) == before
+
+
+def test_a_rank_is_called_at_the_interface_that_is_asked_for(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such,lo")
+    assert own_address(dist.HashStore()) == (socket.AF_INET, "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
+    with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME: 'none-such' has no address; choose one of .*lo"):
+        own_address(dist.HashStore())
+
+
+def test_a_rank_is_called_where_the_way_to_the_store_begins(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    assert own_address(dist.PrefixStore("a", dist.PrefixStore("b", store))) == (socket.AF_INET, "127.0.0.1")
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    assert own_address(dist.HashStore()) == (socket.AF_INET, "127.0.0.1")
+    assert os.environ.get("GLOO_SOCKET_IFNAME") is None
