@@ -50,7 +50,7 @@ def iperf(nodes: network.Nodes, seconds: float = 3.0) -> list[float]:
 
     def send(node: int) -> float:
         to = f"{prefix}.{(node + 1) % len(nodes.names) + 1}"
-        words = ["iperf3", "-c", to, "-t", str(seconds), "-O", "1", "-J"]
+        words = ["iperf3", "-c", to, "-t", str(seconds), "-O", "1", "-l", "1M", "-J"]
         done = subprocess.run(
             ["ip", "netns", "exec", nodes.names[node], *words], capture_output=True, text=True, check=True
         )

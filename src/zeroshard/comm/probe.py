@@ -65,8 +65,8 @@ def probe(comm: Communicator, asked: Link, node_size: int = 1) -> Probed | None:
         part = comm
     expected = min(asked.bytes_per_s, MAX_BYTES / LONG_S)
     long, short = (min(max(int(expected * s), MIN_BYTES), MAX_BYTES) for s in (LONG_S, SHORT_S))
-    shard = torch.zeros(long // (part.world_size - 1), dtype=torch.uint8)
-    whole = torch.zeros(part.world_size * len(shard), dtype=torch.uint8)
+    most = long // (part.world_size - 1)  # from each rank
+    whole = torch.zeros(part.world_size * most, dtype=torch.uint8)
 
     def seconds(issue: Callable[[], Work], times: int = 1) -> float:
         """Of an operation; of ``times`` one after another, the mean."""
@@ -79,14 +79,15 @@ def probe(comm: Communicator, asked: Link, node_size: int = 1) -> Probed | None:
         return (time.perf_counter() - start) / times
 
     def gather(numel: int) -> Callable[[], Work]:
-        """Of ``numel`` bytes from each rank."""
-        return lambda: part.all_gather(whole[: part.world_size * numel], shard[:numel])
+        """Of ``numel`` bytes from each rank, in place as the engine's: nothing is copied beside it."""
+        own = whole[part.rank * numel : (part.rank + 1) * numel]
+        return lambda: part.all_gather(whole[: part.world_size * numel], own)
 
     def median_s(numel: int) -> float:
         return statistics.median(seconds(gather(numel)) for _ in range(REPEATS))
 
     num_hops = part.world_size - 1  # of a gather; an all-reduce has as many more
-    few, many = short // num_hops, len(shard)
+    few, many = short // num_hops, most
     seconds(gather(few))  # connections open, memory is there
     sent = (many - few) * num_hops  # more over a link in the long transfer than in the short one
     bytes_per_s = sent / max(median_s(many) - median_s(few), 1e-9)

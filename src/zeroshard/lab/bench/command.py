@@ -100,7 +100,7 @@ def _collectives(settings: CollectivesBench) -> Report:
         _check_ranks(world, device)
     comms = [name for name in settings.comms if device == "cpu" or name == "torch"]
     if len(comms) < len(settings.comms) and "comms" in settings.model_fields_set:
-        raise UserError("comms", "ring and shm move CPU tensors", "use torch, or --device cpu")
+        raise UserError("comms", "rings and shm move CPU tensors", "use torch, or --device cpu")
     return collectives.run(settings.worlds, sizes, settings.dtypes, comms, settings.rounds, device)
 
 

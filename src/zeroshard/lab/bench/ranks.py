@@ -19,15 +19,17 @@ from zeroshard.comm import (
     RingCommunicator,
     SharedMemoryCommunicator,
     TorchCommunicator,
+    TorchTransport,
 )
 
 T = TypeVar("T")
 COMMUNICATORS: dict[str, Callable[[], Communicator]] = {
     "torch": TorchCommunicator,
     "ring": RingCommunicator,
+    "ring-gloo": lambda: RingCommunicator(transport=TorchTransport()),
     "shm": SharedMemoryCommunicator,
 }
-ON_CPU = ("ring", "shm")  # which move CPU tensors alone
+ON_CPU = ("ring", "ring-gloo", "shm")  # which move CPU tensors alone
 
 
 def on_ranks(fn: Callable[..., T], world_size: int, *args: Any, device: str = "cpu", num_threads: int = 1) -> T:

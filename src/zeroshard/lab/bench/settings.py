@@ -48,8 +48,10 @@ class CollectivesBench(Config):
     worlds: tuple[int, ...] = Field((2, 4), min_length=1, description="Ranks, as processes of this machine.")
     sizes: tuple[str, ...] = Field(("64KiB", "1MiB", "16MiB", "64MiB"), min_length=1, description="Of the tensor.")
     dtypes: tuple[Dtype, ...] = Field(("float32", "bfloat16"), min_length=1, description="Of its elements.")
-    comms: tuple[CommName, ...] = Field(
-        ("torch", "ring", "shm"), min_length=1, description="Communicators; others are held against the first."
+    comms: tuple[CommName | Literal["ring-gloo"], ...] = Field(
+        ("torch", "ring", "shm"),
+        min_length=1,
+        description="Communicators; others are held against the first. ring-gloo: the ring over gloo's messages.",
     )
     rounds: int = Field(9, ge=1, description="Rounds.")
     device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Where tensors lie; auto: GPUs where any are.")
