@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import threading
+import time
 import weakref
 
 import psutil
@@ -73,6 +74,17 @@ def test_bytes_arrive_whatever_they_are(transports, dtype):
     work.wait()
     work.wait()  # again: nothing more is read
     assert torch.equal(got, message)
+
+
+@pytest.mark.parametrize("numel", [10, LARGE])
+def test_storage_that_was_sent_or_filled_may_still_be_given_back(transports, numel):
+    one, other = transports(2)
+    message, got = torch.zeros(numel), torch.zeros(numel)
+    sent = one.send(message, 1)
+    other.recv(got, 0).wait()
+    sent.wait()
+    for tensor in (message, got):
+        tensor.untyped_storage().resize_(0)
 
 
 def test_a_small_message_starts_no_thread_and_a_large_one_lets_go_of_its_tensor(transports):
@@ -156,26 +168,36 @@ def test_who_does_not_know_the_secret_is_not_let_in(transports):
     assert got.item() == 5
 
 
-def test_a_forgotten_transport_leaves_no_thread_and_no_port(transports):
-    before = threading.active_count(), len(psutil.Process().net_connections())
-    for transport in transports(2):
-        transport.close()
+def _settled():
+    """Threads and connections of transports in this process, once no more of them end."""
+    found = None
+    for _ in range(100):
+        gc.collect()
+        before, found = found, (
+            sorted(thread.name for thread in threading.enumerate() if thread.name in ("ring-door", "ring-sender")),
+            len(psutil.Process().net_connections("tcp")),
+        )
+        if found == before and not found[0]:
+            break
+        time.sleep(0.05)
+    return found
+
+
+def test_a_forgotten_transport_leaves_no_thread_and_no_connection():
+    before = _settled()
     store = dist.HashStore()
 
     def join(comm):
         transport = object.__new__(SocketTransport)
         transport._join(store, comm.rank, range(2), 20.0)
-        transport.send(torch.zeros(LARGE), 1 - comm.rank)
+        sent = transport.send(torch.zeros(LARGE), 1 - comm.rank)
         transport.recv(torch.zeros(LARGE), 1 - comm.rank).wait()
+        sent.wait()
+        names = {thread.name for thread in threading.enumerate()}
+        return {"ring-door", "ring-sender"} <= names
 
-    run_threads(join, 2)
-    gc.collect()
-    deadline = threading.Event()
-    for _ in range(100):
-        if (threading.active_count(), len(psutil.Process().net_connections())) == before:
-            break
-        deadline.wait(0.05)
-    assert (threading.active_count(), len(psutil.Process().net_connections())) == before
+    assert run_threads(join, 2) == [True, True]
+    assert _settled() == before == ([], before[1])
 
 
 def test_a_rank_is_called_at_the_interface_that_is_asked_for(monkeypatch):
