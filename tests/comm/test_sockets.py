@@ -173,9 +173,12 @@ def _settled():
     found = None
     for _ in range(100):
         gc.collect()
-        before, found = found, (
-            sorted(thread.name for thread in threading.enumerate() if thread.name in ("ring-door", "ring-sender")),
-            len(psutil.Process().net_connections("tcp")),
+        before, found = (
+            found,
+            (
+                sorted(thread.name for thread in threading.enumerate() if thread.name in ("ring-door", "ring-sender")),
+                len(psutil.Process().net_connections("tcp")),
+            ),
         )
         if found == before and not found[0]:
             break

@@ -40,6 +40,12 @@ def test_an_operation_takes_as_long_as_what_limits_it(work, seconds, limit):
     assert operation_s(work, DEVICE) == (pytest.approx(seconds), limit)
 
 
+def test_on_a_cpu_the_least_time_of_an_operation_comes_on_top():
+    cpu = replace(DEVICE, device_type="cpu", kernel_s=0.5)
+    assert operation_s(Work(2 * 10**12, 1, "float32"), cpu) == (pytest.approx(2.5), "flops")
+    assert operation_s(Work(1, 1, "float32"), cpu) == (pytest.approx(0.5), "kernels")
+
+
 def test_ring_collectives_are_latency_and_bytes_over_bandwidth():
     node = Cluster(8, 8, WITHIN, BETWEEN, "ring")
     assert node.collective_s("all_gather", 800, 8) == pytest.approx(7e-6 + 7 / 8 * 800 / 100e9)

@@ -124,6 +124,7 @@ class Settings:
         fused_copies: whether the optimizer writes 16-bit weights beside their masters, as `FusedAdamW` does.
         rank: among those that shard together.
         clips: whether the norm of the gradients is taken, and they are scaled, before the optimizer's step.
+        agrees: whether ranks agree on the loss, and on going on, in a message of their own, as the trainer's do.
     """
 
     strategy: ShardingStrategy
@@ -137,3 +138,4 @@ class Settings:
     fused_copies: bool = False
     rank: int = 0
     clips: bool = True
+    agrees: bool = False

@@ -62,6 +62,7 @@ def predict(job: Job) -> Planned:
         device_type=job.device_type,
         fused_copies=job.saves_passes and job.compute_dtype != torch.float32,
         rank=rank,
+        agrees=True,
     )
     step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings)
     if calibration is not None and calibration.link is not None and job.links is not None:

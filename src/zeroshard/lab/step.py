@@ -338,6 +338,8 @@ class _Engine:
         self._actions = []
         self._place, self._phase = "root", "optimizer"
         trained = [group for unit in self.all_units() for group in unit.trained]
+        if self.settings.agrees:
+            self._control("all_reduce", 24)
         if self.settings.clips:
             self.compute(*(Work(0, group.reduced_bytes, dtype_name(group.master)) for group in trained))
             if any(group.shard_optim for group in trained):

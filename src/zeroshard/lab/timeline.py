@@ -7,10 +7,10 @@ CPU the cores that compute move the bytes too: a link that was measured says for
 collective takes the cores away, and while it is under way what is computed beside it goes on with the rest of them.
 
 An operation takes the longest of its FLOPs over the device's rate, its bytes over the memory's, and the least time of a
-kernel (Williams et al. 2009, "Roofline", https://doi.org/10.1145/1498765.1498785). A collective takes a latency for
-each step of its algorithm and its bytes over the slowest link (Thakur et al. 2005, "Optimization of Collective
-Communication Operations in MPICH", https://doi.org/10.1177/1094342005051521; ring and double binary tree as NCCL
-reckons them, src/graph/tuning.cc)::
+kernel, which on a CPU comes on top: nobody issues the next one meanwhile (Williams et al. 2009, "Roofline",
+https://doi.org/10.1145/1498765.1498785). A collective takes a latency for each step of its algorithm and its bytes over
+the slowest link (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH",
+https://doi.org/10.1177/1094342005051521; ring and double binary tree as NCCL reckons them, src/graph/tuning.cc)::
 
     all-gather, reduce-scatter    ring   call + (n - 1) a + (n - 1) / n  B / b
     all-reduce                    ring   call + 2 (n - 1) a + 2 (n - 1) / n  B / b
@@ -153,7 +153,10 @@ def operation_s(work: Work, device: Device) -> tuple[float, str]:
     flops_s = work.flops / (rate * share)
     bytes_s = work.num_bytes / (device.bytes_per_s * device.memory_share)
     longest = max(flops_s, bytes_s, device.kernel_s)
-    return longest, "flops" if longest == flops_s else "bytes" if longest == bytes_s else "kernels"
+    limit = "flops" if longest == flops_s else "bytes" if longest == bytes_s else "kernels"
+    if device.device_type == "cpu":  # nobody issues the next operation while this one runs
+        return max(flops_s, bytes_s) + device.kernel_s, limit
+    return longest, limit
 
 
 class _Flight:
