@@ -87,7 +87,7 @@ class SocketTransport(GroupTransport):
     def _reason(self, error: Exception) -> str:
         if isinstance(error, BlockingIOError | TimeoutError):
             return f"nothing within {self._timeout_s:g} s"
-        return (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
+        return (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
 
 
 class _Lines:
