@@ -13,6 +13,9 @@ by round. Contestants are built anew several times: where a model's memory happe
     recorder    in the step in which every operation is looked at (`--profile.memory`)
 
 The first two are bound to 1 % and 3 %: exit status 3 where they cost more. The last two are for a few steps, and told.
+
+What measuring does depends on a model's layers and not on their width, and is less than the noise of a whole step. So
+it is timed on the same layers made thin (`--thin`), where it shows, and held against the bare step of the full ones.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +40,7 @@ import torch  # noqa: E402
 
 from zeroshard.comm import NullCommunicator, ObservedCommunicator  # noqa: E402
 from zeroshard.lab.bench.report import environment, spread_of  # noqa: E402
-from zeroshard.lab.bench.step import SHAPES, batch, make_model  # noqa: E402
+from zeroshard.lab.bench.step import SHAPES, Shape, batch, make_model  # noqa: E402
 from zeroshard.lab.buffers import buffers_of  # noqa: E402
 from zeroshard.lab.memory import OPTIMIZER_STATES, state_bytes  # noqa: E402
 from zeroshard.lab.traffic import messages  # noqa: E402
@@ -51,9 +55,8 @@ LIMITS = {"off": 0.01, "on": 0.03}
 BARE = "bare"
 
 
-def contestant(name: str, shape_name: str, stage: int) -> Callable[[], None]:
+def contestant(name: str, shape: Shape, stage: int) -> Callable[[], None]:
     """A function that takes a step."""
-    shape = SHAPES[shape_name]
     model = make_model(shape, "cpu")
     inner = NullCommunicator(2)
     comm = inner if name == BARE else ObservedCommunicator(inner, timed=name in ("on", "trace"))
@@ -115,22 +118,54 @@ def timed_take(take: Callable[[], None]) -> None:
     _taken.append((time.perf_counter() - wall, time.process_time() - cpu))
 
 
+def own_time(shape: Shape, stage: int, num_rounds: int) -> int:
+    """Print milliseconds that measuring adds to a step of thin layers, and their share of one of ``shape``."""
+    names = [BARE, *LIMITS]
+    thin = replace(shape, n_embd=2 * shape.n_head, vocab_size=64, seq_len=8, batch=1)
+    full = contestant(BARE, shape, stage)
+    whole = []
+    for _ in range(8):
+        full()
+        whole.append(_taken.pop()[0])
+    steps = {name: contestant(name, thin, stage) for name in names}
+    order, added = random.Random(0), {name: list[float]() for name in LIMITS}
+    for _ in range(num_rounds):
+        seen = {}
+        for name in order.sample(names, len(names)):
+            steps[name]()
+            seen[name] = _taken.pop()[0]
+        for name, times in added.items():
+            times.append(seen[name] - seen[BARE])
+    step_s, ok = statistics.median(whole), True
+    print(f"a bare step takes {step_s * 1e3:.1f} ms; measuring adds, over {num_rounds} rounds")
+    for name, limit in LIMITS.items():
+        spread = spread_of(added[name])
+        share = spread["median"] / step_s
+        ok = ok and share <= limit
+        quartiles = f"{spread['low'] * 1e3:.3f}-{spread['high'] * 1e3:.3f}"
+        print(f"{name:10} {spread['median'] * 1e3:7.3f} ms ({quartiles})  {share:7.3%}  limit {limit:.0%}")
+    return 0 if ok else 3
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="deep")
     parser.add_argument("--stage", type=int, choices=STAGES, default=3, help="3 sends the most messages")
     parser.add_argument("--rounds", type=int, default=160)
     parser.add_argument("--builds", type=int, default=8, help="of each contestant, over all rounds")
+    parser.add_argument("--thin", action="store_true", help="what measuring takes by itself, on thin layers")
     parser.add_argument("--json", type=Path, help="write rounds and summary here")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.thin:
+        return own_time(SHAPES[args.shape], args.stage, args.rounds)
     names = [BARE, "off", "on", "trace", "recorder"]
     order = random.Random(0)
     seen: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(args.rounds):
         if number % (args.rounds // args.builds) == 0:
             steps = {}  # the old ones go first
-            steps = {name: contestant(name, args.shape, args.stage) for name in order.sample(names, len(names))}
+            steps = {name: contestant(name, SHAPES[args.shape], args.stage) for name in order.sample(names, len(names))}
         visited = names if number % 4 == 0 else names[:3]  # the slow ones in every fourth round
         for name in order.sample(visited, len(visited)):
             steps[name]()
