@@ -12,7 +12,8 @@ from types import MappingProxyType
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
         "GLOO_SOCKET_IFNAME": "Interface of gloo and of our ring: CPU tensors, control messages. Set it where a "
-        "machine has several networks or its name leads to 127.0.0.1; --rdzv-endpoint sets it to the one that leads there.",
+        "machine has several networks or its name leads to 127.0.0.1; --rdzv-endpoint sets it to the one that leads "
+        "there.",
         "NCCL_SOCKET_IFNAME": "Interfaces over which NCCL meets, and sends where it has nothing faster: a prefix "
         "(eth), =eth0 exactly, ^docker0 all but that.",
         "NCCL_IB_DISABLE": "1: no InfiniBand or RoCE, TCP instead: to find out whether they are what fails.",
