@@ -210,6 +210,7 @@ class _Sent:
         self.error: OSError | None = None
 
     def wait(self) -> None:
+        """Return when it has left."""
         self.done.wait()
         if self.error is not None:
             raise self._transport.lost(self._peer, self.error) from None
@@ -225,6 +226,7 @@ class _Arriving:
         self._buffer: Tensor | None = buffer
 
     def wait(self) -> None:
+        """Read it; again, do nothing."""
         if self._buffer is None:
             return
         try:
