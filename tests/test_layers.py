@@ -22,7 +22,10 @@ def test_every_import_points_down():
     assert done.returncode == 0, done.stdout
 
 
-SETTERS = ["data/pool.py"]  # tells the tokenizers of its own worker processes to use one thread
+SETTERS = [
+    "data/pool.py",  # tells the tokenizers of its own worker processes to use one thread
+    "process.py",  # tells torch, malloc and Triton what nobody has told them yet
+]
 
 
 def test_one_file_alone_reads_the_environment():

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -19,7 +18,6 @@ from zeroshard.comm.ending import Ending, root_cause
 from zeroshard.comm.launch import (
     World,
     init_process_group,
-    prepare_torch,
     require_free_port,
     shutdown,
     tell_launcher,
@@ -27,7 +25,6 @@ from zeroshard.comm.launch import (
 )
 from zeroshard.errors import UserError
 
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "40123"}
 
@@ -176,28 +173,3 @@ def test_a_rank_that_has_spoken_itself_leaves_nothing_to_print(tmp_path, monkeyp
         assert tell_launcher(left)
         failure = ProcessFailure(0, os.getpid(), 4, str(tmp_path / "error.json"))
         assert _ending({0: failure}) == Ending(4, left)
-
-
-def test_huge_pages_are_asked_for_unless_the_user_has_spoken(monkeypatch):
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    prepare_torch()
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
-    prepare_torch()
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
-
-
-@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this kernel has no transparent huge pages")
-def test_huge_pages_come_where_a_training_run_allocates():
-    code = (
-        "import sys, pathlib; from zeroshard import cli\n"
-        "assert 'torch' not in sys.modules, 'it came before it was told'\n"
-        "from zeroshard.comm import launch; launch.prepare_torch()\n"
-        "import torch; x = torch.zeros(64 << 20, dtype=torch.uint8)\n"
-        "text = pathlib.Path('/proc/self/smaps_rollup').read_text()\n"
-        "print([int(line.split()[1]) for line in text.splitlines() if line.startswith('AnonHugePages')][0])"
-    )
-    if "[never]" in HUGE_PAGES.read_text():
-        pytest.skip("huge pages are off on this machine")
-    done = run_python(code)
-    assert int(done.stdout) >= 32 << 10, done.stderr

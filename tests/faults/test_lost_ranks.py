@@ -18,9 +18,9 @@ WORLD_SIZE, PATIENCE_S = 3, 30.0
 PROGRAM = """
 import os, sys, time
 from zeroshard import cli
-from zeroshard.comm import launch
+from zeroshard import process
 
-launch.prepare_torch()
+process.prepare_torch()
 from zeroshard.zero import unit
 
 fault, culprit, *argv = sys.argv[1:]

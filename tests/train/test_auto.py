@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
 # Ranks whose memory runs out in the third step at stages below 2, on rank 1 alone; each attempt is one world.
 WORKER = """
 import os, sys
-from zeroshard import cli
+from zeroshard import cli, process
 from zeroshard.comm import launch
-launch.prepare_torch()
+process.prepare_torch()
 import torch
 from zeroshard.train import loop
 

@@ -1,9 +1,9 @@
 """Where this process stands among the ranks, how it joins and leaves them, how ranks are started.
 
-The only reader of the environment in the package. Worlds are recognised as torchrun and torch's elastic agent
-announce them (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), else as srun does (SLURM_PROCID,
-SLURM_LOCALID, SLURM_NTASKS). `launch_workers` drives torch's elastic agent from Python, because torchrun
-turns every failure into exit status 1, and the root cause's own status is what a script needs to know.
+The only reader of the environment in the package; `zeroshard.process` sets what others read. Worlds are recognised as
+torchrun and torch's elastic agent announce them (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), else as srun
+does (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS). `launch_workers` drives torch's elastic agent from Python, because
+torchrun turns every failure into exit status 1, and the root cause's own status is what a script needs to know.
 
 [Note: nothing is left behind] A rank can sit in a collective, in C++, where Python runs no signal handler. So
 there are three nets: the agent signals every rank and kills the deaf ones after `SHUTDOWN_GRACE_S`; after
@@ -323,27 +323,6 @@ def end_with_starter() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != int(starter):  # it died before the line above
             os._exit(ExitStatus.PEER_LOST)
-
-
-def prepare_torch() -> None:
-    """Have torch keep large CPU tensors in huge pages and its log to errors, here and in processes started from here.
-
-    Call it before torch is imported; who has set one of these variables keeps it.
-
-    A step allocates and frees gigabytes, and the kernel hands them out page by page; with pages of 2 MiB stages 2
-    and 3 take 12-15 % less time (``benchmarks/step.py``). Where a rank is lost, torch warns with C++ stack traces
-    of each peer's connection; our one line names the rank. Its profiler tells whenever it starts and stops.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
-
-def interpret_kernels() -> None:
-    """Have Triton interpret our kernels where it has no GPU to compile them for, here and in processes started from
-    here; call it before `zeroshard.kernels` is imported. Who has set the variable keeps it.
-    """
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def num_cpus() -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from zeroshard import process
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import Flag, flags_of, read_flags, take_option
 from zeroshard.lab.config import PlanConfig
@@ -29,9 +30,7 @@ def plan(config: PlanConfig, argv: Sequence[str]) -> int:
 
 def bench(config: None, words: Sequence[str]) -> int:
     """What `zeroshard.lab.bench` measures."""
-    from zeroshard.comm import launch
-
-    launch.prepare_torch()
+    process.prepare_torch()
     from zeroshard.lab.bench.settings import BENCHES
 
     kind = words[0] if words else "--help"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from zeroshard import process
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import flags_of, read_flags, take_option
 from zeroshard.submit import SubmitConfig
@@ -27,7 +28,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
     """A training run: this rank's part of it, or the launcher of all."""
     from zeroshard.comm import launch, machines
 
-    launch.prepare_torch()
+    process.prepare_torch()
     world = launch.world_from_env()
     several = config.nnodes != "1"
     if world is None and (config.nproc > 1 or several):
@@ -108,7 +109,7 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
     """Loss, perplexity and bits per byte, or scores of tasks."""
     from zeroshard.comm import launch
 
-    launch.prepare_torch()
+    process.prepare_torch()
     if config.tasks:
         from zeroshard.train.harness import run_tasks
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.comm import launch
+from zeroshard import process
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.bench.report import Report, plot, require_matplotlib
 from zeroshard.lab.bench.settings import (
@@ -117,7 +117,7 @@ def _device_bench(settings: DeviceBench) -> Report:
 
 def _kernels(settings: KernelsBench) -> Report:
     if not torch.cuda.is_available():
-        launch.interpret_kernels()
+        process.interpret_kernels()
     from zeroshard.kernels.launch import HAS_TRITON
     from zeroshard.lab.bench import kernels
     from zeroshard.lab.bench.kernel_cases import CASES
