@@ -40,9 +40,13 @@ figures: $(STAMP)  ## Draw the pictures of docs/concepts.md again.
 notebooks: $(STAMP)  ## Run the notebooks and store what they show.
 	$(BIN)/python notebooks/execute.py notebooks/zero.ipynb
 
+# sqlitedict unpickles what it reads, and no release mends that. lm-eval opens it for a cache that `zeroshard eval` never
+# asks for.
+ACCEPTED := --ignore-vuln CVE-2024-35515 --ignore-vuln PYSEC-2026-1939
+
 audit: $(STAMP)  ## Look for known vulnerabilities in the tested versions; asks PyPI.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip-audit>=2.9"
-	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip
+	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip $(ACCEPTED)
 
 check: lint types layers test  ## All of the checks.
 
