@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-sys.path.insert(0, str(Path(__file__).parent))
-import step as step_benchmark
+from zeroshard.lab.bench import step as step_benchmark
+from zeroshard.lab.bench.ranks import close, communicator
 
 IN_NAMESPACE = "--in-namespace"
 
@@ -60,7 +60,7 @@ def take(contestant: step_benchmark.Contestant, num_steps: int, *batch: torch.Te
     dist.barrier()
     before = loopback_bytes()
     for _ in range(num_steps):
-        step_benchmark.step(contestant, *batch)
+        step_benchmark.take(contestant, *batch)
     dist.barrier()
     return loopback_bytes() - before
 
@@ -71,13 +71,10 @@ def rank_main(rank: int, name: str, args: argparse.Namespace, store: str, result
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     dist.all_reduce(torch.ones(1))
     kind = name.partition("@")[2]
-    comms = {kind: step_benchmark.COMMUNICATORS[kind or "torch"]()}
-    generator = torch.Generator().manual_seed(rank)
-    tokens, targets = (
-        torch.randint(0, shape.vocab_size, (shape.batch, shape.seq_len), generator=generator) for _ in "ab"
-    )
+    comms = {kind: communicator(kind or "torch")}
+    tokens, targets = step_benchmark.batch(shape, rank, torch.device("cpu"))
     warm = step_benchmark.build("plain", step_benchmark.SHAPES["tiny"], comms, torch.device("cpu"))
-    step_benchmark.step(warm, tokens[:1, :64] % 256, targets[:1, :64] % 256)  # what torch loads on first use
+    step_benchmark.take(warm, tokens[:1, :64] % 256, targets[:1, :64] % 256)  # what torch loads on first use
     del warm
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew here
@@ -92,7 +89,8 @@ def rank_main(rank: int, name: str, args: argparse.Namespace, store: str, result
         wire = (many - few) / args.steps / ((world - 1) * weights)
         Path(result).write_text(json.dumps({"name": name, "rss": peak, "pss": pss, "wire": wire, "weights": weights}))
     dist.barrier()
-    del contestant, comms
+    del contestant
+    close(comms[kind])
     gc.collect()
     dist.destroy_process_group()
     gc.collect()

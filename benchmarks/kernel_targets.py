@@ -7,6 +7,7 @@ One line a target: the worst case among the rows that it speaks of. Exit status 
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -65,7 +66,9 @@ TARGETS = [
 
 
 def main() -> int:
-    measured = json.loads(Path(sys.argv[1]).read_text())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measured", type=Path, help="what benchmarks/kernels.py --json wrote")
+    measured = json.loads(parser.parse_args().measured.read_text())
     rows, missed = measured["rows"], 0
     print(measured["environment"])
     if measured["environment"]["cuda"] is None:

@@ -20,9 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from zeroshard.comm import launch
+from zeroshard import process
 
-launch.prepare_torch()
+process.prepare_torch()
 
 from zeroshard.lab.bench import device, step  # noqa: E402
 from zeroshard.lab.bench.ranks import on_ranks  # noqa: E402

@@ -32,9 +32,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zeroshard.comm import launch
+from zeroshard import process
 
-launch.prepare_torch()
+process.prepare_torch()
 
 import torch  # noqa: E402
 

@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zeroshard.comm import launch
+from zeroshard import process
 
-launch.prepare_torch()
+process.prepare_torch()
 
 from zeroshard.lab import inverse  # noqa: E402
 from zeroshard.lab.bench.report import environment  # noqa: E402

@@ -1,4 +1,4 @@
-"""The programs that measure kernels run to their end without a GPU too, and say that they then measure nothing."""
+"""The programs that measure run to their end without a GPU too; those of kernels say that they then measure nothing."""
 
 from __future__ import annotations
 
@@ -44,3 +44,22 @@ def test_train_gpu_compares_losses_step_by_step(tmp_path):
     assert [result["contestant"] for result in results] == ["eager", "kernels", "whole"]
     for result in results:
         assert result["losses"] == pytest.approx(results[0]["losses"], rel=1e-2)
+
+
+@pytest.mark.slow
+def test_footprint_measures_what_a_rank_holds(tmp_path):
+    _run(
+        "footprint.py",
+        "--shape",
+        "tiny",
+        "--steps",
+        "1",
+        "--contestants",
+        "ddp",
+        "zero3@ring",
+        "--json",
+        tmp_path / "f",
+    )
+    rows = json.loads((tmp_path / "f").read_text())
+    assert [row["name"] for row in rows] == ["ddp", "zero3@ring"]
+    assert all(row["rss"] > 0 for row in rows)
