@@ -11,6 +11,12 @@ once; what arrives is read by whoever waits for it, from the kernel straight int
 [Note: Who may connect]
     A port is open to whoever reaches it. So each rank leaves a secret where the ranks meet, and only a connection that
     begins with it is kept. Messages themselves are not encrypted, as gloo's and NCCL's are not.
+
+[Note: No pacing within a machine]
+    Where BBR governs TCP it does so on the loopback interface too: it spaces messages out by a timer, at the bandwidth
+    that it believes to see. Nothing there is lost or queues up, so connections between ranks of one machine are put under
+    reno, which every kernel has and lets everybody choose; 16 to 64 MiB then take 0.7 of the time and 0.8 of the
+    processor's. Between machines the administrator's choice stands.
 """
 
 from __future__ import annotations
@@ -274,6 +280,9 @@ def _key(rank: int) -> str:
 def _settle(line: socket.socket, which_timeout: int, timeout_s: float) -> None:
     """Nothing waits for company; calls block, in the kernel, for ``timeout_s`` at most."""
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_CONGESTION") and line.getpeername()[0] == line.getsockname()[0]:
+        with contextlib.suppress(OSError):  # a kernel that has no such choice keeps its own
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")  # [Note: No pacing within a machine]
     line.settimeout(None)
     micros = max(math.ceil(timeout_s * 1e6), 1)
     line.setsockopt(socket.SOL_SOCKET, which_timeout, struct.pack("@ll", *divmod(micros, 1_000_000)))
