@@ -15,6 +15,9 @@ if torch.cuda.device_count() == 0:
     # Triton decides when a kernel is imported whether it is compiled or interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Tests start some thousand processes; where nothing may keep bytecode, each of them compiles the whole package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings
 from tiny_runs import data_folder, text_config, tiny_config  # noqa: F401 -- fixtures
 
