@@ -34,9 +34,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as `zeroshard train` does, for both sides
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for both sides, as `zeroshard train` has them
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from zeroshard import checkpoint
 from zeroshard.comm import TorchCommunicator
 from zeroshard.comm.launch import shutdown
-from zeroshard.models import build_model
+from zeroshard.models import LanguageModel, build_model
 from zeroshard.parallel import Setup, Strategy, build_strategy
 
 WORLD_SIZE = 2
@@ -141,7 +141,7 @@ def save_dcp(
     if in_background:
         # A group of its own, since its thread speaks while training does.
         future = dcp.async_save(states(strategy), checkpoint_id=path, process_group=group)
-        return lambda: future.result() and None  # ty: ignore[unresolved-attribute]
+        return lambda: future.result() and None  # ty: ignore[missing-union-attribute]
     dcp.save(states(strategy), checkpoint_id=path)
     return lambda: None
 
@@ -230,7 +230,9 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, results: str) -> 
             name: {key: statistics.median(each[name][key] for each in rounds) for key in rounds[0][name]}
             for name in CONTESTANTS
         }
-        unit = 4 * max(sum(param.numel() for param in block.parameters()) for block in theirs.model.blocks)
+        unit = 4 * max(
+            sum(param.numel() for param in block.parameters()) for block in cast(LanguageModel, theirs.model).blocks
+        )
         num_params = sum(param.numel() for param in theirs.model.parameters())
         Path(results).write_text(json.dumps({"num_params": num_params, "unit_bytes": unit, "figures": medians}))
     del ours, theirs

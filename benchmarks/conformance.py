@@ -141,11 +141,11 @@ class Ranks:
             except OSError:
                 answers[rank] = Failure("fails", DIED)
         while len(answers) < self.world_size and (left := deadline - time.monotonic()) > 0:
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
-            for pipe in wait(list(waiting), left):
-                rank = waiting[pipe]
+            waiting = {rank: pipe for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait(list(waiting.values()), left)
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 try:
-                    answers[rank], cpu_s = pipe.recv()
+                    answers[rank], cpu_s = waiting[rank].recv()
                     self.cpu_s += cpu_s
                 except (EOFError, OSError):
                     answers[rank] = Failure("fails", DIED)

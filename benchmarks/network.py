@@ -62,7 +62,7 @@ def iperf(nodes: network.Nodes, seconds: float = 3.0) -> list[float]:
 
 def links(folder: Path, nodes: list[int], bandwidths: list[str]) -> list[dict[str, object]]:
     """Each bandwidth between two and four nodes."""
-    rows = []
+    rows: list[dict[str, object]] = []
     for num_nodes in nodes:
         for bandwidth in bandwidths:
             asked = parse_bandwidth("bandwidth", bandwidth)

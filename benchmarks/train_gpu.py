@@ -44,7 +44,7 @@ from zeroshard.zero import MixedPrecision, Zero  # noqa: E402
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 CONTESTANTS = ("eager", "compile", "kernels", "both", "whole")
 MAX_NORM = 1.0
-ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95)}
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95)}
 TOY = {"n_layer": 1, "n_embd": 16, "n_head": 2}
 
 

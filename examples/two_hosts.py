@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -87,7 +87,7 @@ def ip(*words: str) -> None:
 
 
 @contextmanager
-def two_hosts(transcript: Transcript) -> Iterator[tuple[Host, Host]]:
+def two_hosts(transcript: Transcript) -> Generator[tuple[Host, Host]]:
     """Namespaces A and B with a link between them; gone at the end, with all that runs in them."""
     hosts = Host("A", 1, transcript), Host("B", 2, transcript)
     try:

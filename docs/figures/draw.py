@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -143,7 +144,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 
 def write(folder: Path) -> list[Path]:
     """Every picture as an SVG in ``folder``: the same bytes each time, with one version of matplotlib."""
-    settings = {"svg.hashsalt": "zeroshard", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10}
+    settings: Any = {"svg.hashsalt": "zeroshard", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10}
     paths = []
     with matplotlib.rc_context(settings):
         for name, draw in PICTURES.items():

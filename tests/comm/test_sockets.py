@@ -171,11 +171,11 @@ def test_who_does_not_know_the_secret_is_not_let_in(transports):
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="needs a choice of TCP's congestion control: Linux")
 @pytest.mark.parametrize(("caller", "paced_by"), [("127.0.0.1", "reno"), ("127.0.0.2", None)])
 def test_only_connections_within_a_machine_are_kept_from_pacing(caller, paced_by):
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        with socket.create_connection(door.getsockname(), source_address=(caller, 0)) as line:
-            as_it_is = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-            _settle(line, socket.SO_SNDTIMEO, 20.0)
-            chosen = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    door = socket.create_server(("127.0.0.1", 0))
+    with door, socket.create_connection(door.getsockname(), source_address=(caller, 0)) as line:
+        as_it_is = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        _settle(line, socket.SO_SNDTIMEO, 20.0)
+        chosen = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     assert chosen.rstrip(b"\0").decode() == (paced_by or as_it_is.rstrip(b"\0").decode())
 
 

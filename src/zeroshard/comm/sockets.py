@@ -13,9 +13,9 @@ once; what arrives is read by whoever waits for it, from the kernel straight int
     begins with it is kept. Messages themselves are not encrypted, as gloo's and NCCL's are not.
 
 [Note: No pacing within a machine]
-    Where BBR governs TCP it does so on the loopback interface too: it spaces messages out by a timer, at the bandwidth
-    that it believes to see. Nothing there is lost or queues up, so connections between ranks of one machine are put under
-    reno, which every kernel has and lets everybody choose; 16 to 64 MiB then take 0.7 of the time and 0.8 of the
+    Where BBR governs TCP it does so on the loopback interface too, and spaces messages out by a timer at the bandwidth
+    that it believes to see. Nothing is lost there and nothing queues up, so connections between ranks of one machine go
+    by reno, which every kernel has and lets everybody choose: 16 to 64 MiB then take 0.7 of the time, and 0.8 of the
     processor's. Between machines the administrator's choice stands.
 """
 
