@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroshard.comm import run_threads
+from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.lab.bench.collectives import OPS, bus_factor, contestants, rows_of
 
 
@@ -38,3 +38,22 @@ def test_every_communicator_is_asked_for_every_operation():
         return sorted(contestants({"threads": comm}, None, 2, 64, torch.float32, torch.device("cpu")))
 
     assert run_threads(rank_main, 2) == [sorted(["copy", *(f"threads {op}" for op in OPS)])] * 2
+
+
+def test_whole_tensors_lie_where_a_communicator_wants_them():
+    class Choosy(NullCommunicator):
+        def __init__(self):
+            super().__init__(world_size=2)
+            self.given = []
+
+        def empty(self, numel, dtype):
+            self.given.append(torch.empty(numel, dtype=dtype))
+            return self.given[-1]
+
+        def all_gather(self, output, shard):
+            assert output is self.given[0]
+            return super().all_gather(output, shard)
+
+    comm = Choosy()
+    contestants({"choosy": comm}, None, 2, 64, torch.float32, torch.device("cpu"))  # calls each once
+    assert [len(tensor) for tensor in comm.given] == [16]

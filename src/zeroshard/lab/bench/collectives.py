@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeroshard.comm import empty_for
 from zeroshard.lab.bench.ranks import close, communicator, on_ranks, slowest, synchronise
 from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, giga, interleaved, milliseconds, spread_of
 
@@ -117,6 +118,7 @@ def _measure(
             num_calls = 7 if num_bytes <= SMALL_BYTES else 1
             timers = {name: _timer(call, num_calls, device) for name, call in calls.items()}
             found.append({"size": size, "dtype": dtype, "rounds_s": interleaved(timers, num_rounds, order)})
+            del calls, timers  # shared memory is closed after the tensors in it
     for comm in made.values():
         close(comm)
     return found
@@ -125,23 +127,26 @@ def _measure(
 def contestants(
     comms: dict[str, Any], tcp: _Tcp | None, world: int, num_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Callable[[], object]]:
-    """What a round visits, by name, each called once already."""
+    """What a round visits, by name, each called once already; whole tensors lie where a communicator reaches them best,
+    as the engine's do.
+    """
     numel = num_bytes // dtype.itemsize // world * world
-    whole, shard = (torch.ones(n, dtype=dtype, device=device) for n in (numel, numel // world))
-    copied = torch.empty_like(whole)
-    calls: dict[str, Callable[[], object]] = {"copy": lambda: copied.copy_(whole)}
+    wholes = {name: empty_for(comm, numel, dtype, device).fill_(1) for name, comm in comms.items()}
+    one, other, shard = (torch.ones(n, dtype=dtype, device=device) for n in (numel, numel, numel // world))
+    calls: dict[str, Callable[[], object]] = {"copy": lambda: one.copy_(other)}
     if tcp is not None:
         message = torch.ones(num_bytes * (world - 1) // world, dtype=torch.uint8)
         landing = torch.empty_like(message)
         calls["tcp"] = lambda: tcp.exchange(message, landing)
     for name, comm in comms.items():
-        calls[f"{name} reduce_scatter"] = lambda comm=comm: comm.reduce_scatter(shard, whole).wait()
-        calls[f"{name} all_gather"] = lambda comm=comm: comm.all_gather(whole, shard).wait()
-        calls[f"{name} all_reduce"] = lambda comm=comm: comm.all_reduce(whole).wait()
+        whole = wholes[name]
+        calls[f"{name} reduce_scatter"] = lambda comm=comm, whole=whole: comm.reduce_scatter(shard, whole).wait()
+        calls[f"{name} all_gather"] = lambda comm=comm, whole=whole: comm.all_gather(whole, shard).wait()
+        calls[f"{name} all_reduce"] = lambda comm=comm, whole=whole: comm.all_reduce(whole).wait()
     for call in calls.values():
         call()
-    whole.fill_(0)  # sums of zeros neither overflow nor turn into slow denormals
-    shard.fill_(0)
+    for tensor in (*wholes.values(), shard):
+        tensor.fill_(0)  # sums of zeros neither overflow nor turn into slow denormals
     return calls
 
 
