@@ -15,8 +15,8 @@ once; what arrives is read by whoever waits for it, from the kernel straight int
 [Note: No pacing within a machine]
     Where BBR governs TCP it does so on the loopback interface too, and spaces messages out by a timer at the bandwidth
     that it believes to see. Nothing is lost there and nothing queues up, so connections between ranks of one machine go
-    by reno, which every kernel has and lets everybody choose: 16 to 64 MiB then take 0.7 of the time, and 0.8 of the
-    processor's. Between machines the administrator's choice stands.
+    by reno, which every kernel has and lets everybody choose: 16 to 64 MiB then take 0.7 to 0.8 of the time, and 0.7 to
+    0.9 of the processor's. Between machines the administrator's choice stands.
 """
 
 from __future__ import annotations
