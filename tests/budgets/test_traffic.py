@@ -139,12 +139,12 @@ def test_what_crosses_between_groups_is_one_shard_of_the_model():
 def test_the_totals_are_those_of_the_stage_table():
     buffers = buffers_of(_model(), 4)
     padded = {b.name: b.layout.padded_numel * 4 for b in buffers}
-    total, root, num_micro = sum(padded.values()), padded["root"], 3
+    total, root, last, num_micro = sum(padded.values()), padded["root"], padded[buffers[-1].name], 3
     assert [bytes_by_op(messages(buffers, STAGES[stage], num_micro=num_micro)) for stage in STAGES] == [
         {"all_reduce": total},
         {"reduce_scatter": total, "all_gather": total},
         {"reduce_scatter": num_micro * total, "all_gather": total},
-        {"reduce_scatter": num_micro * total, "all_gather": num_micro * (2 * total - root)},
+        {"reduce_scatter": num_micro * total, "all_gather": num_micro * (2 * total - root - last)},
     ]
 
 

@@ -21,11 +21,10 @@ def _short(found):
     return [f"{m.op} {m.buffer} {m.num_bytes}" for m in found]
 
 
-def test_stage_three_gathers_ahead_and_reduces_behind():
+def test_stage_three_gathers_ahead_and_reduces_behind_but_for_what_ran_last():
     assert _short(messages(_buffers(), STAGES[3])) == [
         "all_gather root 16",
         "all_gather a 40",
-        "all_gather b 80",
         "all_gather b 80",
         "all_gather a 40",
         "reduce_scatter b 80",

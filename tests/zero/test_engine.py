@@ -302,7 +302,7 @@ def test_arguments_that_make_no_sense_are_refused():
         Zero(net, units=[net.blocks], comm=LocalCommunicator())
     net = Net()
     Zero(net, comm=LocalCommunicator())
-    with pytest.raises(ValueError, match="it has an engine already"):
+    with pytest.raises(ValueError, match="has an engine already"):
         Zero(net, comm=LocalCommunicator())
 
 
@@ -349,3 +349,41 @@ def test_processes_and_groups_of_some_ranks_train_alike(gloo_ranks):
         for state in states:
             assert all(torch.equal(state[name], states[0][name]) for name in expected)
             torch.testing.assert_close(state, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_parameters_are_not_moved_out_of_the_buffers(stage):
+    model = Net()
+    zero = Zero(model, stage, comm=NullCommunicator(2))
+    with pytest.raises(RuntimeError, match=r"^model: .*before Zero\(\)"):
+        model.double()
+    assert model.to("cpu").float() is model  # nothing to move
+    zero.remove()
+    assert next(model.double().parameters()).dtype == torch.float64
+
+
+def test_a_part_of_the_model_answers_for_its_state_as_the_model_does():
+    model = Net()
+    zero = Zero(model, 3, comm=NullCommunicator(2))
+    with pytest.raises(RuntimeError, match=r"zero\.state_dict\(\)"):
+        model.last.state_dict()
+    with pytest.raises(RuntimeError, match=r"zero\.load_state_dict\(\)"):
+        model.last.load_state_dict({})
+    with zero.full_params():
+        assert list(model.last.state_dict()) == ["weight", "bias"]
+
+
+def test_a_loss_scale_of_each_rank_s_own_is_refused():
+    model = Net()
+    optim = Zero(model, 1, comm=NullCommunicator(2)).optimizer(torch.optim.SGD, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(rows(0)).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"^step: .*LossScaler"):
+        scaler.step(optim)
+
+
+def test_a_part_of_the_model_that_has_an_engine_is_refused():
+    model = Net()
+    Zero(model.last, 1, comm=NullCommunicator(2))
+    with pytest.raises(ValueError, match=r"^model: .*a part of it, has an engine already"):
+        Zero(model, 1, comm=NullCommunicator(2))

@@ -65,3 +65,21 @@ def test_inputs_are_left_alone_where_the_policy_says_so():
     Zero(net, comm=NullCommunicator(2), precision=MixedPrecision(torch.bfloat16, cast_forward_inputs=False))
     with pytest.raises(RuntimeError, match="dtype"):
         net(rows(0))
+
+
+def test_complex_gradients_keep_their_imaginary_part():
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert policy.gradient_dtype(torch.complex64) == torch.complex64
+
+
+def test_a_model_may_write_into_what_it_is_given():
+    class Tells(Net):
+        def forward(self, x, heard):
+            heard.append(x.dtype)
+            return super().forward(x)
+
+    model = Tells()
+    Zero(model, 2, precision=MixedPrecision(param_dtype=torch.bfloat16), comm=NullCommunicator(2))
+    heard: list[torch.dtype] = []
+    model(rows(0), heard)
+    assert heard == [torch.bfloat16]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nets import NOTHING_RANDOM, Net, Turn, assert_every_stage_equals_one_process, backward, linear, rows
+from nets import NOTHING_RANDOM, WIDTH, Net, Turn, assert_every_stage_equals_one_process, backward, linear, rows
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, Placement, ShardingStrategy, Zero
 
@@ -399,3 +399,142 @@ def test_ranks_that_take_other_ways_agree_on_which_parameters_were_used():
     first, second = run_threads(go, 2)
     assert first == second
     assert {name for name, unused in first.items() if unused} == {"blocks.0.weight", "blocks.0.bias"}
+
+
+class AddsInPlace(nn.Linear):
+    """A residual that is added to what came in, in place."""
+
+    def forward(self, x):
+        x += torch.tanh(super().forward(x.clone()))
+        return x
+
+
+class WritesIntoItsInput(nn.Linear):
+    """Its output goes into the dict that its input came in."""
+
+    def forward(self, features):
+        features["x"] = torch.tanh(super().forward(features["x"]))
+        return features
+
+
+def nothing_between(net, x):
+    for block in net.blocks:
+        x = block(x)
+    return x
+
+
+def through_a_dict(net, x):
+    features = {"x": x}
+    for block in net.blocks:
+        features = block(features)
+    return features["x"]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_unit_may_change_its_input_in_place(prefetch):
+    for build in (
+        lambda: Net(block=lambda: AddsInPlace(WIDTH, WIDTH), path=nothing_between),
+        lambda: Net(block=lambda: WritesIntoItsInput(WIDTH, WIDTH), path=through_a_dict),
+    ):
+        assert_every_stage_equals_one_process(build, zero_kwargs={"prefetch": prefetch})
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_another_forward_may_come_between_a_gradient_of_gradients_and_its_backward(evaluates):
+    def take_turn(turn: Turn) -> None:
+        x = rows(turn.rank, turn.step).requires_grad_()
+        y = turn.model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with torch.set_grad_enabled(not evaluates):
+            other = turn.model(rows(turn.rank, turn.step + 100))
+        (other.square().mean() + y.square().mean() + slope.square().mean()).backward()
+
+    assert_every_stage_equals_one_process(Net, take_turn)
+
+
+def test_a_backward_that_raised_takes_nothing_from_the_next_one():
+    def take_turn(turn: Turn) -> None:
+        x = rows(turn.rank, turn.step).requires_grad_()
+        x.register_hook(lambda grad: 1 / 0)
+        bad, good = turn.model(x).square().mean(), turn.loss()
+        with pytest.raises(ZeroDivisionError):
+            bad.backward()
+        if turn.zero is None:  # gradients of other ranks have been added up here
+            for param, before in kept.items():
+                param.grad = before
+        else:
+            turn.optim.zero_grad()
+        good.backward()
+        if turn.zero is None:
+            kept.update({param: param.grad.clone() for param in turn.model.parameters()})
+            if turn.rank == 1:
+                kept.update(dict.fromkeys(kept))
+
+    kept: dict[nn.Parameter, torch.Tensor | None] = {}
+
+    def build():
+        net = Net()
+        kept.update(dict.fromkeys(net.parameters()))
+        return net
+
+    assert_every_stage_equals_one_process(build, take_turn)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_after_a_backward_that_raised_is_refused(stage):
+    net = Net()
+    zero = Zero(net, stage, comm=NullCommunicator(2))
+    optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+    net(rows(0)).sum().backward()
+    x = rows(0).requires_grad_()
+    x.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        net(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^step: the last backward ended in an exception.*zero_grad"):
+        optim.step()
+    optim.zero_grad()
+    net(rows(0)).sum().backward()
+    optim.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_weights_are_not_changed_while_they_are_shown(stage):
+    net = Net()
+    zero = Zero(net, stage, comm=NullCommunicator(2))
+    optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+    state = zero.state_dict()
+    net(rows(0)).sum().backward()
+    with zero.full_params():
+        for change, what in ((optim.step, "step"), (lambda: zero.load_state_dict(state), "load_state_dict")):
+            with pytest.raises(RuntimeError, match=f"^{what}: .*outside full_params"):
+                change()
+    optim.step()
+
+
+class Hidden:
+    __slots__ = ("x",)
+
+
+class Hides(nn.Linear):
+    """Its output lies where nobody finds it."""
+
+    def forward(self, x):
+        hidden = Hidden()
+        hidden.x = super().forward(x)
+        return hidden
+
+
+def hiding(net, x, skip=()):
+    for place, block in enumerate(net.blocks):
+        if place not in skip:
+            x = torch.tanh(block(x).x)
+    return x
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_unit_that_hides_its_output_may_be_skipped_on_one_rank(place):
+    def take_turn(turn: Turn) -> None:
+        turn.loss(skip={place} if turn.rank == 1 else ()).backward()
+
+    build = lambda: Net(block=lambda: Hides(WIDTH, WIDTH), path=hiding)  # noqa: E731
+    assert_every_stage_equals_one_process(build, take_turn)

@@ -215,7 +215,6 @@ class _Engine:
     def _forward_begins(self, unit: UnitDouble, place: int) -> None:
         last = len(self.units) - 1
         if unit is self.root:
-            self._frees_after_forward = self.reshard_after_forward
             self.root.gather()
             if self.shard_params:
                 self._forward = Cursor(forward_ops(len(self.units)), lambda op: self.units[op.place].gather())
@@ -239,11 +238,14 @@ class _Engine:
             for other in self.units:
                 if other not in self._ran:
                     other.wait()
-                    if self._frees_after_forward:
-                        other.release()
+                    self._free_after_forward(other)
             return
         unit.used = False
-        if not keep and self._frees_after_forward:
+        if not keep:
+            self._free_after_forward(unit)
+
+    def _free_after_forward(self, unit: UnitDouble) -> None:
+        if self.reshard_after_forward and unit is not self.units[-1]:
             unit.release()
 
     def _backward_begins(self, unit: UnitDouble) -> None:
@@ -269,7 +271,7 @@ class _Engine:
     def _run(self, op: Op) -> None:
         unit = self.root if op.place == ROOT else self.units[op.place]
         if op.action == "gather":
-            unit.gather(again=unit.kept and self.reshard_after_forward)
+            unit.gather(again=unit.kept and self.reshard_after_forward and unit is not self.units[-1])
         else:
             self._reduce(unit)
 

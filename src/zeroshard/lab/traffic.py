@@ -6,7 +6,7 @@ all buffers and M micro-batches, the totals are those of the stage table:
     stage 0     all-reduce P
     stage 1     reduce-scatter P, all-gather P
     stage 2     reduce-scatter M P, all-gather P
-    stage 3     reduce-scatter M P, all-gather M (2 P - root)
+    stage 3     reduce-scatter M P, all-gather M (2 P - root - last unit)
 
 With R replicas, of state sharded over W / R ranks, these are what travels among the ranks that shard together; and each
 reduce-scatter is followed by an all-reduce of the shard, P R / W bytes, over the replicas.
@@ -126,7 +126,8 @@ class _Plan:
         for op in backward_ops(len(self.units), prefetch=prefetch, gather=gather):
             unit = self.root if op.place == ROOT else self.units[op.place]
             if op.action == "gather":
-                yield from map(self._gather, unit)
+                if unit is not self.units[-1]:  # its weights have stayed since forward
+                    yield from map(self._gather, unit)
             elif sync:
                 trained = [buffer for buffer in unit if buffer.trained]
                 for buffer in trained:

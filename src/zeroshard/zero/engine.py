@@ -8,7 +8,7 @@ loop stays as it was.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -65,6 +65,11 @@ class Zero:
         ValueError: an unknown stage; a unit that is not the model's; a model that has an engine already; meta
             parameters without ``init``; a ``shard_size`` that does not divide the world, or at stage 0.
         TypeError: ``model`` is not a module.
+
+    Weights are whole and current inside the model's forward, its backward and `full_params`. Enter the model by its
+    forward: another method of it that computes between a step and the next forward reads old weights at stages 1 and 2
+    and NaN at stage 3. What a unit computes reaches the loss by what it returns; where it leaves as an attribute
+    instead, stage 3 needs ``reshard_after_forward=False``.
 
     Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054; the vocabulary is FSDP2's.
     """
@@ -258,6 +263,7 @@ class Zero:
             RuntimeError: shapes that differ; with ``strict``, names missing or unexpected; inside `Ema.weights`.
         """
         self._stepping.require_weights("load_state_dict")
+        self._runtime.require_unpinned("load_state_dict")
         return full_state.load_state_dict(self.model, self._runtime, state, strict=strict)
 
     def tied_names(self) -> dict[str, str]:
@@ -297,6 +303,7 @@ class Zero:
         """
         stepping = self._stepping
         stepping.require_weights("load_named_shards")
+        self._runtime.require_unpinned("load_named_shards")
         shards.load_named_shards(self.model, self._runtime, stepping.optimizers, reader)
         if stepping.ema is not None:
             stepping.ema.load(shards.reader_of(self._runtime, reader, EMA))
@@ -359,9 +366,20 @@ class Zero:
         def zero_grad(set_to_none: bool = True) -> None:
             clear(None, set_to_none=set_to_none)
 
-        self._handles.append(self.model.register_state_dict_pre_hook(refuse_state))
-        self._handles.append(self.model.register_load_state_dict_pre_hook(refuse_load))
+        def apply(fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+            tensors = [param.data for param in self.model.parameters()]
+            if any(fn(tensor) is not tensor for tensor in tensors):
+                raise RuntimeError(
+                    "model: to(), double() and their like would part its parameters from the engine's buffers; "
+                    "call them before Zero(), or give it a MixedPrecision"
+                )
+            return type(self.model)._apply(self.model, fn, *args, **kwargs)
+
+        for module in self.model.modules():
+            self._handles.append(module.register_state_dict_pre_hook(refuse_state))
+            self._handles.append(module.register_load_state_dict_pre_hook(refuse_load))
         self.model.__dict__["zero_grad"] = zero_grad
+        self.model.__dict__["_apply"] = apply
         self.model.__dict__["_zeroshard"] = True
 
     def remove(self) -> None:
@@ -378,15 +396,15 @@ class Zero:
         self._runtime.detach()
         for param, weight in weights.items():
             param.data = weight
-        for name in ("zero_grad", "_zeroshard"):
+        for name in ("zero_grad", "_apply", "_zeroshard"):
             self.model.__dict__.pop(name, None)
 
 
 def _check_arguments(model: nn.Module, prefetch: int, accumulate: str | None) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} is not an nn.Module")
-    if "_zeroshard" in model.__dict__:
-        raise ValueError("model: it has an engine already; call remove() on that one first")
+    if any("_zeroshard" in module.__dict__ for module in model.modules()):
+        raise ValueError("model: it, or a part of it, has an engine already; call remove() on that one first")
     if prefetch < 0:
         raise ValueError(f"prefetch: {prefetch} units ahead; give 0 or more")
     if accumulate not in (None, "local", "sharded"):

@@ -64,9 +64,13 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         listener.forward_begins(unit)
+        if torch.is_grad_enabled() and not in_backward():
+            # now: the module may change its inputs in place, or put its outputs into the container they came in
+            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
+            _hook(inputs, _once_per_pass(listener, unit, listener.backward_ends))
         if cast is None:
             return None
-        return tree_map(_caster(cast), args), tree_map(_caster(cast), kwargs)
+        return tuple(_cast(value, cast) for value in args), {name: _cast(value, cast) for name, value in kwargs.items()}
 
     def begins_nested(unit: Unit) -> None:
         listener.backward_begins(unit)
@@ -83,11 +87,6 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
         inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         outputs = [t for t in tensors_in(output) if t.grad_fn is not None]
         _hook(outputs, _once_per_pass(listener, unit, listener.backward_begins))
-        if outputs:
-            _hook(
-                [t for t in inputs if t.grad_fn is not None],
-                _once_per_pass(listener, unit, listener.backward_ends),
-            )
         # Gradients will flow, but no tensor of the output was found to tell us when: the weights must stay.
         keep = not outputs and bool(inputs or unit.trained_groups())
         listener.forward_ends(unit, grads_flow=bool(outputs), keep=keep)
@@ -114,11 +113,15 @@ def _once_per_pass(listener: Listener, unit: Unit, event: Callable[[Unit], None]
     return hook
 
 
-def _caster(dtype: torch.dtype) -> Callable[[Any], Any]:
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors in ``dtype``; itself, which may be written into, where they are."""
 
-    return cast
+    def is_other(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
+
+    if not any(map(is_other, tree_leaves(value))):
+        return value
+    return tree_map(lambda leaf: leaf.to(dtype) if is_other(leaf) else leaf, value)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

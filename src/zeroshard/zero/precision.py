@@ -41,4 +41,4 @@ class MixedPrecision:
 
     def gradient_dtype(self, master: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of weights with that master accumulate and travel."""
-        return self.reduce_dtype if self.reduce_dtype is not None else master
+        return self.reduce_dtype if self.reduce_dtype is not None and master.is_floating_point else master

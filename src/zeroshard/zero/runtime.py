@@ -9,6 +9,10 @@ reduced along the schedule (`zeroshard.zero.schedule`).
     Places in the schedule are those of the first forward on rank 0, told to the others at the first backward. If the
     model later runs in another order, every result is still right: weights that were freed too early are gathered
     again, gradients that come after their unit was reduced are reduced once more at the end. It only costs traffic.
+
+[Note: The turn]
+    What runs last in forward is needed first in backward. So the weights of the order's last unit stay in between, on
+    every rank, whether it ran there or not: one gather less, and the one that nothing could have hidden.
 """
 
 from __future__ import annotations
@@ -17,12 +21,14 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import CONTROL, scope
+from zeroshard.zero.backward_pass import BackwardPass, Run
 from zeroshard.zero.hooks import in_backward
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.schedule import ROOT, Cursor, Op, backward_ops, forward_ops
@@ -30,16 +36,6 @@ from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.unit import FlatGroup, Unit
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
-
-
-class BackwardPass:
-    """One run of autograd: which units take part, at which place, and how far the schedule has come."""
-
-    def __init__(self, units: list[Unit], cursor: Cursor) -> None:
-        self.place = {unit: place for place, unit in enumerate(units)}
-        self.cursor = cursor
-        # Then a backward through this backward may follow, which begins with reading weights and tells nobody.
-        self.creates_graph = torch.is_grad_enabled()
 
 
 class Runtime:
@@ -65,11 +61,13 @@ class Runtime:
         self.unreduced = False
         self.backward_pass: BackwardPass | None = None
         self._pinned = False
+        self._graph_of_graph = False  # whether a backward in this step has made one, which reads weights unannounced
         self._order = list(units)
         self._order_agreed = False
         self._ran: dict[Unit, None] = {}  # in order of the first call in this forward
         self._passed = 0
         self._frees_after_forward = True
+        self._at_the_turn: Unit | None = None  # whose weights stay until its backward: [Note: The turn]
         self._forward = Cursor([], lambda op: None)
         self._in_flight: deque[Unit] = deque()
         self._to_replicas: deque[Unit] = deque()  # reduced within this rank's group so far
@@ -97,8 +95,8 @@ class Runtime:
             self._ran.setdefault(unit)
             self._forward.through(Op("gather", min(place + self.prefetch, len(self._order) - 1)))
             for skipped in self._order[self._passed : place]:
-                if skipped not in self._ran and self._frees_after_forward:
-                    self._reshard(skipped)
+                if skipped not in self._ran:
+                    self._free_after_forward(skipped)
             self._passed = max(self._passed, place)
         elif unit is not self.root and self.backward_pass is not None and unit.calls == 0:
             # Computed again, perhaps before its backward begins, and others may have gathered later units first.
@@ -113,6 +111,7 @@ class Runtime:
         self._passed = 0
         # One answer for all units, run or skipped: what is whole must be so on every rank.
         self._frees_after_forward = self.reshard_after_forward or not torch.is_grad_enabled()
+        self._at_the_turn = self._order[-1] if self._order and torch.is_grad_enabled() else None
         self.root.gather()
         if self.shard_params:
             self._forward = Cursor(forward_ops(len(self._order)), lambda op: self._order[op.place].gather())
@@ -130,16 +129,19 @@ class Runtime:
             for other in self._order:
                 if other not in self._ran:
                     other.wait()  # nobody else does, and only then may its weights be gathered anew
-                    if self._frees_after_forward:
-                        self._reshard(other)
+                    self._free_after_forward(other)
             if not grads_flow and not keep:
                 self._reshard(unit)
             return
-        if not keep and self._frees_after_forward:
+        if not keep:
+            self._free_after_forward(unit)
+
+    def _free_after_forward(self, unit: Unit) -> None:
+        if self._frees_after_forward and unit is not self._at_the_turn:
             self._reshard(unit)
 
     def _reshard(self, unit: Unit) -> None:
-        again = self.backward_pass is not None and self.backward_pass.creates_graph
+        again = self._graph_of_graph or (self.backward_pass is not None and self.backward_pass.creates_graph)
         if self.shard_params and not self._pinned and not again:
             unit.reshard()
 
@@ -174,22 +176,26 @@ class Runtime:
 
     def _backward(self) -> BackwardPass:
         """The pass that is running, begun if need be."""
+        if self.backward_pass is not None and self.backward_pass.failed:
+            self._forget_backward()
         if self.backward_pass is None:
             self._agree_on_order()
             # Frozen units too: gradients may flow through them on one rank alone.
             units = list(self._order)
 
-            def run(op: Op) -> None:
+            def take(op: Op) -> None:
                 unit = self.root if op.place == ROOT else units[op.place]
                 if op.action == "gather":
-                    unit.gather(again=unit.kept and self.reshard_after_forward)  # others may have skipped and freed it
+                    others_may_have_freed_it = self.reshard_after_forward and unit is not self._at_the_turn
+                    unit.gather(again=unit.kept and others_may_have_freed_it)
                 else:
                     self._reduce(unit)
 
             ops = backward_ops(len(units), prefetch=self.prefetch, gather=self.shard_params)
-            self.backward_pass = BackwardPass(units, Cursor(ops, run))
+            run = Run()
+            self.backward_pass = BackwardPass(units, Cursor(ops, take), run)
             self._hold_what_runs_again(units)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, run))
         return self.backward_pass
 
     def _hold_what_runs_again(self, units: list[Unit]) -> None:
@@ -202,6 +208,7 @@ class Runtime:
 
     def forget_calls(self) -> None:
         """Whatever forwards were run, no backward of theirs is expected any more."""
+        self._graph_of_graph = False
         for unit in self.all_units():
             unit.calls = 0
 
@@ -221,10 +228,11 @@ class Runtime:
         while self._to_replicas:
             self._to_replicas.popleft().reduce_across()
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, run: Run) -> None:
         backward = self.backward_pass
         assert backward is not None
         backward.cursor.finish()
+        self._graph_of_graph |= backward.creates_graph
         if self.sync:
             self._settle()
         self.unreduced = not self.sync
@@ -322,6 +330,11 @@ class Runtime:
 
     def require_reduced(self, what: str) -> None:
         """Raise RuntimeError if gradients wait for a reduction that never came."""
+        if self.backward_pass is not None and self.backward_pass.failed:
+            raise RuntimeError(
+                f"{what}: the last backward ended in an exception, and its gradients are incomplete; "
+                "call zero_grad() and take the step again"
+            )
         if self.unreduced:
             raise RuntimeError(
                 f"{what}: gradients accumulated under no_sync() were never reduced; "
@@ -330,6 +343,8 @@ class Runtime:
 
     def clear_grads(self, params: set[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
         """Forget the gradients of ``params``, None: all; or have them be zero."""
+        if params is None and self.backward_pass is not None and self.backward_pass.failed:
+            self._forget_backward()
         for group in self.groups():
             chosen = {i for i, p in enumerate(group.params.params) if params is None or p in params}
             if chosen and not set_to_none:
@@ -368,6 +383,11 @@ class Runtime:
         # A graph from before holds the old buffers: autograd shall say so if a backward goes through it.
         torch.autograd.graph.increment_version([param for group in leaving for param in group.params.params])
         self._hook_anew()
+
+    def require_unpinned(self, what: str) -> None:
+        """Raise RuntimeError inside `pinned`, which promises weights that are whole and current."""
+        if self._pinned:
+            raise RuntimeError(f"{what}: it changes weights; call it outside full_params()")
 
     def require_rest(self, what: str) -> None:
         """Raise RuntimeError inside `pinned`, or while gradients wait for a step."""

@@ -12,6 +12,8 @@ Forward, weights sharded, one unit ahead (``prefetch=1``) over four units::
 Backward::
 
     gather 3, gather 2 | reduce 3, gather 1 | reduce 2, gather 0 | reduce 1 | reduce 0, reduce root
+
+The gather of unit 3 finds its weights where forward left them, at every rank, and sends nothing.
 """
 
 from __future__ import annotations

@@ -49,6 +49,8 @@ class Stepping:
         """See `Zero.optimizer`."""
         piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._params, self)
         self._known.append(piecewise)
+        if self._levels.world.world_size > 1:  # then GradScaler leaves it to `step` what to do, and that refuses
+            vars(piecewise.optimizer)["_step_supports_amp_scaling"] = True
         return piecewise.optimizer
 
     def make_ema(self, decay: float) -> Ema:
@@ -141,7 +143,13 @@ class Stepping:
         Returns what ``optimizer`` is to multiply the gradients that it reads by.
         """
         self._runtime.require_reduced("step")
+        self._runtime.require_unpinned("step")
         self.require_weights("step")
+        if getattr(optimizer, "found_inf", None) is not None and self._levels.world.world_size > 1:
+            raise RuntimeError(
+                "step: torch.amp.GradScaler decides on each rank by itself whether to step; "
+                "use zeroshard.optim.LossScaler, which all ranks decide by"
+            )
         buffers = self._reduced_buffers()
         factors = {id(buffer.factor): buffer.factor for buffer in buffers}
         if len(factors) == 1 and isinstance(optimizer, SavesPasses):

@@ -36,7 +36,8 @@ class ShardingStrategy:
     Attributes:
         params, grads, optim: `Placement` or its value (``"replicate"``, ``"shard"``).
         reshard_after_forward: with sharded `params`, free full weights between forward and backward and gather them
-            again; False keeps them until the unit's backward is over: less traffic, more memory.
+            again, but for the unit that ran last and is needed first; False keeps them until the unit's backward is
+            over: less traffic, more memory.
 
     Raises:
         ValueError: an unknown placement, or a combination that shards to the left of something whole.
