@@ -288,3 +288,11 @@ def test_memory_stays_flat_as_the_corpus_grows(tmp_path, monkeypatch):
     folder = prepare(DataSpec("text", (str(tmp_path / "big.txt"),)), tmp_path / "data")
     assert 0 < longest[0] <= 2 * 4096
     assert json.loads((folder / "meta.json").read_text())["source"]["num_bytes"] == 20 * len(TEXT)
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_a_damaged_archive_is_named(tmp_path, kind):
+    path = tmp_path / f"a.jsonl.{kind}"
+    path.write_text("hi")
+    with pytest.raises(UserError, match=rf"a\.jsonl\.{kind} failed .*damaged.* fetch or write it again"):
+        prepare(DataSpec("text", (str(path),)), tmp_path / "data")

@@ -16,6 +16,8 @@ from zeroshard.train.build import build_run
 from zeroshard.train.commands import GenerateConfig
 from zeroshard.train.generate import run_generate
 from zeroshard.train.loop import take_step, train
+from zeroshard.train.saving import Saving
+from zeroshard.zero.ema import Ema
 
 CPU = torch.device("cpu")
 
@@ -75,6 +77,19 @@ def test_a_step_that_is_not_taken_leaves_the_average_alone(tiny_config):
         same = all(torch.equal(before[key], state["ema"]) for key, state in run.strategy.ema.state.items())
         assert same == (factor > 1)
     run.close()
+
+
+def test_a_save_under_way_has_its_own_copy_before_the_average_is_shown(tiny_config, monkeypatch):
+    heard = []
+    settle, swap = Saving.settle, Ema._swap
+    monkeypatch.setattr(Saving, "settle", lambda self: (heard.append("settle"), settle(self))[1])
+    monkeypatch.setattr(Ema, "_swap", lambda self: (heard.append("swap"), swap(self))[1])
+    run = build_run(tiny_config(ema_decay=0.5, eval_interval=1), LocalCommunicator(), CPU)
+    train(run)
+    run.close()
+    shown = [place for place, word in enumerate(heard) if word == "swap"][::2]  # and back
+    assert len(shown) == 7
+    assert all(heard[place - 1] == "settle" for place in shown)
 
 
 def test_text_is_written_with_the_average_where_it_is_asked_for(text_config, capsys):

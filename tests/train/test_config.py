@@ -177,3 +177,13 @@ def test_overlap_is_ours_to_turn_off_only_where_we_communicate(strategy):
     with pytest.raises(UserError, match=f"overlap: {strategy} talks through torch.distributed"):
         validate(TrainConfig, {"strategy": strategy, "overlap": False})
     assert not validate(TrainConfig, {"strategy": "zero3", "overlap": False}).overlap
+
+
+@pytest.mark.parametrize(
+    ("said", "flag"), [({"track": ["wandb"]}, "track"), ({"optim": "muon"}, "optim"), ({"data": 5}, "data")]
+)
+def test_a_flag_does_not_hide_a_table_of_the_wrong_kind(said, flag):
+    merged = merge(said, {flag: {"name": "x"}})
+    assert merged == said
+    with pytest.raises(UserError, match=f"^{flag}: "):
+        validate(TrainConfig, merged)

@@ -79,6 +79,11 @@ def test_a_hugging_face_folder_has_the_score_of_the_run_that_it_came_from(run, t
         local_score(EvalConfig(run=str(tmp_path / "hf")))
 
 
+def test_a_folder_with_nothing_in_it_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"^run: .*holds no run .*; give a run folder"):
+        local_score(EvalConfig(run=str(tmp_path)))
+
+
 def test_tokens_without_text_have_no_bits(tiny_config):
     config = tiny_config(max_steps=2)
     run_training(config)

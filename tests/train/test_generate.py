@@ -134,3 +134,14 @@ def test_a_hugging_face_folder_writes_what_the_run_writes(text_config, capsys, t
         assert run_generate(GenerateConfig(run=folder, prompt="ab", max_new_tokens=12, seed=4, top_k=5, top_p=0.9)) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+
+
+def test_ids_that_pad_a_vocabulary_are_never_drawn():
+    model = build_model("gpt2-demo", vocab_size=300, seq_len=16, overrides={"n_layer": 1, "n_head": 2, "n_embd": 16})
+    with torch.no_grad():
+        model.wte.weight[200:] *= 100  # would be nearly all that is drawn
+    prompt = torch.tensor([1])
+    for temperature in (0.0, 1.0):
+        drawn = list(sample(model, prompt, 40, temperature=temperature, num_ids=200))
+        assert max(drawn) < 200
+    assert max(sample(model, prompt, 40)) >= 200

@@ -218,3 +218,22 @@ def test_a_log_that_was_removed_is_made_anew(tmp_path):
     writer.on_eval(2, 2.5)
     writer.close()
     assert [line["step"] for line in read_lines(path)] == [2]
+
+
+class NobodyReads(io.StringIO):
+    def flush(self):
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+class NobodyReadsAtAll(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("stream", [NobodyReads(), NobodyReadsAtAll()], ids=["flush", "write"])
+def test_a_console_that_nobody_reads_ends_no_run(stream, capsys):
+    with ConsoleRecorder(max_steps=2, stream=stream) as console:
+        console.on_start({"step": 0})
+        console.on_eval(1, 2.0)
+    said = "warning: the console cannot be written (Broken pipe); the run goes on, and its folder has the rest\n"
+    assert capsys.readouterr().err == said

@@ -1,5 +1,6 @@
 """What may change between a save and a resume, what is named in a line, and what is refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
+from zeroshard.lab.results import read_run
 from zeroshard.models.presets import PRESETS
 from zeroshard.train.build import build_run
 from zeroshard.train.loop import run_training, train
@@ -150,3 +152,57 @@ def test_old_checkpoints_are_thinned_out(tiny_config):
     config = tiny_config(checkpoint_interval=1, max_steps=7, keep_checkpoints=2, keep_every=3, eval_interval=0)
     run_training(config)
     assert [found.step for found in checkpoint.find(Path(config.out) / "checkpoints")] == [7, 6, 3]
+
+
+def test_tokens_are_counted_on_where_a_step_has_another_number_of_them(tiny_config):
+    config = tiny_config(max_steps=4, eval_interval=0)
+    assert run_training(config) == 0
+    assert run_training(tiny_config(max_steps=6, eval_interval=0, micro_batch_size=1, resume="auto")) == 0
+    tokens = 4 * 2 * 16 + 2 * 1 * 16
+    folder = Path(config.out)
+    assert json.loads((folder / "summary.json").read_text())["tokens"] == tokens
+    newest = checkpoint.latest(folder / "checkpoints")
+    assert newest is not None
+    assert checkpoint.read_manifest(newest).extra["position"]["tokens"] == tokens
+
+
+def test_a_finished_run_that_is_resumed_keeps_its_result(tiny_config, capfd):
+    config = tiny_config()
+    assert run_training(config) == 0
+    summary = (Path(config.out) / "summary.json").read_text()
+    assert run_training(tiny_config(resume="auto")) == 0
+    assert (Path(config.out) / "summary.json").read_text() == summary
+    assert "resume: step 6 of 6 is done, and nothing is left to do; give a larger --max-steps" in capfd.readouterr().err
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_sets_the_later_ones_aside(tiny_config, capfd):
+    config = tiny_config(max_steps=8, checkpoint_interval=2, keep_checkpoints=0)
+    assert run_training(config) == 0
+    folder = Path(config.out) / "checkpoints"
+    back = {"max_steps": 5, "keep_checkpoints": 1, "resume": str(folder / "step-00000004"), "lr": 5e-4}
+    assert run_training(tiny_config(**back)) == 0
+    assert checkpoint.latest(folder) == folder / "step-00000005"
+    aside = ["step-00000006.aside", "step-00000008.aside"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000005", *aside]
+    assert f"were set aside: {', '.join(aside)}" in capfd.readouterr().err
+    seen = read_run(Path(config.out))
+    assert [step.step for step in seen.steps] == [1, 2, 3, 4, 5]
+    assert seen.steps[-1].lr < 5.1e-4
+
+
+def test_what_is_set_aside_twice_is_there_twice(tmp_path):
+    for kept in ("", "more"):
+        made = tmp_path / "step-00000002"
+        made.mkdir()
+        (made / "manifest.json").write_text(kept)
+        checkpoint.set_aside(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002.aside", "step-00000002.aside2"]
+
+
+def test_tied_embeddings_that_were_asked_for_are_no_other_model(tiny_config):
+    small = {"name": "llama-tiny", "n_layer": 1, "n_head": 2, "n_kv_head": 1, "n_embd": 16}
+    for word in ("yes", "no"):
+        config = tiny_config(model={**small, "tie_embeddings": word})
+        assert _changes(config, config) == []
+    with pytest.raises(UserError, match=r"model\.tie_embeddings: the checkpoint's model has True, this one False"):
+        _changes(tiny_config(model={**small, "tie_embeddings": "yes"}), config)

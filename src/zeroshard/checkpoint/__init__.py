@@ -12,7 +12,7 @@ from zeroshard.checkpoint.api import (
     save,
 )
 from zeroshard.checkpoint.background import BackgroundSaver, Keep, Saved
-from zeroshard.checkpoint.folder import Found, find, latest, prune, step_name
+from zeroshard.checkpoint.folder import Found, find, latest, prune, set_aside, step_name
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.verify import Damage, verify
@@ -39,6 +39,7 @@ __all__ = [
     "prune",
     "read_manifest",
     "save",
+    "set_aside",
     "step_name",
     "verify",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -36,6 +37,25 @@ def find(folder: str | PathLike[str]) -> list[Found]:
             path = entry.with_name(entry.name.removeprefix(".").removesuffix(match[2] or ""))
             found[path] = Found(path, int(match[1]), store.resolve(path) is not None)
     return sorted(found.values(), key=lambda each: (-each.step, each.path.name))
+
+
+def set_aside(folder: str | PathLike[str], after: int) -> list[Path]:
+    """Rename complete checkpoints of steps after ``after`` to ``step-N.aside``, where nothing here finds them any more.
+
+    Returns:
+        Where they lie now, oldest first.
+
+    Raises:
+        OSError: one cannot be renamed.
+    """
+    moved = []
+    for each in reversed(find(folder)):
+        lies = store.resolve(each.path)
+        if lies is None or each.step <= after:
+            continue
+        names = (f"{each.path.name}.aside{number}" for number in itertools.chain([""], itertools.count(2)))
+        moved.append(lies.rename(next(path for name in names if not (path := each.path.with_name(name)).exists())))
+    return moved
 
 
 def latest(folder: str | PathLike[str]) -> Path | None:

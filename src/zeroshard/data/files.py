@@ -6,6 +6,7 @@ over HTTP is asked first whether anybody answers: loaders further down would try
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import threading
 import time
@@ -26,6 +27,7 @@ EDGE_BYTES = 1 << 20
 CONNECT_S, SILENCE_S = 10.0, 60.0  # a server that does not let us in; one that lets us wait for bytes
 RETRIES_S = (1.0, 3.0, 9.0)  # waits before a file at an address that failed is read again
 _IO_PACKAGES = ("aiohttp", "httpx", "httpx2", "httpcore", "httpcore2", "huggingface_hub", "fsspec", "pyarrow")
+_CODECS = ("zlib", "zstandard", "_lzma")
 _HEADERS = {"User-Agent": "zeroshard"}  # some servers turn Python's own name away
 
 
@@ -144,6 +146,8 @@ def patiently(read: Callable[[], Result], path: str, todo: str) -> Result:
             if not _is_io(error):
                 raise
             if wait_s is None or not is_address(path):
+                if _is_damage(error):
+                    todo = "the file is damaged, or no such archive: fetch or write it again"
                 raise UserError("data", f"{path} failed ({_reason(error)})", todo) from None
             time.sleep(wait_s)
     raise AssertionError("the last attempt returns or raises")
@@ -157,7 +161,16 @@ def require_package(name: str, what: str) -> None:
 
 def _is_io(error: Exception) -> bool:
     """Whether a file or a connection failed; libraries between us and it have errors of their own for that."""
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _IO_PACKAGES
+    return isinstance(error, OSError) or _package_of(error) in _IO_PACKAGES or _is_damage(error)
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether an archive could not be unpacked."""
+    return isinstance(error, EOFError | gzip.BadGzipFile) or _package_of(error) in _CODECS
+
+
+def _package_of(error: Exception) -> str:
+    return type(error).__module__.partition(".")[0]
 
 
 def _filesystem(path: str) -> tuple[Any, str]:

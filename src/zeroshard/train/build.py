@@ -130,16 +130,16 @@ def _build_in(
     model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device)
     scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
     guard = StepGuard(config.optim.max_not_finite, config.optim.skip_spikes)
-    first_step = 0
+    first_step = first_token = 0
+    tokens_per_step = rows_per_step * config.seq_len
     if resume_from is not None:
-        changes = resume.check_changes(
-            checkpoint.read_manifest(resume_from).extra,
-            config.model_dump(mode="json"),
-            rows_per_step * config.seq_len,
-            corpus.sha256,
-        )
+        saved = checkpoint.read_manifest(resume_from).extra
+        changes = resume.check_changes(saved, config.model_dump(mode="json"), tokens_per_step, corpus.sha256)
         first_step = _load(resume_from, strategy, scaler, guard, verified=config.resume == "auto")
+        first_token = saved.get("position", {}).get("tokens", first_step * tokens_per_step)
         resume.say_start(comm, resume_from, changes)
+        if config.resume != "auto":
+            first_rank_does(comm, partial(resume.leave_branch, checkpoint_folder(folder), first_step))
     describe_run = partial(_describe, folder, as_given, corpus)
     first_rank_does(comm, describe_run)  # from here on the folder holds a run
     observed.drain()
@@ -162,11 +162,12 @@ def _build_in(
         observers=_observers(config, folder) if comm.rank == 0 else (),
         folder=folder,
         device=device,
-        tokens_per_step=rows_per_step * config.seq_len,
+        tokens_per_step=tokens_per_step,
         num_flops_per_token=model.num_flops_per_token(config.seq_len),
         num_recomputed_flops_per_token=model.num_recomputed_flops_per_token(config.seq_len),
         peak_flops_per_s=_peak_flops_per_s(config.dtype, device),
         first_step=first_step,
+        first_token=first_token,
         scaler=scaler,
         guard=guard,
         config=config.model_dump(mode="json"),

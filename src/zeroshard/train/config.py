@@ -419,5 +419,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         old = merged.get(key)
         if isinstance(old, str) and isinstance(value, Mapping):
             old = {SHORTHANDS[key]: old} if key in SHORTHANDS else old
-        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        if isinstance(value, Mapping) and old is not None:
+            merged[key] = merge(old, value) if isinstance(old, Mapping) else old  # no table: for `validate` to refuse
+        else:
+            merged[key] = value
     return merged

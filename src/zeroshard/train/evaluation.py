@@ -12,7 +12,7 @@ import json
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +30,13 @@ from zeroshard.train.build import choose_device, tokenizer_folder
 from zeroshard.train.commands import EvalConfig
 from zeroshard.train.config import TrainConfig, load_config
 from zeroshard.train.evaluate import evaluate
-from zeroshard.train.generate import load_for_text, load_weights
+from zeroshard.train.generate import load_for_text, load_weights, nothing_in
 from zeroshard.train.prepare import data_folder
 from zeroshard.train.ranks import join
+from zeroshard.train.record import finite_or_null
 from zeroshard.train.run import checkpoint_folder
+
+MOST_EXPONENT = 709.0  # of what a double can hold e to the power of
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def run_eval(config: EvalConfig) -> int:
         comm = join(world, "auto", strategy, device, stack).comm
         scores = score(config, comm, device)
         if comm.rank == 0:
-            print(json.dumps(asdict(scores)) if config.json_line else in_words(scores))
+            print(json.dumps(finite_or_null(asdict(scores))) if config.json_line else in_words(scores))
     return int(ExitStatus.OK)
 
 
@@ -78,6 +81,8 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     """The scores of one split; the same on every rank. Collective."""
     folder = Path(config.run)
     trained = load_config(folder / "config.toml") if (folder / "config.toml").is_file() else None
+    if trained is None and not (folder / "config.json").is_file():
+        raise nothing_in(folder)
     tokens_folder = _tokens_folder(config, trained)
     meta = read_meta(tokens_folder)
     tokens = TokenDataset.open(tokens_folder, config.split)
@@ -95,7 +100,8 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     num_tokens = batches.num_batches * batches.micro_batch_size * seq_len
     num_bytes = 0 if tokenizer is None else _text_bytes(tokenizer, batches, tokens, seq_len)
     bits = loss * num_tokens / (log(2) * num_bytes) if num_bytes else None
-    return Scores(loss, exp(loss), bits, num_tokens, num_bytes, step)
+    perplexity = exp(loss) if loss < MOST_EXPONENT else inf
+    return Scores(loss, perplexity, bits, num_tokens, num_bytes, step)
 
 
 def in_words(scores: Scores) -> str:
@@ -120,7 +126,7 @@ def _model(
         if config.strategy != "none":
             todo = "import it first: zeroshard import FOLDER RUN"
             raise UserError("strategy", "a Hugging Face folder is loaded whole on each rank", todo)
-        model, _ = load_for_text(folder)
+        model, _ = load_for_text(folder, config.weights)
         return model, None, min(model.config.seq_len, 1024)
     path = checkpoint.latest(checkpoint_folder(folder))
     if path is None:

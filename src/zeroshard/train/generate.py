@@ -47,12 +47,19 @@ def run_generate(config: GenerateConfig) -> int:
         top_p=config.top_p,
         generator=torch.Generator(device).manual_seed(config.seed),
         stop=tokenizer.eos_id if config.stop else None,
+        num_ids=tokenizer.vocab_size,
     )
     print(config.prompt, end="", flush=True)
     for piece in decoded(tokenizer, tokens):
         print(piece, end="", flush=True)
     print()
     return int(ExitStatus.OK)
+
+
+def nothing_in(folder: Path) -> UserError:
+    """What to raise where neither a run nor a model lies."""
+    what = f"{folder} holds no run (no config.toml) and no Hugging Face model"
+    return UserError("run", what, "give a run folder, as in runs/NAME")
 
 
 def load_for_text(folder: Path, weights: str = "last") -> tuple[LanguageModel, Tokenizer]:
@@ -63,9 +70,10 @@ def load_for_text(folder: Path, weights: str = "last") -> tuple[LanguageModel, T
     """
     if not (folder / "config.toml").is_file():
         if (folder / "config.json").is_file():
+            if weights == "ema":
+                raise UserError("weights", f"{folder} holds no moving average", "use --weights last")
             return load_hf(folder, choose_device("auto", 0))
-        what = f"{folder} holds no run (no config.toml) and no Hugging Face model"
-        raise UserError("run", what, "give a run folder, as in runs/NAME")
+        raise nothing_in(folder)
     path = checkpoint.latest(checkpoint_folder(folder))
     if path is None:
         raise UserError("run", f"{folder} has no complete checkpoint yet", "let it train up to one first")
@@ -106,6 +114,7 @@ def sample(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
     stop: int | None = None,
+    num_ids: int | None = None,
     use_cache: bool = True,
 ) -> Iterator[int]:
     """Draw tokens one after the other; each sees as much of what came before as the model can.
@@ -119,6 +128,7 @@ def sample(
         top_p: draw from the likeliest that together have this probability; 1 from all.
         generator: of the draws, on the model's device.
         stop: end after this token; None goes on.
+        num_ids: draw tokens below it; those above stand for no text where a vocabulary is padded. None: all.
         use_cache: keep keys and values while all tokens fit into the model; off, each token reads all again.
 
     Raises:
@@ -139,7 +149,7 @@ def sample(
         else:
             cache, use_cache = None, False
             logits_V = model(context_T[None])[0, -1].float()
-        token = _draw(logits_V, temperature, top_k, top_p, generator)
+        token = _draw(logits_V[:num_ids], temperature, top_k, top_p, generator)
         context_T = torch.cat([context_T, token])
         yield int(token)
         if stop is not None and int(token) == stop:

@@ -104,7 +104,8 @@ def harness_model(model: LanguageModel, tokenizer: Tokenizer, batch_size: int = 
             ids = self.tok_encode(context) or [self.eot_token_id]
             prompt = torch.tensor(ids[-max(1, model.config.seq_len - limit) :], device=_device(model))
             written: list[int] = []
-            for token in sample(model, prompt, limit, temperature=heat, stop=tokenizer.eos_id):
+            eos_id, num_ids = tokenizer.eos_id, tokenizer.vocab_size
+            for token in sample(model, prompt, limit, temperature=heat, stop=eos_id, num_ids=num_ids):
                 if token == tokenizer.eos_id:
                     break
                 written.append(token)

@@ -113,9 +113,14 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Call
     ema_val_loss: float | None = None
     loss, started = None, perf_counter()
     step_s: list[float] = []
+    if step >= schedule.max_steps > 0:
+        if run.strategy.comm.rank == 0:
+            what = f"step {step} of {schedule.max_steps} is done, and nothing is left to do"
+            print(f"resume: {what}; give a larger --max-steps to go on", file=sys.stderr, flush=True)
+        return status
     _tell(run, lambda observer: observer.on_start(_start_info(run)))
     if step == 0 and schedule.eval_interval:
-        val_loss, ema_val_loss = _evaluate(run, step)
+        val_loss, ema_val_loss = _evaluate(run, step, saving.settle)
     while step < schedule.max_steps and status == ExitStatus.OK:
         with run.measures.step() if run.measures else nullcontext():
             record, stop = take_step(run, step, stop_wanted)
@@ -135,7 +140,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Call
         step_s.append(record.step_s)
         at_end = step == schedule.max_steps
         if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
-            val_loss, ema_val_loss = _evaluate(run, step)
+            val_loss, ema_val_loss = _evaluate(run, step, saving.settle)
         if stop or at_end or _is_due(step, schedule.checkpoint_interval):
             saving.begin(step)
         alive()
@@ -146,7 +151,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Call
         "loss": loss,
         "val_loss": val_loss,
         **({} if run.strategy.ema is None else {"ema_val_loss": ema_val_loss}),
-        "tokens": step * run.tokens_per_step,
+        "tokens": run.tokens_at(step),
         "num_skipped": run.guard.num_skipped,
         "last_checkpoint_step": saving.saved_at,
         "wall_s": perf_counter() - started,
@@ -204,7 +209,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
         grad_norm=grad_norm,
         lr=lr,
         step_s=step_s,
-        tokens=(step + 1) * run.tokens_per_step,
+        tokens=run.tokens_at(step + 1),
         tokens_per_s=tokens_per_s,
         mfu=model_flops_utilisation(tokens_per_s, flops, devices, peak),
         hfu=hardware_flops_utilisation(tokens_per_s, flops, again, devices, peak) if again else None,
@@ -250,12 +255,16 @@ def _agree(run: Run, loss: Tensor, stop: int) -> _Health:
     return _Health(mean_loss, ExitStatus.PREEMPTED if num_preempted else ExitStatus.OK)
 
 
-def _evaluate(run: Run, step: int) -> tuple[float, float | None]:
-    """The validation loss of the weights, and of their moving average where there is one."""
+def _evaluate(run: Run, step: int, settle: Callable[[], None]) -> tuple[float, float | None]:
+    """The validation loss of the weights, and of their moving average where there is one.
+
+    ``settle``: called before the average takes the weights' place, which a save under way may still read.
+    """
     strategy = run.strategy
     loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device)
     ema_loss = None
     if strategy.ema is not None:
+        settle()
         with strategy.ema.weights():
             ema_loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device)
     _tell(run, lambda observer: observer.on_eval(step, loss, ema_loss))

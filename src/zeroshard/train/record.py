@@ -7,6 +7,7 @@ every line of ``metrics.jsonl`` is valid JSON whatever the run came to.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -230,12 +231,23 @@ class SummaryWriter:
         """Nothing is held."""
 
 
+class _Console(Console):
+    """rich's, which ends the process where nobody reads it; this one raises."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 class ConsoleRecorder:
-    """A progress bar on a terminal; elsewhere one plain line every `log_interval` steps."""
+    """A progress bar on a terminal; elsewhere one plain line every `log_interval` steps.
+
+    Where nothing can be written any more, as into ``| head``, it says so once on stderr, and the run goes on.
+    """
 
     def __init__(self, max_steps: int, log_interval: int = 10, stream: TextIO | None = None) -> None:
         self._max_steps, self._log_interval = max_steps, log_interval
-        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._console = _Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._gone = False
         self._bar = _progress(self._console) if self._console.is_terminal else None
         self._task = None if self._bar is None else self._bar.add_task("train", total=max_steps, facts="")
         self._saving: TaskID | None = None
@@ -308,8 +320,17 @@ class ConsoleRecorder:
             self._bar.stop()
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False)
-        self._console.file.flush()
+        if self._gone:
+            return
+        try:
+            self._console.print(line, markup=False)
+            self._console.file.flush()
+        except OSError as error:
+            self._gone = True
+            _warn(f"the console cannot be written ({error.strerror}); the run goes on, and its folder has the rest")
+            if self._console.file is sys.stdout:
+                with open(os.devnull, "w", encoding="utf-8") as nowhere:
+                    os.dup2(nowhere.fileno(), sys.stdout.fileno())  # for what is buffered still
 
 
 def facts_of(record: StepRecord) -> str:

@@ -15,6 +15,7 @@ from zeroshard import checkpoint
 from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
 from zeroshard.models.presets import model_config
+from zeroshard.train.assemble import model_overrides
 from zeroshard.train.config import ModelConfig
 from zeroshard.train.validate import by_dotted_name
 
@@ -105,8 +106,7 @@ def _check_model(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UserError where two ``model`` tables are two models; a preset and its values spelled out are one."""
     resolved = []
     for table in (before, now):
-        unset = ModelConfig().model_dump(mode="json")
-        overrides = {key: value for key, value in table.items() if key != "name" and value != unset.get(key)}
+        overrides = model_overrides(ModelConfig.model_validate(table))
         overrides.pop("activation_checkpointing", None)
         resolved.append({"name": table["name"], **vars(model_config(table["name"], overrides=overrides))})
     old, new = resolved
@@ -127,6 +127,17 @@ def say_start(comm: Communicator, path: Path, changes: list[str]) -> None:
     _say(comm, f"resume: step {manifest.step} from {path} ({strategy} on {ranks})")
     for line in changes:
         _say(comm, f"resume: {line}")
+
+
+def leave_branch(folder: Path, step: int) -> None:
+    """Set aside what ``folder`` has of steps after ``step``: a run that goes on from there is another one.
+
+    Else the newest of them would be what is kept, and what a restart takes.
+    """
+    moved = checkpoint.set_aside(folder, step)
+    if moved:
+        names = ", ".join(path.name for path in moved)
+        print(f"resume: later checkpoints in {folder} were set aside: {names}", file=sys.stderr, flush=True)
 
 
 def _say(comm: Communicator, line: str) -> None:

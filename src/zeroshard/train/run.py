@@ -58,6 +58,7 @@ class Run:
         num_recomputed_flops_per_token: what activation checkpointing adds, for HFU.
         peak_flops_per_s: of one device; None where it is not known.
         first_step: steps already done, above 0 when the run is resumed.
+        first_token: tokens already seen, which may have come in steps of another size.
         scaler: of the loss, where float16 computes; None elsewhere.
         guard: which steps are taken.
         config: what goes into each checkpoint, as JSON can hold it.
@@ -87,6 +88,7 @@ class Run:
     num_recomputed_flops_per_token: int = 0
     peak_flops_per_s: float | None = None
     first_step: int = 0
+    first_token: int = 0
     scaler: LossScaler | None = None
     guard: StepGuard = field(default_factory=StepGuard)
     config: dict[str, Any] | None = None
@@ -101,6 +103,10 @@ class Run:
     measures: Measures | None = None
     contract: Contract | None = None
     release: Callable[[], None] = lambda: None
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens seen by all ranks together once ``step`` steps are done."""
+        return self.first_token + (step - self.first_step) * self.tokens_per_step
 
     def require_folder(self) -> None:
         """Rank 0, before it gives a checkpoint its name: see that the run folder is still this run's.

@@ -32,7 +32,7 @@ class Saving:
             before_commit=run.require_folder,
             lend=True,
         )
-        self._hook = run.strategy.optimizer.register_step_pre_hook(lambda *_: self._saver.settle())
+        self._hook = run.strategy.optimizer.register_step_pre_hook(lambda *_: self.settle())
         self.saved_at = run.first_step
         self._wanted_at = run.first_step
         self._num_complete, self._last_error = 0, ""
@@ -53,6 +53,10 @@ class Saving:
             self._say(f"warning: step {step}: {run.folder} was removed; it is made again, without what was in it")
         self._hear(self._saver.start(path, run.strategy, step=step, extra=extra, progress=self._show))
         self._wanted_at = step
+
+    def settle(self) -> None:
+        """Call it before weights or their average change: what a save has not written yet is copied."""
+        self._saver.settle()
 
     def poll(self) -> None:
         """Between steps: hear whether the save that is under way is done."""
@@ -117,7 +121,7 @@ def position(run: Run, step: int) -> dict[str, int]:
     """Where the run stands in the global order of its data: a pure function of the step."""
     return {
         "step": step,
-        "tokens": step * run.tokens_per_step,
+        "tokens": run.tokens_at(step),
         "tokens_per_step": run.tokens_per_step,
         "seed": run.schedule.seed,
     }
