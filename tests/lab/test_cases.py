@@ -89,6 +89,7 @@ def test_what_cannot_run_is_refused_alone():
         ({"crossover": ["zero2", "zero3"], "crossover_low": "1Tbit/s"}, "crossover_low: 1Tbit/s is not below 10Gbit/s"),
         ({"crossover": ["zero2", "zero3"], "dry_run": True}, "dry_run: a crossover looks for its cases"),
         ({"repeats": 0}, "repeats: 0 is below 1"),
+        ({"axes": {"out": ["a", "b"]}}, r"axes\.out: a sweep gives each run a folder of its own; leave it out"),
     ],
 )
 def test_a_sweep_that_means_nothing_is_refused_in_a_line(kwargs, line):

@@ -3,7 +3,15 @@ import pytest
 from zeroshard.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.hardware import Device, Link
-from zeroshard.lab.inverse import _filled, crossover, fewest, largest_micro_batch, largest_model, lowest_bandwidth
+from zeroshard.lab.inverse import (
+    _filled,
+    _most,
+    crossover,
+    fewest,
+    largest_micro_batch,
+    largest_model,
+    lowest_bandwidth,
+)
 from zeroshard.lab.planner import planner_for
 
 SMALL = {"n_layer": 6, "n_head": 4, "n_embd": 64, "vocab_size": 512, "seq_len": 64}
@@ -88,3 +96,8 @@ def test_a_filled_micro_batch_divides_the_rows_of_the_step():
     assert not any(planner.row(2, size).fits for size in larger)
     with pytest.raises(UserError, match="42 rows on 4 GPUs split into no micro-batch that fits at stage 3"):
         crossover(planner.on(global_batch=42), 3, 1)
+
+
+@pytest.mark.parametrize(("border", "limit", "most"), [(0, 8, 0), (5, 8, 5), (8, 8, 8), (100, 8, 8), (100, 9, 9)])
+def test_a_search_ends_at_its_limit(border, limit, most):
+    assert _most(lambda number: number <= border, limit) == most

@@ -53,10 +53,23 @@ def test_steps_taken_again_after_a_resume_count_once(tmp_path):
     again = [
         json.dumps({**json.loads(line), "loss": 1.0}) for line in lines if '"step": 4' in line and "step_s" in line
     ]
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, lines[0], *again]) + "\n")
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, _resumed(lines[0], 3), *again]) + "\n")
     run = read_run(folder)
     assert [step.step for step in run.steps] == [1, 2, 3, 4]
     assert run.steps[-1].loss == 1.0
+
+
+def test_steps_of_a_branch_that_was_left_count_no_more(tmp_path):
+    folder = write_run(tmp_path / "run", num_steps=4)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, _resumed(lines[0], 2)]) + "\n")
+    run = read_run(folder)
+    assert [step.step for step in run.steps] == [1, 2]
+    assert all(evaluation.step <= 2 for evaluation in run.evaluations)
+
+
+def _resumed(start, step):
+    return json.dumps({**json.loads(start), "step": step})
 
 
 def _torn(folder):

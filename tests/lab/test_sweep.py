@@ -177,6 +177,13 @@ def test_one_process_runs_a_sweep(tmp_path, stand_in):
         process.wait()
 
 
+def test_a_sweep_does_not_begin_in_the_folder_of_a_run(tmp_path, stand_in):
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match=r"^out: .*sweep holds a run; choose another folder"):
+        run_sweep(sweep(tmp_path, axes={"seed": [1]}), command=stand_in, stream=io.StringIO())
+
+
 def test_a_dry_run_says_what_would_run(tmp_path, stand_in):
     stream = io.StringIO()
     config = sweep(tmp_path, axes={"seed": [1, 2]}, dry_run=True)

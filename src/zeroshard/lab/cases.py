@@ -72,6 +72,9 @@ class SweepConfig(Config):
                 raise UserError("crossover_low", f"{self.crossover_low} is not below {self.crossover_high}", "lower it")
             if {"strategy", "link.bandwidth"} & set(flat_axes(self.axes)):
                 raise UserError("axes", "a crossover sets strategy and link.bandwidth itself", "leave them out")
+        if "out" in self.axes:
+            what = "a sweep gives each run a folder of its own"
+            raise UserError("axes.out", what, "leave it out, and name the sweep's by --out")
         for name, values in flat_axes(self.axes).items():
             if not values:
                 raise UserError(f"axes.{name}", "has no values", "give a list of at least one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,6 +95,8 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
 
     Memory and messages are predicted for that device; a time is only measured, since the plan's is of another one.
     """
+    if planner.workload.optimizer != "AdamW":
+        raise UserError("dry_run", f"it runs AdamW, and optimizer is {config.optimizer}", "leave one of the two out")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     here: dict[str, Any] = {"gpu": this_machine(2**62, device.type), "within_node": config.network}
     local = planner_for(**{**arguments(config), **here})
@@ -106,7 +109,9 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
         workload.model,
         workload.inputs,
         world_size=planner.cluster.world_size,
-        strategy=STAGES[row.stage if row.stage is not None else 3],
+        strategy=replace(
+            STAGES[row.stage if row.stage is not None else 3], reshard_after_forward=local.reshard_after_forward
+        ),
         micro_batch=row.micro_batch,
         units=list(workload.model.blocks),
         precision=workload.precision,

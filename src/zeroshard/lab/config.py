@@ -24,7 +24,7 @@ class PlanConfig(Config):
     """What is to be trained, and on what."""
 
     model: ModelConfig = ModelConfig()
-    gpus: int = Field(1, ge=1, description="GPUs, one rank each.")
+    gpus: int = Field(1, ge=1, le=999_999, description="GPUs, one rank each.")
     gpu: str = Field("h100-80gb", min_length=1, description="Device by name, or a file of `zeroshard bench device`.")
     gpus_per_node: int = Field(8, ge=1, description="GPUs of a full node.")
     network: str = Field(

@@ -15,6 +15,7 @@ from zeroshard.lab.rows import Row
 from zeroshard.lab.workload import Workload
 from zeroshard.models import LanguageModel
 
+MOST_SEQUENCES = 2**20  # that a micro-batch is searched to
 KEEPS = 0.9  # of its speed on an infinitely fast network
 LOWEST_BYTES_PER_S, HIGHEST_BYTES_PER_S = 1e6, 1e13
 EXACTNESS = 0.01  # of a bandwidth
@@ -36,11 +37,12 @@ def largest_micro_batch(planner: Planner, stage: int) -> Answer:
     def fits(rows: int) -> bool:
         return planner.on(global_batch=0).row(stage, rows).fits
 
-    found = _most(fits, 2**14)
+    found = _most(fits, MOST_SEQUENCES)
     if not found:
         return Answer(None, "sequences", f"No micro-batch fits at {name}.")
+    least = "at least " if found == MOST_SEQUENCES else ""  # nobody trains with more
     return Answer(
-        found, "sequences", f"The largest micro-batch at {name} is {found} x {planner.workload.seq_len} tokens."
+        found, "sequences", f"The largest micro-batch at {name} is {least}{found} x {planner.workload.seq_len} tokens."
     )
 
 
@@ -154,6 +156,7 @@ def _most(fits: Callable[[int], bool], limit: int) -> int:
     low, high = 0, 1
     while high <= limit and fits(high):
         low, high = high, high * 2
+    high = min(high, limit + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -303,7 +303,10 @@ class _Log:
             entry = json.loads(line)
             match entry["event"]:
                 case "start":
-                    self.start = entry
+                    self.start, step = entry, int(entry.get("step", 0))
+                    # a run that goes on from an earlier step has left the later ones behind
+                    self.steps = {number: each for number, each in self.steps.items() if number <= step}
+                    self.evaluations = {number: each for number, each in self.evaluations.items() if number <= step}
                 case "step":
                     self.steps[int(entry["step"])] = _step(entry)
                 case "eval":

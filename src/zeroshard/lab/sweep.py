@@ -28,7 +28,7 @@ from typing import Any, TextIO
 from zeroshard.comm.launch import start_child
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.cases import Case, SweepConfig, cases_of, flat_axes, in_words, make_case
-from zeroshard.lab.results import RunResult, read_run
+from zeroshard.lab.results import METRICS, RunResult, read_run
 from zeroshard.lab.search import Crossover, crossover, largest_that_fits, rounded
 from zeroshard.lab.sweep_board import Board
 from zeroshard.lab.sweep_results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, run_folder
@@ -264,6 +264,8 @@ def _held(folder: Path) -> Generator[Path]:
     """The sweep's folder, while no other process runs it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if (folder / METRICS).exists():
+            raise UserError("out", f"{folder} holds a run", "choose another folder for the sweep")
         descriptor = os.open(folder / "sweep.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         what = f"{folder} cannot be written ({error.strerror})"
