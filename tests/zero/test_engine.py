@@ -373,6 +373,24 @@ def test_a_part_of_the_model_answers_for_its_state_as_the_model_does():
         assert list(model.last.state_dict()) == ["weight", "bias"]
 
 
+def encode(turn):
+    """Without the model's forward."""
+    hidden = turn.model.blocks[1](turn.model.first(rows(turn.rank, turn.step)))
+    turn.model.last(hidden).square().mean().backward()
+
+
+def encode_before_and_after(turn):
+    x = turn.model.first(rows(turn.rank, turn.step))
+    with torch.no_grad():
+        x += turn.model.last(turn.model(x))
+    (turn.model(x) + turn.model.last(x)).square().mean().backward()
+
+
+@pytest.mark.parametrize("take_turn", [encode, encode_before_and_after])
+def test_other_methods_of_the_model_may_call_its_parts(take_turn):
+    assert_every_stage_equals_one_process(Net, take_turn)
+
+
 def test_a_loss_scale_of_each_rank_s_own_is_refused():
     model = Net()
     optim = Zero(model, 1, comm=NullCommunicator(2)).optimizer(torch.optim.SGD, lr=0.1)

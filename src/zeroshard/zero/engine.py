@@ -66,10 +66,10 @@ class Zero:
             parameters without ``init``; a ``shard_size`` that does not divide the world, or at stage 0.
         TypeError: ``model`` is not a module.
 
-    Weights are whole and current inside the model's forward, its backward and `full_params`. Enter the model by its
-    forward: another method of it that computes between a step and the next forward reads old weights at stages 1 and 2
-    and NaN at stage 3. What a unit computes reaches the loss by what it returns; where it leaves as an attribute
-    instead, stage 3 needs ``reshard_after_forward=False``.
+    Weights are whole and current inside the model's forward, its backward and `full_params`. Other methods of the model
+    may call units, and modules outside of units, on every rank alike. What reads parameters otherwise, between a step
+    and the next forward, reads old weights at stages 1 and 2 and NaN at stage 3. What a unit computes reaches the loss
+    by what it returns; where it leaves as an attribute instead, stage 3 needs ``reshard_after_forward=False``.
 
     Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054; the vocabulary is FSDP2's.
     """
@@ -360,6 +360,10 @@ class Zero:
                     "use zero.state_dict(), or call it inside zero.full_params()"
                 )
 
+        def bring_root(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if not runtime.root.readable:  # called by another method than the model's forward
+                runtime.root.unshard()
+
         def refuse_load(*_: Any) -> None:
             raise RuntimeError("model.load_state_dict(): the weights are sharded; use zero.load_state_dict()")
 
@@ -378,6 +382,11 @@ class Zero:
         for module in self.model.modules():
             self._handles.append(module.register_state_dict_pre_hook(refuse_state))
             self._handles.append(module.register_load_state_dict_pre_hook(refuse_load))
+        several = self.levels.shard.world_size > 1  # else weights are always whole and current
+        roots = {param for group in runtime.root.groups for param in group.params.params if several}
+        for module in self.model.modules():
+            if module is not self.model and not roots.isdisjoint(module.parameters(recurse=False)):
+                self._handles.append(module.register_forward_pre_hook(bring_root))
         self.model.__dict__["zero_grad"] = zero_grad
         self.model.__dict__["_apply"] = apply
         self.model.__dict__["_zeroshard"] = True

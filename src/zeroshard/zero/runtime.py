@@ -446,7 +446,7 @@ class Runtime:
     @property
     def weights_readable(self) -> bool:
         """Whether the module's parameters show current, whole weights now."""
-        return all(group.params.whole and not group.params.stale for group in self.groups())
+        return all(unit.readable for unit in self.all_units())
 
     def detach(self) -> None:
         """Remove the hooks on parameters."""

@@ -191,6 +191,11 @@ class Unit:
         """Whether any weights are older than their masters."""
         return any(group.params.stale for group in self.groups)
 
+    @property
+    def readable(self) -> bool:
+        """Whether the module's parameters show current, whole weights now, or will once they have been waited for."""
+        return all(group.params.whole and not group.params.stale for group in self.groups)
+
     def named_slots(self) -> Iterator[tuple[str, nn.Parameter, FlatGroup, int]]:
         """``(name, parameter, group, slot)`` of each parameter."""
         for group in self.groups:
