@@ -17,11 +17,18 @@ from typing import NoReturn
 
 import zeroshard
 from zeroshard import garbage
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.errors import ExitStatus, UserError, is_out_of_memory, memory_line
 from zeroshard.flags import flags_of, read_flags, take_option
 from zeroshard.train.config import SHORTHANDS, merge
 from zeroshard.train.validate import nearest, validate
 from zeroshard.verbs import VERBS, read_file, say, show_help
+
+# What to do where memory runs out: in a run, and elsewhere.
+_NEEDS_LESS = (
+    "a higher --strategy over more ranks, --model.activation-checkpointing, a smaller --micro-batch-size or --seq-len "
+    "need less, and --dry-run says how much"
+)
+_NEEDS_OTHERS_LESS = "end other programs, or use a machine with more"
 
 
 class _TerminatedError(BaseException):
@@ -55,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         say(str(error))
         return ExitStatus.USAGE
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        say(memory_line(error, _NEEDS_LESS if argv[0] == "train" else _NEEDS_OTHERS_LESS))
+        return ExitStatus.FAILED
     except KeyboardInterrupt:
         return ExitStatus.INTERRUPTED
     except _TerminatedError as stop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 
 
@@ -33,3 +34,20 @@ class UserError(ValueError):
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
         return type(self), (self.field, self.what, self.todo)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a GPU (torch's OutOfMemoryError, known by its name) or a CPU."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return not names.isdisjoint({"OutOfMemoryError", "MemoryError"}) or "can't allocate memory" in str(error)
+
+
+def memory_line(error: BaseException, todo: str) -> str:
+    """The one line about memory that ran out: how much was asked for, if the allocator said so, and what to do."""
+    asked = re.search(r"(?:tried|unable) to allocate (?P<count>[\d.]+) (?P<unit>bytes|[KMGTPE]?i?B)", str(error), re.I)
+    if asked is None:
+        return f"memory: ran out; {todo}"
+    more = f"{asked['count']} {asked['unit']}"
+    if asked["unit"] == "bytes":
+        more = f"{int(asked['count']) / 2**30:,.2f} GiB"
+    return f"memory: ran out, where {more} more were asked for; {todo}"

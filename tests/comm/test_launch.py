@@ -160,6 +160,8 @@ def test_workers_that_end_well_end_in_zero():
         ({0: (143, ""), 1: (138, "")}, 138, ""),  # the agent asked rank 0 to end once rank 1 had
         ({0: (1, ""), 1: (143, "")}, 1, ""),
         ({0: (143, ""), 1: (4, "rank 0: is gone")}, 143, ""),
+        ({0: (4, "rank 1: is gone"), 1: (1, "memory: ran out")}, 1, "memory: ran out"),
+        ({0: (1, ""), 1: (1, "memory: ran out")}, 1, "memory: ran out"),
     ],
 )
 def test_the_root_cause_decides_the_status(failures, status, line):
@@ -173,3 +175,7 @@ def test_a_rank_that_has_spoken_itself_leaves_nothing_to_print(tmp_path, monkeyp
         assert tell_launcher(left)
         failure = ProcessFailure(0, os.getpid(), 4, str(tmp_path / "error.json"))
         assert _ending({0: failure}) == Ending(4, left)
+
+
+def test_a_rank_that_left_no_word_leaves_nothing_to_print():
+    assert _ending({0: ProcessFailure(0, os.getpid(), 1, "no such file")}) == Ending(1)

@@ -196,6 +196,8 @@ def _ending(failures: Mapping[int, Any]) -> Ending:
 
 
 def _said(failure: Any) -> str:
-    """What the rank left for us to print; in `failure.message` torch puts advice of its own where that is nothing."""
+    """What the rank left for us to print; where that is nothing, torch puts words of its own there."""
     message = failure.error_file_data.get("message", "")
-    return message if isinstance(message, str) else failure.message
+    if not isinstance(message, str):
+        return failure.message
+    return "" if message == "<NONE>" else message

@@ -45,8 +45,8 @@ def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
     # left once one has ended. Neither is the cause while there is a better one.
     asked = (ExitStatus.TERMINATED, -signal.SIGTERM)
     for consequences in ((ExitStatus.PEER_LOST, *asked), (ExitStatus.PEER_LOST,)):
-        causes = [code for code, _ in failures.values() if code not in consequences]
+        causes = [failure for _, failure in sorted(failures.items()) if failure[0] not in consequences]
         if causes:
-            code = max(causes)
-            return Ending(code if code > 0 else 128 - code)
+            code, message = max(causes)  # of two alike, one that has left word
+            return Ending(code if code > 0 else 128 - code, message if code == ExitStatus.FAILED else "")
     return Ending(ExitStatus.PEER_LOST, next(message for _, (_, message) in sorted(failures.items())))

@@ -56,10 +56,5 @@ def move_up(config: TrainConfig, stage: int, rank: int, world_size: int) -> str:
     return f"{why}; zero{stage + 1} is next"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on a GPU or a CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
 def _word(folder: Path) -> Path:
     return folder / "auto-stage.json"

@@ -27,9 +27,9 @@ from torch import Tensor
 from zeroshard import garbage
 from zeroshard.comm import CONTROL, scope
 from zeroshard.comm.launch import end_as_peer_lost, end_at_once
-from zeroshard.errors import ExitStatus
+from zeroshard.errors import ExitStatus, is_out_of_memory
 from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
-from zeroshard.train.auto import ChooseStage, is_out_of_memory, move_up
+from zeroshard.train.auto import ChooseStage, move_up
 from zeroshard.train.build import built
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.contract import Contract, Predict
