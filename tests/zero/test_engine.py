@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import weakref
@@ -389,6 +390,16 @@ def encode_before_and_after(turn):
 @pytest.mark.parametrize("take_turn", [encode, encode_before_and_after])
 def test_other_methods_of_the_model_may_call_its_parts(take_turn):
     assert_every_stage_equals_one_process(Net, take_turn)
+
+
+def test_a_copy_would_drive_the_same_engine_and_is_refused():
+    model = Net()
+    zero = Zero(model, 3, comm=NullCommunicator(2))
+    for part in (model, model.blocks[0]):
+        with pytest.raises(RuntimeError, match=r"^copy\.deepcopy\(model\): .*before Zero\(\).*zero\.ema\(\)"):
+            copy.deepcopy(part)
+    zero.remove()
+    assert torch.equal(copy.deepcopy(model)(rows(0)), model(rows(0)))
 
 
 def test_a_loss_scale_of_each_rank_s_own_is_refused():

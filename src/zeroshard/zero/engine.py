@@ -248,8 +248,8 @@ class Zero:
     def state_dict(self) -> OrderedDict[str, Tensor]:
         """The model's whole state on the CPU, by its ordinary names, in the masters' dtype. Collective.
 
-        Equal to what ``model.state_dict()`` of the unsharded model would hold, buffers and tied names included. One
-        unit at a time is whole on the device.
+        Equal to what ``model.state_dict()`` of the unsharded model would hold, buffers and tied names included, extra
+        state (`nn.Module.get_extra_state`) not. One unit at a time is whole on the device.
         """
         return full_state.state_dict(self.model, self._runtime)
 
@@ -379,9 +379,16 @@ class Zero:
                 )
             return type(self.model)._apply(self.model, fn, *args, **kwargs)
 
+        def refuse_copy(memo: dict[int, Any]) -> nn.Module:
+            raise RuntimeError(
+                "copy.deepcopy(model): the copy would drive this model's engine; copy it before Zero(), "
+                "use zero.ema() for an average of its weights, or load zero.state_dict() into a new one"
+            )
+
         for module in self.model.modules():
             self._handles.append(module.register_state_dict_pre_hook(refuse_state))
             self._handles.append(module.register_load_state_dict_pre_hook(refuse_load))
+            module.__dict__["__deepcopy__"] = refuse_copy
         several = self.levels.shard.world_size > 1  # else weights are always whole and current
         roots = {param for group in runtime.root.groups for param in group.params.params if several}
         for module in self.model.modules():
@@ -407,6 +414,8 @@ class Zero:
             param.data = weight
         for name in ("zero_grad", "_apply", "_zeroshard"):
             self.model.__dict__.pop(name, None)
+        for module in self.model.modules():
+            module.__dict__.pop("__deepcopy__", None)
 
 
 def _check_arguments(model: nn.Module, prefetch: int, accumulate: str | None) -> None:
