@@ -8,7 +8,7 @@ loop stays as it was.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from zeroshard.zero import full_state, shards
 from zeroshard.zero import restage as restaging
 from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.flat import Init
+from zeroshard.zero.guard import Guard, has_engine
 from zeroshard.zero.holdings import Holding, holdings
 from zeroshard.zero.hooks import attach
 from zeroshard.zero.levels import Levels, check_row
@@ -118,7 +119,7 @@ class Zero:
         self._handles: list[Any] = []
         for unit in self._runtime.all_units():
             self._handles += attach(unit, self._runtime, cast if unit is root else None)
-        self._guard_module()
+        self._guard = Guard(model, self._runtime, self._stepping.clear_grads)
 
     # -- the training step ------------------------------------------------------------------------------------
 
@@ -349,55 +350,6 @@ class Zero:
                     self.comm.broadcast(copy, src=0).wait()
                     buffer.copy_(copy)
 
-    def _guard_module(self) -> None:
-        """Answer for the module's own methods that would be silently wrong on sharded weights."""
-        runtime, clear = self._runtime, self._stepping.clear_grads
-
-        def refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if not runtime.weights_readable:
-                raise RuntimeError(
-                    "model.state_dict(): the weights are sharded or older than the last step; "
-                    "use zero.state_dict(), or call it inside zero.full_params()"
-                )
-
-        def bring_root(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if not runtime.root.readable:  # called by another method than the model's forward
-                runtime.root.unshard()
-
-        def refuse_load(*_: Any) -> None:
-            raise RuntimeError("model.load_state_dict(): the weights are sharded; use zero.load_state_dict()")
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            clear(None, set_to_none=set_to_none)
-
-        def apply(fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-            tensors = [param.data for param in self.model.parameters()]
-            if any(fn(tensor) is not tensor for tensor in tensors):
-                raise RuntimeError(
-                    "model: to(), double() and their like would part its parameters from the engine's buffers; "
-                    "call them before Zero(), or give it a MixedPrecision"
-                )
-            return type(self.model)._apply(self.model, fn, *args, **kwargs)
-
-        def refuse_copy(memo: dict[int, Any]) -> nn.Module:
-            raise RuntimeError(
-                "copy.deepcopy(model): the copy would drive this model's engine; copy it before Zero(), "
-                "use zero.ema() for an average of its weights, or load zero.state_dict() into a new one"
-            )
-
-        for module in self.model.modules():
-            self._handles.append(module.register_state_dict_pre_hook(refuse_state))
-            self._handles.append(module.register_load_state_dict_pre_hook(refuse_load))
-            module.__dict__["__deepcopy__"] = refuse_copy
-        several = self.levels.shard.world_size > 1  # else weights are always whole and current
-        roots = {param for group in runtime.root.groups for param in group.params.params if several}
-        for module in self.model.modules():
-            if module is not self.model and not roots.isdisjoint(module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_pre_hook(bring_root))
-        self.model.__dict__["zero_grad"] = zero_grad
-        self.model.__dict__["_apply"] = apply
-        self.model.__dict__["_zeroshard"] = True
-
     def remove(self) -> None:
         """Give the module back as an ordinary one: whole, current weights of its own, no hooks. Collective.
 
@@ -412,16 +364,13 @@ class Zero:
         self._runtime.detach()
         for param, weight in weights.items():
             param.data = weight
-        for name in ("zero_grad", "_apply", "_zeroshard"):
-            self.model.__dict__.pop(name, None)
-        for module in self.model.modules():
-            module.__dict__.pop("__deepcopy__", None)
+        self._guard.remove()
 
 
 def _check_arguments(model: nn.Module, prefetch: int, accumulate: str | None) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} is not an nn.Module")
-    if any("_zeroshard" in module.__dict__ for module in model.modules()):
+    if has_engine(model):
         raise ValueError("model: it, or a part of it, has an engine already; call remove() on that one first")
     if prefetch < 0:
         raise ValueError(f"prefetch: {prefetch} units ahead; give 0 or more")

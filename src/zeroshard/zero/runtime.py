@@ -17,18 +17,17 @@ reduced along the schedule (`zeroshard.zero.schedule`).
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import CONTROL, scope
 from zeroshard.zero.backward_pass import BackwardPass, Run
+from zeroshard.zero.grad_hooks import GradHooks
 from zeroshard.zero.hooks import in_backward
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.schedule import ROOT, Cursor, Op, backward_ops, forward_ops
@@ -71,9 +70,8 @@ class Runtime:
         self._forward = Cursor([], lambda op: None)
         self._in_flight: deque[Unit] = deque()
         self._to_replicas: deque[Unit] = deque()  # reduced within this rank's group so far
-        self._unhooked: list[tuple[FlatGroup, int, nn.Parameter]] = []
-        self._grad_hooks: list[Any] = []
-        self._hook_anew()
+        self._grad_hooks = GradHooks(self)
+        self._grad_hooks.attach(self.all_units())
 
     def all_units(self) -> list[Unit]:
         """The root unit, then the others."""
@@ -106,7 +104,7 @@ class Runtime:
     def _begin_forward(self) -> None:
         if self.backward_pass is not None:
             self._forget_backward()  # an exception ended it
-        self._hook_gradients()
+        self._grad_hooks.attach_trained()
         self._ran = {}
         self._passed = 0
         # One answer for all units, run or skipped: what is whole must be so on every rank.
@@ -294,39 +292,10 @@ class Runtime:
 
     # -- gradients --------------------------------------------------------------------------------------------
 
-    def _hook_anew(self) -> None:
-        self.detach()
-        self._unhooked = []
-        for unit in self.all_units():
-            for _, param, group, slot in unit.named_slots():
-                param.grad = None
-                self._unhooked.append((group, slot, param))
-        self._hook_gradients()
-
-    def _hook_gradients(self) -> None:
-        """Take the gradient of every parameter that is trained now; the frozen ones are looked at again later."""
-        waiting = []
-        for group, slot, param in self._unhooked:
-            if param.requires_grad:
-                self._grad_hooks.append(param.register_post_accumulate_grad_hook(self._taker(group, slot)))
-            else:
-                waiting.append((group, slot, param))
-        self._unhooked = waiting
-
-    def _taker(self, group: FlatGroup, slot: int) -> Any:
-        # Weakly: the garbage collector cannot see through a parameter's hook. The module's own hooks keep us alive.
-        runtime_ref, group_ref = weakref.ref(self), weakref.ref(group)
-
-        def take(param: Tensor) -> None:
-            runtime, group = runtime_ref(), group_ref()
-            grad, param.grad = param.grad, None
-            assert grad is not None
-            assert runtime is not None
-            assert group is not None
-            runtime._backward()
-            group.grads.accumulate(slot, grad)
-
-        return take
+    def take_grad(self, group: FlatGroup, slot: int, grad: Tensor) -> None:
+        """A parameter's gradient is there."""
+        self._backward()
+        group.grads.accumulate(slot, grad)
 
     def require_reduced(self, what: str) -> None:
         """Raise RuntimeError if gradients wait for a reduction that never came."""
@@ -382,7 +351,7 @@ class Runtime:
             unit.keep_whole(params, loads)
         # A graph from before holds the old buffers: autograd shall say so if a backward goes through it.
         torch.autograd.graph.increment_version([param for group in leaving for param in group.params.params])
-        self._hook_anew()
+        self._grad_hooks.attach(self.all_units())
 
     def require_unpinned(self, what: str) -> None:
         """Raise RuntimeError inside `pinned`, which promises weights that are whole and current."""
@@ -402,7 +371,7 @@ class Runtime:
         self.forget_calls()
         # A graph from before holds the old buffers: autograd shall say so if a backward goes through it.
         torch.autograd.graph.increment_version([param for group in self.groups() for param in group.params.params])
-        self._hook_anew()
+        self._grad_hooks.attach(self.all_units())
 
     def _read_row(self, strategy: ShardingStrategy) -> None:
         several = self.levels.shard.world_size > 1
@@ -450,6 +419,4 @@ class Runtime:
 
     def detach(self) -> None:
         """Remove the hooks on parameters."""
-        for handle in self._grad_hooks:
-            handle.remove()
-        self._grad_hooks.clear()
+        self._grad_hooks.detach()
