@@ -84,7 +84,9 @@ def test_every_case_runs_as_often_as_asked_and_never_again(tmp_path, stand_in):
     assert len(done) == 4
     assert not list((tmp_path / "sweep").glob("cases/*/*/checkpoints"))
     more = sweep(tmp_path, repeats=2, axes={"seed": [2, 3]}, checkpoints=True)
-    assert run_sweep(more, command=stand_in, stream=io.StringIO()) == 0
+    stream = io.StringIO()
+    assert run_sweep(more, command=stand_in, stream=stream) == 0
+    assert said(stream)[0].startswith("1 finished case is of an earlier sweep and not of this one; it stays in ")
     assert tokens(tmp_path / "sweep").items() > done.items()
     assert len(tokens(tmp_path / "sweep")) == 6
     assert len(list((tmp_path / "sweep").glob("cases/*/*/checkpoints"))) == 2

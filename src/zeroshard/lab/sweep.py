@@ -31,7 +31,7 @@ from zeroshard.lab.cases import Case, SweepConfig, cases_of, flat_axes, in_words
 from zeroshard.lab.results import METRICS, RunResult, read_run
 from zeroshard.lab.search import Crossover, crossover, largest_that_fits, rounded
 from zeroshard.lab.sweep_board import Board
-from zeroshard.lab.sweep_results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, run_folder
+from zeroshard.lab.sweep_results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, read_sweep, run_folder
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.sizes import parse_bandwidth, parse_size
 from zeroshard.train.toml import dump_toml
@@ -70,6 +70,7 @@ def run_sweep(
             board.list_cases(cases)
             return ExitStatus.OK
         else:
+            _tell_of_others(folder, cases, board)
             guess = largest_micro_batch or (lambda config, num_bytes: 1)
             fitted = (lambda case: runner.fitted(case, guess)) if sweep.fit_memory else None
             runner.run(cases, fitted)
@@ -198,6 +199,16 @@ class Runner:
         ]
         facts = {"format": SWEEP_FORMAT, **self.sweep.model_dump(mode="json"), "cases": entries}
         write_whole(self.folder / SWEEP, json.dumps(facts, indent=1, default=str) + "\n")
+
+
+def _tell_of_others(folder: Path, cases: Sequence[Case], board: Board) -> None:
+    """Say that cases of an earlier sweep in this folder are not among those of this one, if it is so."""
+    names = {case.name for case in cases}
+    others = [case for case in read_sweep(folder).cases if case.done and case.name not in names]
+    if others:
+        cases_are, they_stay = ("case is", "it stays") if len(others) == 1 else ("cases are", "they stay")
+        what = f"{len(others)} finished {cases_are} of an earlier sweep and not of this one"
+        board.say(f"{what}; {they_stay} in {folder / 'cases'}")
 
 
 def _run_crossovers(sweep: SweepConfig, runner: Runner) -> None:
