@@ -19,7 +19,7 @@ demo: $(STAMP)  ## Train a small GPT with ZeRO stage 2 on two ranks, let it writ
 	@echo "The run is in runs/demo: config.toml, metrics.jsonl, summary.json, checkpoints/."
 
 test: $(STAMP)  ## Run the tests.
-	$(BIN)/python -m pytest -n logical --maxprocesses 4
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: $(STAMP)  ## Check style and format.
 	$(BIN)/ruff check .

@@ -20,12 +20,19 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings
 from tiny_runs import data_folder, text_config, tiny_config  # noqa: F401 -- fixtures
+from zeroshard.comm.launch import num_cpus
 
 settings.register_profile("zeroshard", deadline=None)  # machines that run tests are shared
 settings.load_profile("zeroshard")
 
+
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Half as many again as there are processors, for ``-n auto``: tests of launchers and ranks mostly wait."""
+    return max(1, num_cpus() * 3 // 2)
 
 
 @pytest.fixture(autouse=True)
