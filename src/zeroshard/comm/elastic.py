@@ -34,7 +34,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from zeroshard.comm.ending import Ending, root_cause
-from zeroshard.comm.launch import count_restart, end_at_once
+from zeroshard.comm.launch import count_restart
+from zeroshard.comm.leaving import end_at_once
 from zeroshard.comm.machines import UNREACHABLE_AFTER_S, Meeting, watch
 from zeroshard.errors import ExitStatus
 

@@ -4,11 +4,6 @@ The only reader of the environment in the package; `zeroshard.process` sets what
 torchrun and torch's elastic agent announce them (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), else as srun
 does (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS). `launch_workers` drives torch's elastic agent from Python, because
 torchrun turns every failure into exit status 1, and the root cause's own status is what a script needs to know.
-
-[Note: nothing is left behind] A rank can sit in a collective, in C++, where Python runs no signal handler. So
-there are three nets: the agent signals every rank and kills the deaf ones after `SHUTDOWN_GRACE_S`; after
-Ctrl-C, and after SIGTERM where nothing is to be saved yet, a watching thread ends its own process within
-`INTERRUPT_GRACE_S`; and the kernel kills a rank whose launcher has died.
 """
 
 from __future__ import annotations
@@ -23,13 +18,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING
 
 from zeroshard.comm.ending import Ending
 from zeroshard.comm.machines import Meeting
@@ -39,11 +32,9 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-INTERRUPT_GRACE_S = 2.0  # from Ctrl-C to the end of a rank, wherever it is
 SHUTDOWN_GRACE_S = 30  # from SIGTERM to SIGKILL: long enough to save a checkpoint
 COLLECTIVE_TIMEOUT_S = 600.0
 _LOOPBACK = "127.0.0.1"
-_saves_first = threading.Event()
 _LAUNCHER = "ZEROSHARD_LAUNCHER_PID"  # set for the workers of `launch_workers`
 _RESTARTS = "ZEROSHARD_NUM_RESTARTS"  # set there too, after the first
 _NODES = "ZEROSHARD_NODES"  # theirs too, where they are put in network namespaces
@@ -342,57 +333,6 @@ def require_free_port(port: int, address: str = _LOOPBACK) -> None:
             ) from None
 
 
-@contextmanager
-def ended_with_launcher() -> Generator[None]:
-    """Inside, this rank dies with its launcher, and soon after Ctrl-C: [Note: nothing is left behind]."""
-    end_with_starter()
-    if threading.current_thread() is not threading.main_thread():  # only there can a signal be waited for
-        yield
-        return
-    # Python's handler needs the main thread; the C handler writes to this descriptor whatever that thread does
-    heard, told = socket.socketpair()
-    told.setblocking(False)
-    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-    left = threading.Event()
-    arguments = (heard, left)
-    thread = threading.Thread(target=_end_after_interrupt, args=arguments, name="end-after-interrupt", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        left.set()
-        signal.set_wakeup_fd(before)
-        told.close()
-
-
-@contextmanager
-def saves_before_end() -> Generator[None]:
-    """Inside, SIGTERM does not end this rank soon: it has a checkpoint to write first."""
-    _saves_first.set()
-    try:
-        yield
-    finally:
-        _saves_first.clear()
-
-
-def end_as_peer_lost(line: str, speak: bool) -> NoReturn:
-    """End this process now, from whichever thread: another one may sit in a collective for ever.
-
-    With ``speak`` it says why at once, since the launcher speaks only when all ranks have ended.
-    """
-    tell_launcher("")
-    if speak:
-        print(f"error: {line}", file=sys.stderr, flush=True)
-    os._exit(ExitStatus.PEER_LOST)
-
-
-def end_at_once(line: str, status: ExitStatus) -> NoReturn:
-    """End this process now with a status of its own, and have the launcher print ``line``, or print it."""
-    if not tell_launcher(line):
-        print(line, file=sys.stderr, flush=True)
-    os._exit(status)
-
-
 def tell_launcher(line: str) -> bool:
     """Leave `line` for `launch_workers` to print once; False where it did not start this process."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -401,18 +341,6 @@ def tell_launcher(line: str) -> bool:
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"message": line, "timestamp": int(time.time())}, file)
     return True
-
-
-def _end_after_interrupt(heard: socket.socket, left: threading.Event) -> None:
-    with heard:
-        while signum := heard.recv(1):
-            if signum[0] == signal.SIGINT:
-                # the kernel's timer also reaches a process whose interpreter is stuck in its own shutdown
-                signal.setitimer(signal.ITIMER_REAL, INTERRUPT_GRACE_S + 0.5)
-                time.sleep(INTERRUPT_GRACE_S)
-                os._exit(ExitStatus.INTERRUPTED)
-            if signum[0] == signal.SIGTERM and not _saves_first.is_set() and not left.wait(INTERRUPT_GRACE_S):
-                os._exit(ExitStatus.TERMINATED)
 
 
 def _number(env: Mapping[str, str], name: str, default: str = "") -> int:

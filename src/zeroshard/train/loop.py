@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zeroshard import garbage
 from zeroshard.comm import CONTROL, scope
-from zeroshard.comm.launch import end_as_peer_lost, end_at_once
+from zeroshard.comm.leaving import end_as_peer_lost, end_at_once
 from zeroshard.errors import ExitStatus, is_out_of_memory
 from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
 from zeroshard.train.auto import ChooseStage, move_up

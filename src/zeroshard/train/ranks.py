@@ -17,7 +17,8 @@ from zeroshard.comm import (
     SharedMemoryCommunicator,
     TorchCommunicator,
 )
-from zeroshard.comm.launch import World, end_as_peer_lost, init_process_group, meet, shutdown
+from zeroshard.comm.launch import World, init_process_group, meet, shutdown
+from zeroshard.comm.leaving import end_as_peer_lost
 from zeroshard.comm.sentinel import SentinelCommunicator, StoreBoard
 from zeroshard.comm.shm import ranks_share_host
 from zeroshard.errors import UserError

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
-from zeroshard.comm.launch import saves_before_end
+from zeroshard.comm.leaving import saves_before_end
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 

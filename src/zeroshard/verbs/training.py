@@ -26,7 +26,7 @@ NUM_STAGES = 4
 
 def train(config: TrainConfig, argv: Sequence[str]) -> int:
     """A training run: this rank's part of it, or the launcher of all."""
-    from zeroshard.comm import launch, machines
+    from zeroshard.comm import launch, leaving, machines
 
     process.prepare_torch()
     world = launch.world_from_env()
@@ -50,7 +50,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
             "leave --nproc out under a launcher",
         )
     faulthandler.enable(2)  # what ends in C, as a mapped file that was cut off does, says at least where
-    with launch.ended_with_launcher():
+    with leaving.ended_with_launcher():
         from zeroshard.comm import PeerError
         from zeroshard.train.loop import run_training
 
@@ -107,7 +107,7 @@ def generate(config: GenerateConfig, argv: Sequence[str]) -> int:
 
 def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
     """Loss, perplexity and bits per byte, or scores of tasks."""
-    from zeroshard.comm import launch
+    from zeroshard.comm import launch, leaving
 
     process.prepare_torch()
     if config.tasks:
@@ -121,7 +121,7 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
         if ending.line:
             say(ending.line)
         return ending.status
-    with launch.ended_with_launcher():
+    with leaving.ended_with_launcher():
         from zeroshard.train.evaluation import run_eval
 
         return run_eval(config)
