@@ -2,16 +2,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# A stamp and not the folder itself: it is there only when the install was finished, and old when a requirement changed.
+# Modules are compiled when they are first imported: most never are.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# Where to take torch from, if not from where all else comes; PyTorch has an index of builds for CPUs alone.
+TORCH_INDEX ?=
+# Stamps and not the folder itself: one is there only when its install was finished, and old when a requirement changed.
 STAMP := $(VENV)/.installed
+CORE := $(VENV)/.core
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types layers docs figures notebooks audit check clean
+.PHONY: help demo test soak mutants lint types layers docs figures notebooks audit check clean
 
 help:  ## Say what can be made.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
-demo: $(STAMP)  ## Train a small GPT with ZeRO stage 2 on two ranks, let it write, and compare the stages' memory.
+demo: $(CORE)  ## Train a small GPT with ZeRO stage 2 on two ranks, let it write, and compare the stages' memory.
 	rm -rf runs/demo
 	$(BIN)/zeroshard train --config configs/demo.toml
 	$(BIN)/zeroshard generate runs/demo
@@ -20,6 +25,13 @@ demo: $(STAMP)  ## Train a small GPT with ZeRO stage 2 on two ranks, let it writ
 
 test: $(STAMP)  ## Run the tests.
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+soak: $(STAMP)  ## Run all of the tests: every combination where `make test` takes every pair, more fuzzing, more kills.
+	$(BIN)/python -m pytest --soak --kills 100 -n auto --maxprocesses 4 --dist worksteal
+
+# ONLY: names of mutants, or beginnings of names with a * after them. JOBS: how many run at once.
+mutants: $(STAMP)  ## Make mistakes in copies of the package, one by one; a test must see each (ONLY="norm* clip*" JOBS=2).
+	PYTHONPATH=tests $(BIN)/python -m mutants --jobs $(or $(JOBS),1) $(if $(ONLY),--only $(foreach name,$(ONLY),'$(name)'))
 
 lint: $(STAMP)  ## Check style and format.
 	$(BIN)/ruff check .
@@ -44,7 +56,7 @@ notebooks: $(STAMP)  ## Run the notebooks and store what they show.
 # asks for.
 ACCEPTED := --ignore-vuln CVE-2024-35515 --ignore-vuln PYSEC-2026-1939
 
-audit: $(STAMP)  ## Look for known vulnerabilities in the tested versions; asks PyPI.
+audit: $(CORE)  ## Look for known vulnerabilities in the tested versions; asks PyPI.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip-audit>=2.9"
 	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip $(ACCEPTED)
 
@@ -54,8 +66,14 @@ clean:  ## Remove the virtual environment and what tools leave; runs/ and data/ 
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt
+# What the package itself needs: `make demo` waits for nothing else.
+$(CORE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("zeroshard needs Python 3.11 or later: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(if $(TORCH_INDEX),$(PIP) --index-url $(TORCH_INDEX) torch)
+	$(PIP) -e .
+	@touch $@
+
+$(STAMP): $(CORE)
+	$(PIP) -e ".[dev]"
 	@touch $@

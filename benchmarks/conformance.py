@@ -375,7 +375,8 @@ Optimizers have these settings: {settings}. Muon takes matrices only: in its cel
 given a closure. SparseAdam takes no dense gradients, in one process either.
 
 `ddp`, `zero1-torch` and `ddp + ShardedOptimizer` compute in bf16 under autocast, the others with bf16 weights; each is
-held against a reference of its own kind. Where parameters are unused, DDP is told to look for them.
+held against a reference of its own kind, but for frozen weights, which a strategy may keep in either dtype. Where
+parameters are unused, DDP is told to look for them.
 
 What rounds otherwise than one process: a norm is a sum, so clipping scales by another last bit; and a fused kernel
 treats the last elements of a tensor, which fill no vector, otherwise than those in its middle, so that pieces of a

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 
 if torch.cuda.device_count() == 0:
     # Triton decides when a kernel is imported whether it is compiled or interpreted.
@@ -18,13 +17,10 @@ if torch.cuda.device_count() == 0:
 # Tests start some thousand processes; where nothing may keep bytecode, each of them compiles the whole package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+import forked
 from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings
 from tiny_runs import data_folder, text_config, tiny_config  # noqa: F401 -- fixtures
-from zeroshard.comm.launch import num_cpus
-
-settings.register_profile("zeroshard", deadline=None)  # machines that run tests are shared
-settings.load_profile("zeroshard")
-
+from zeroshard.process import num_cpus
 
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
@@ -33,6 +29,12 @@ _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLUR
 def pytest_xdist_auto_num_workers(config):
     """Half as many again as there are processors, for ``-n auto``: tests of launchers and ranks mostly wait."""
     return max(1, num_cpus() * 3 // 2)
+
+
+def pytest_configure(config):
+    """One server of forked programs for all workers, which are started after this."""
+    if config.getoption("numprocesses", None):
+        forked.start_server()
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +52,20 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _no_mode_stays():
+    """A dispatch mode that outlives its test has torch.compile do nothing in those after it, and say nothing."""
+    yield
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._len_torch_function_stack() == 0
+
+
 @pytest.fixture
 def alone_with_networks():
     """No other test makes or removes networks of this machine meanwhile, in whichever worker it runs."""
     with (Path(tempfile.gettempdir()) / f"zeroshard-tests-{os.getuid()}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+pytest_plugins = ["soak"]  # --soak and --shuffle

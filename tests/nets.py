@@ -143,7 +143,7 @@ def assert_every_stage_equals_one_process(
         by_rank = run_threads(
             lambda comm, kwargs=kwargs: train(comm, build, take_turn, kwargs, num_steps, **optimizer_kwargs),
             world_size,
-            timeout_s=20,
+            timeout_s=300,
         )
         for weights in by_rank:
             first = first or weights

@@ -1,30 +1,30 @@
 """Real ranks for tests: gloo processes that are started once for each world size and run one function after another.
 
-A rank costs over a second to start and a few milliseconds to give work to. Processes are forked from a server that
-has imported torch and nothing has run in, meet through a file, use one thread each, and leave gloo cleanly at the end.
-A function is named by its file and name, not pickled, so that it may live in any test module.
+A rank costs a few milliseconds to give work to. The processes are forked (`forked`), meet through a file, use one
+thread each, and leave gloo cleanly at the end. A function is named by its file and name, not pickled, so that it may
+live in any test module.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import os
 import pickle
+import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Client, Listener, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-TIMEOUT_S = 60.0
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "zeroshard.zero", "zeroshard.models", "pytest", "hypothesis"]
-PRELOAD += ["zeroshard.parallel.fsdp2", "zeroshard.parallel.zero_redundancy"]  # seconds of torch for each rank
+import forked
+
+TIMEOUT_S = 300.0  # a rank that has not answered hangs: no machine is so busy
 
 
 class RankError(AssertionError):
@@ -37,18 +37,15 @@ class GlooRanks:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="zeroshard-ranks-")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            args = (rank, world_size, str(Path(self._folder.name) / "store"), theirs)
-            process = context.Process(target=_rank_main, args=args, daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        folder = self._folder.name
+        with Listener(f"{folder}/pipes", "AF_UNIX", backlog=world_size) as listener:
+            self._processes = [
+                forked.Popen([sys.executable, __file__, str(rank), str(world_size), folder], stdin=subprocess.DEVNULL)
+                for rank in range(world_size)
+            ]
+            pipes = [listener.accept() for _ in range(world_size)]
+        by_rank = {pipe.recv(): pipe for pipe in pipes}
+        self._pipes = [by_rank[rank] for rank in range(world_size)]
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """``fn(comm, *args)`` on every rank; its results by rank. ``fn`` is a module's function.
@@ -88,9 +85,7 @@ class GlooRanks:
 
     def join(self) -> list[int | None]:
         """Wait for ranks that were told to end; their exit codes."""
-        for process in self._processes:
-            process.join(TIMEOUT_S)
-        codes = [process.exitcode for process in self._processes]
+        codes = [process.wait(TIMEOUT_S) for process in self._processes]
         self.kill()
         return codes
 
@@ -98,7 +93,7 @@ class GlooRanks:
         """End the ranks now."""
         for process in self._processes:
             process.kill()
-            process.join()
+            process.wait()
         for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()
@@ -107,10 +102,10 @@ class GlooRanks:
     @property
     def alive(self) -> bool:
         """Whether all ranks can be given work."""
-        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+        return bool(self._processes) and all(process.poll() is None for process in self._processes)
 
 
-def _rank_main(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+def _rank_main(rank: int, world_size: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -121,12 +116,14 @@ def _rank_main(rank: int, world_size: int, store: str, pipe: Connection) -> None
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{store}",
+        init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=TIMEOUT_S / 2),
     )
     comm = TorchCommunicator()
+    pipe = Client(f"{folder}/pipes", "AF_UNIX")
+    pipe.send(rank)
     while (task := pickle.loads(pipe.recv_bytes())) is not None:
         path, name, args = task
         try:
@@ -154,6 +151,7 @@ def _module(path: str) -> Any:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Taken over by the tests' conftest."""
     parser.addoption("--exits", type=int, default=5, help="how often four ranks are started and ended (default: 5)")
+    parser.addoption("--fuzz-cases", type=int, default=0, help="command lines tried (default: 200; --soak 5000)")
     parser.addoption("--kills", type=int, default=10, help="how often a run is killed and goes on (default: 10)")
 
 
@@ -173,3 +171,8 @@ def gloo_ranks():
         pool.end()
     codes = {world_size: pool.join() for world_size, pool in alive.items()}
     assert all(code == 0 for by_rank in codes.values() for code in by_rank), codes
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))  # arguments may be functions of test modules, pickled by name
+    _rank_main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

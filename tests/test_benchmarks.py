@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 from zeroshard.kernels.launch import INTERPRETED
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpre
 
 def _run(name, *args):
     command = [sys.executable, BENCHMARKS / name, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = forked.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

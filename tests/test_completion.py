@@ -29,7 +29,7 @@ def written(capsys, tmp_path):
 def _run(shell, *args):
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    done = subprocess.run([shell, *args], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([shell, *args], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from zeroshard.errors import is_out_of_memory, memory_line
+from zeroshard.errors import is_of_storage, is_out_of_memory, memory_line, storage_line
 
 
 def raised_by(allocate):
@@ -35,3 +35,26 @@ def test_where_nobody_said_how_much_was_asked_for_none_is_told():
 
 def test_other_errors_are_not_taken_for_it():
     assert not is_out_of_memory(RuntimeError("a bug"))
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(28, "No space left on device"), "run: [Errno 28] No space left on device; free space, then resume"),
+        (
+            OSError(13, "Permission denied"),
+            "run: [Errno 13] Permission denied; see that it is there and may be written",
+        ),
+        (FileNotFoundError("run was removed"), "run: run was removed; see that it is there and may be written"),
+    ],
+)
+def test_a_disk_or_folder_that_failed_is_told_with_what_to_do(error, line):
+    assert is_of_storage(error)
+    assert storage_line("run", error, "then resume").startswith(line)
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionRefusedError(111, "refused"), TimeoutError(), OSError(98, "in use"), OSError(24, "many files")]
+)
+def test_a_network_or_a_limit_of_the_process_is_no_disk(error):
+    assert not is_of_storage(error)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
+
+import forked
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def _run(*args):
     command = [sys.executable, *args]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return forked.run(command, capture_output=True, text=True, check=False, timeout=600)
 
 
 def test_stages_memory_measures_what_was_predicted():

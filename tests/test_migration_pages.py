@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import forked
 from zeroshard.models import GPT2, GPT2Config
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -38,7 +39,7 @@ def test_both_columns_train_alike(page, tmp_path):
     (tmp_path / "driver.py").write_text(DRIVER)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launcher, str(tmp_path / "driver.py"), str(DOCS / page)]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False, timeout=120)
+    done = forked.run(command, env=ENV, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     assert len(blocks(page, "python")) == 3
 
@@ -52,9 +53,9 @@ def test_columns_are_twenty_lines_at_most(page):
 def run_commands(page, folder):
     """Every line of the page's shell blocks, in ``folder``."""
     for line in "".join(blocks(page, "sh")).splitlines():
-        words = line.replace("zeroshard ", f"{sys.executable} -m zeroshard ", 1)
+        words = line.replace("zeroshard ", f"{forked.PYTHON} -m zeroshard ", 1)
         done = subprocess.run(
-            words, shell=True, cwd=folder, env=ENV, capture_output=True, text=True, check=False, timeout=120
+            words, shell=True, cwd=folder, env=ENV, capture_output=True, text=True, check=False, timeout=600
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 

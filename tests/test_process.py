@@ -30,7 +30,7 @@ print(end_of_heap - libc.sbrk(0))
 def run(code: str, **env: str) -> str:
     clean = {name: value for name, value in os.environ.items() if name not in OURS}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=600, check=True).stdout
 
 
 def variables(**env: str) -> list[str]:

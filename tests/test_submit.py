@@ -21,7 +21,7 @@ from zeroshard.cli import main
 from zeroshard.submit import SubmitConfig, TrainJob, submit
 
 pytestmark = pytest.mark.skipif(find_spec("submitit") is None, reason="needs submitit")
-PATIENCE_S, NUM_STEPS = 120.0, 500
+PATIENCE_S, NUM_STEPS = 600.0, 500
 
 
 @pytest.fixture(autouse=True)

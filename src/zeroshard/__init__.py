@@ -5,8 +5,9 @@ The public names are loaded on first use, so that ``zeroshard --help`` need not 
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from zeroshard.lazily import loaded
 
 __version__ = "0.1.0"
 
@@ -46,7 +47,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return loaded(_HOME[name], name)
 
 
 def __dir__() -> list[str]:

@@ -16,9 +16,9 @@ from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 import zeroshard
-from zeroshard import garbage
-from zeroshard.errors import ExitStatus, UserError, is_out_of_memory, memory_line
-from zeroshard.flags import flags_of, read_flags, take_option
+from zeroshard import garbage, process
+from zeroshard.errors import ExitStatus, UserError, is_out_of_memory, is_out_of_threads, memory_line, path_line
+from zeroshard.flags import flags_of, read_flags, refuse_no_text, take_option
 from zeroshard.train.config import SHORTHANDS, merge
 from zeroshard.train.validate import nearest, validate
 from zeroshard.verbs import VERBS, read_file, say, show_help
@@ -29,10 +29,11 @@ _NEEDS_LESS = (
     "need less, and --dry-run says how much"
 )
 _NEEDS_OTHERS_LESS = "end other programs, or use a machine with more"
+_NEEDS_HIGHER_LIMITS = "raise the limits on memory and processes (`ulimit -v`, `ulimit -u`), or start fewer ranks"
 
 
 class _TerminatedError(BaseException):
-    """SIGTERM or SIGUSR1 came; like KeyboardInterrupt no Exception, so that nothing on the way takes it for an error.
+    """SIGTERM, SIGHUP or SIGUSR1 came; no Exception, like KeyboardInterrupt: nothing on the way takes it for an error.
 
     ``status`` is what to exit with.
     """
@@ -62,7 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         say(str(error))
         return ExitStatus.USAGE
-    except (RuntimeError, MemoryError) as error:
+    except OSError as error:
+        refused = path_line(error)
+        if refused is None and not is_out_of_memory(error):
+            raise
+        status, line = refused or (ExitStatus.FAILED, memory_line(error, _NEEDS_OTHERS_LESS))
+        say(line)
+        return status
+    except (RuntimeError, MemoryError, ImportError) as error:
+        if is_out_of_threads(error):
+            say(f"threads: no more can be started; {_NEEDS_HIGHER_LIMITS}")
+            return ExitStatus.FAILED
         if not is_out_of_memory(error):
             raise
         say(memory_line(error, _NEEDS_LESS if argv[0] == "train" else _NEEDS_OTHERS_LESS))
@@ -85,6 +96,8 @@ def _stdout_is_gone() -> bool:
 
 
 def _dispatch(argv: list[str]) -> int:
+    refuse_no_text(argv)
+    process.forget_empty_variables()
     word = argv[0] if argv else "--help"
     if word in ("--help", "-h"):
         print(_overview())
@@ -131,16 +144,24 @@ def _overview() -> str:
 
 @contextmanager
 def _stop_signals_exit() -> Generator[None]:
-    """SIGTERM and SIGUSR1 unwind the stack like Ctrl-C does, and end in exit statuses of their own."""
+    """SIGTERM, SIGHUP and SIGUSR1 unwind the stack like Ctrl-C does, and end in exit statuses of their own.
+
+    What is ignored stays so: ``nohup`` has SIGHUP ignored, for a run that outlives its terminal.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    statuses = {signal.SIGTERM: ExitStatus.TERMINATED, signal.SIGUSR1: ExitStatus.PREEMPTED}
+    statuses = {
+        signal.SIGTERM: ExitStatus.TERMINATED,
+        signal.SIGHUP: ExitStatus.TERMINATED,
+        signal.SIGUSR1: ExitStatus.PREEMPTED,
+    }
 
     def leave(signum: int, frame: object) -> NoReturn:
         raise _TerminatedError(statuses[signal.Signals(signum)])
 
-    before = {number: signal.signal(number, leave) for number in statuses}
+    heard = (number for number in statuses if signal.getsignal(number) != signal.SIG_IGN)
+    before = {number: signal.signal(number, leave) for number in heard}
     try:
         yield
     finally:

@@ -13,8 +13,9 @@ from typing import Any
 import psutil
 
 import zeroshard
-from zeroshard.comm.launch import num_cpus, variable, world_from_env
+from zeroshard.comm.launch import variable, world_from_env
 from zeroshard.comm.variables import VARIABLES
+from zeroshard.process import num_cpus
 
 GIB = 2**30
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_origin
 from pydantic import BaseModel
 
 from zeroshard.errors import UserError
-from zeroshard.train.validate import fields_by_name, nearest
+from zeroshard.train.validate import fields_by_name, nearest, no_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,14 @@ def read_flags(argv: Sequence[str], flags: dict[str, Flag], positionals: Sequenc
             value = _take(name, flag, words)
         _put(values, flag.path, value)
     return values
+
+
+def refuse_no_text(argv: Sequence[str]) -> None:
+    """Raise UserError for a word that is no text: it could be neither printed nor written into a run's settings."""
+    for word in argv:
+        what = no_text(word)
+        if what:
+            raise UserError(ascii(word)[1:-1], what, "write it in UTF-8, without control characters of that kind")
 
 
 def take_option(argv: Sequence[str], name: str) -> tuple[str, list[str]]:

@@ -35,6 +35,17 @@ def prepare_torch() -> None:
     _keep_freed_memory()
 
 
+def num_cpus() -> int:
+    """Logical CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def forget_empty_variables() -> None:
+    """Have torch find no ``TORCH_LOGS`` where it is empty: its import ends in an AttributeError of its own then."""
+    if os.environ.get("TORCH_LOGS") == "":
+        del os.environ["TORCH_LOGS"]
+
+
 def interpret_kernels() -> None:
     """Have Triton interpret our kernels where it has no GPU to compile them for; call it before `zeroshard.kernels`
     is imported.

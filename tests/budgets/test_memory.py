@@ -53,6 +53,7 @@ def _measured(comm, model, strategy, precision, optimizer, num_reductions=1, **z
     return found
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("model_name", MODELS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
@@ -123,6 +124,7 @@ def test_a_row_of_the_table_is_all_that_the_formula_reads(stage):
     }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("world_size", "shard_size"), [(4, 1), (4, 2), (4, 4), (6, 3)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -136,6 +138,7 @@ def test_a_replica_holds_what_a_world_of_its_size_does(stage, world_size, shard_
         assert _measured(comm, model, STAGES[stage], policy, "AdamW", shard_size=shard_size) == predicted
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 @pytest.mark.parametrize("stage", STAGES)

@@ -47,6 +47,7 @@ def _predicted(model, world_size, row, num_micro, precision=None, **kwargs):
     return [(m.op, m.num_bytes, f"{m.buffer}/{m.phase}") for m in found]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_micro", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
@@ -58,6 +59,7 @@ def test_a_step_sends_what_was_predicted_in_that_order(row, world_size, num_micr
     assert _sent(observed) == predicted
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("prefetch", [0, 1, 3, 9])
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
 @pytest.mark.parametrize("checkpointed", ["none", "full", "selective"])
@@ -110,6 +112,7 @@ def _hybrid(comm, row, shard_size, num_micro, accumulate, precision=None):
     return found, [(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in planned]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("num_micro", "accumulate"), [(1, None), (3, "local"), (3, "sharded")])
 @pytest.mark.parametrize(("world_size", "shard_size"), [(4, 1), (4, 2), (4, 4), (6, 3), (8, 2)])

@@ -141,7 +141,7 @@ def test_the_manifest_is_json_that_a_stranger_can_read(tmp_path, evenly_sharded,
     body = json.loads((tmp_path / "c" / "manifest.json").read_text())
     assert (body["format"], body["version"], body["step"], body["world_size"]) == (
         "zeroshard-checkpoint",
-        3,
+        4,
         5,
         2,
     )

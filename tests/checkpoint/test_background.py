@@ -19,7 +19,7 @@ def gate(monkeypatch):
     opened, write = threading.Event(), background.api.write_rank
 
     def waiting(*args):
-        assert opened.wait(20)
+        assert opened.wait(600)
         write(*args)
 
     monkeypatch.setattr(background.api, "write_rank", waiting)

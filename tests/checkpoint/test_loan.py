@@ -45,7 +45,7 @@ def test_an_update_waits_for_what_is_being_read():
     def write():
         with loan.borrow(tensor) as content:
             reading.set()
-            assert read.wait(20)
+            assert read.wait(600)
             seen.append(content.clone())
 
     def update():
@@ -54,7 +54,7 @@ def test_an_update_waits_for_what_is_being_read():
 
     writer, updater = threading.Thread(target=write), threading.Thread(target=update)
     writer.start()
-    assert reading.wait(20)
+    assert reading.wait(600)
     updater.start()
     updater.join(0.1)
     assert updater.is_alive()

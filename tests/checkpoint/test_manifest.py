@@ -3,6 +3,8 @@ from dataclasses import replace
 
 import pytest
 
+from zeroshard.checkpoint import manifest as manifests
+from zeroshard.checkpoint import manifest_text
 from zeroshard.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, dump, merge, parse
 from zeroshard.errors import UserError
 
@@ -49,7 +51,7 @@ def test_any_changed_byte_of_a_manifest_is_refused_by_name(manifest, tmp_path):
 
 
 def test_a_manifest_of_another_version_is_refused(manifest, tmp_path, monkeypatch):
-    monkeypatch.setattr("zeroshard.checkpoint.manifest.VERSION", 99)
+    monkeypatch.setattr("zeroshard.checkpoint.manifest_text.VERSION", 99)
     text = dump(manifest)
     monkeypatch.undo()
     path = tmp_path / "manifest.json"
@@ -115,4 +117,56 @@ def test_json_that_is_no_manifest_is_refused(tmp_path, text):
     path = tmp_path / "manifest.json"
     path.write_text(text)
     with pytest.raises(UserError, match="is damaged"):
+        parse(path)
+
+
+def _facts(manifest):
+    facts = json.loads(dump(manifest))
+    del facts["sha256"]
+    return facts
+
+
+def test_a_manifest_of_version_3_whose_checksum_is_of_the_facts_written_again_is_read(manifest, tmp_path):
+    path = tmp_path / "manifest.json"
+    text = manifest_text.rewritten(_facts(manifest) | {"version": 3})
+    path.write_text(text)
+    assert parse(path) == manifest
+    for damaged in (text.replace(" ", "\n", 1), text.replace('"step": 7', '"step": 8'), text[:-1]):
+        path.write_text(damaged)
+        with pytest.raises(UserError, match=r"does not match its own checksum|is not JSON"):
+            parse(path)
+
+
+def test_a_manifest_is_hashed_as_it_lies_there_and_never_written_again(manifest, tmp_path, monkeypatch):
+    path = tmp_path / "manifest.json"
+    path.write_text(dump(manifest))
+
+    def dumps(*args, **kwargs):
+        raise AssertionError("a manifest was written again to be read")
+
+    monkeypatch.setattr(json, "dumps", dumps)
+    assert parse(path) == manifest
+
+
+def test_inside_parsed_once_the_same_bytes_are_parsed_once(manifest, tmp_path, monkeypatch):
+    path, other = tmp_path / "manifest.json", tmp_path / "other.json"
+    path.write_text(dump(manifest))
+    other.write_text(dump(replace(manifest, step=8)))
+    num_parsed, of_content = [], manifests._of_content
+    monkeypatch.setattr(manifests, "_of_content", lambda *args: num_parsed.append(1) or of_content(*args))
+    with manifests.parsed_once():
+        assert parse(path) is parse(path)
+        assert len(num_parsed) == 1
+        assert parse(other).step == 8
+        path.write_text(dump(replace(manifest, step=9)))  # its date may be the same
+        assert parse(path).step == 9
+    assert parse(path) is not parse(path)
+    assert len(num_parsed) == 5
+
+
+def test_a_manifest_larger_than_any_is_not_read(tmp_path):
+    path = tmp_path / "manifest.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 42)  # takes no room on the disk
+    with pytest.raises(UserError, match="it has more than 1,073,741,824 bytes"):
         parse(path)

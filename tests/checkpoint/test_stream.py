@@ -1,3 +1,4 @@
+import os
 from contextlib import suppress
 
 import pytest
@@ -29,6 +30,14 @@ def test_any_reader_finds_what_came_in_parts(tmp_path):
     assert torch.equal(found["columns"], whole.t().bfloat16())
     assert torch.equal(found["scalar"], torch.tensor(3))
     assert found["empty"].shape == (0, 2)
+
+
+def test_a_file_is_on_the_disk_when_it_is_written(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor)))
+    write_streamed(tmp_path / "x", [_tensor("x", [torch.zeros(20)], (5, 4))])
+    facts = (tmp_path / "x").stat()
+    assert [(each.st_ino, each.st_size) for each in flushed] == [(facts.st_ino, facts.st_size)]
 
 
 @pytest.mark.parametrize("numel", [19, 21])

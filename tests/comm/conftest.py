@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import runpy
+import sys
 
 import pytest
 
-from ranks import PRELOAD
+import forked
 
 PREAMBLE = """
 import os, sys, time, torch, torch.distributed as dist
@@ -30,18 +29,12 @@ def rank_scripts(tmp_path):
     def run(script: str, world_size: int, **names: object) -> tuple[list[int | None], list[str]]:
         path = tmp_path / "script.py"
         path.write_text(PREAMBLE + script)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         processes = []
         for rank in range(world_size):
             known = {"rank": rank, "world_size": world_size, "folder": str(tmp_path)} | names
-            processes.append(context.Process(target=runpy.run_path, args=(str(path), known, "rank"), daemon=True))
-            processes[-1].start()
-        for process in processes:
-            process.join(60)
-        codes = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
+            code = f"import runpy; runpy.run_path({str(path)!r}, {known!r}, 'rank')"
+            processes.append(forked.Popen([sys.executable, "-c", code]))
+        codes = [process.wait(300) for process in processes]
         said = [tmp_path / f"said{rank}" for rank in range(world_size)]
         return codes, [file.read_text() if file.exists() else "" for file in said]
 

@@ -121,6 +121,7 @@ def _expected(world_size, numel):
     return [(total, total.chunk(world_size)[rank], torch.cat(parts)) for rank in range(world_size)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("numel", [1, 64 << 10, 100_003])
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "slots"])

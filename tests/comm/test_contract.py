@@ -1,7 +1,8 @@
 """What every communicator promises, checked against plain torch; see `zeroshard.comm.base` for the promises.
 
-Every case is run with every communicator. What rank r sends is a pure function of r, so that each rank can compute
-what it must receive; in a null world every rank holds what this one does.
+Every case is run with every communicator and in every wrapper, and with ``--soak`` with each in each. What rank r sends
+is a pure function of r, so that each rank can compute what it must receive; in a null world every rank holds what this
+one does.
 """
 
 from __future__ import annotations
@@ -287,6 +288,7 @@ def _on_rank_of_group(comm, case, wrapper):
                 dist.destroy_process_group(group)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("case", CASES)
 class TestEachCommunicator:

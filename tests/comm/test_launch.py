@@ -13,11 +13,14 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+import forked
 from zeroshard.comm.elastic import _ending
 from zeroshard.comm.ending import Ending, root_cause
 from zeroshard.comm.launch import (
     World,
     init_process_group,
+    launch_workers,
+    meet,
     require_free_port,
     shutdown,
     tell_launcher,
@@ -36,8 +39,8 @@ def free_port() -> int:
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, timeout=60, check=False
+    return forked.run(
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -59,6 +62,11 @@ def test_nobody_has_put_this_process_in_a_world():
 
 def test_torchruns_world():
     assert world_from_env(TORCHRUN) == World(3, 1, 4, "n0", 29500)
+
+
+def test_where_nobody_says_one_machine_holds_all_ranks():
+    env = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"}
+    assert world_from_env(env) == World(3, 3, 4, "n0", 29500)
 
 
 def test_slurms_world_has_the_first_host_and_a_port_that_every_rank_finds():
@@ -113,6 +121,24 @@ def test_a_world_of_one_joins_and_leaves_and_may_join_again():
     shutdown()
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "ours"])
+def test_a_world_that_was_started_again_finds_nothing_of_the_one_before(monkeypatch, launcher):
+    """torchrun's store has served the one before; ranks of our own launcher have a new one each time."""
+    if launcher == "ours":
+        monkeypatch.setenv("ZEROSHARD_LAUNCHER_PID", str(os.getpid()))
+    port = free_port()
+    worlds = [World(rank, rank, 2, "127.0.0.1", port) for rank in range(2)]
+
+    def rank_of(rank, restarts):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        return meet(worlds[rank], timeout_s=10)
+
+    kept = rank_of(0, 0)
+    kept.set("left", "by the first world")
+    assert rank_of(1, 0).get("left") == b"by the first world"
+    assert rank_of(1, 1).check(["left"]) == (launcher == "ours")
+
+
 def test_two_processes_meet_by_the_environment_and_part_cleanly():
     code = (
         "import torch, torch.distributed as dist\n"
@@ -124,7 +150,7 @@ def test_two_processes_meet_by_the_environment_and_part_cleanly():
     )
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(
+        forked.Popen(
             [sys.executable, "-c", code],
             env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -133,7 +159,7 @@ def test_two_processes_meet_by_the_environment_and_part_cleanly():
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=60) for rank in ranks]
+    outputs = [rank.communicate(timeout=600) for rank in ranks]
     assert outputs == [("3.0\n", "")] * 2
     assert [rank.returncode for rank in ranks] == [0, 0]
 
@@ -179,3 +205,16 @@ def test_a_rank_that_has_spoken_itself_leaves_nothing_to_print(tmp_path, monkeyp
 
 def test_a_rank_that_left_no_word_leaves_nothing_to_print():
     assert _ending({0: ProcessFailure(0, os.getpid(), 1, "no such file")}) == Ending(1)
+
+
+@pytest.mark.parametrize(("asked", "used"), [(None, "lo"), ("eth7", "eth7")])
+def test_ranks_of_one_machine_talk_over_the_loopback_interface_where_nobody_says_otherwise(monkeypatch, asked, used):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if asked:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", asked)
+    seen = []
+    monkeypatch.setattr("zeroshard.comm.elastic.run_elastic", lambda *args, **kwargs: seen.append(dict(os.environ)))
+    with monkeypatch.context() as env:
+        env.setattr(os, "environ", os.environ.copy())
+        launch_workers(["train"], 2)
+    assert [each["GLOO_SOCKET_IFNAME"] for each in seen] == [used]

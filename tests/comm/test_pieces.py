@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroshard.comm import pieces
-from zeroshard.comm.pieces import on_flat, shard_interval
+from zeroshard.comm import pieces, scope
+from zeroshard.comm.pieces import Topics, on_flat, shard_interval
 
 
 @pytest.mark.parametrize("numel", [0, 1, 3, 4, 5, 7, 12, 1001])
@@ -46,3 +46,22 @@ def test_a_strided_tensor_is_worked_on_in_small_copies_in_its_own_order(strided,
     on_flat(tensor, double)()
     assert seen == before.flatten().tolist()
     assert torch.equal(tensor, before * 2)
+
+
+def test_ranks_that_issue_the_same_agree_on_topics_which_no_other_operation_has():
+    four, eight = torch.zeros(4), torch.zeros(8)
+    issued = [("sum", four), ("sum", four), ("max", four), ("sum", eight), ("barrier", None)]
+    one, other = Topics(), Topics()
+    topics = [one.next(*operation) for operation in issued]
+    assert topics == [other.next(*operation) for operation in issued]
+    assert len({*topics, *(Topics().next(*operation) for operation in issued)}) == len(issued) + 3  # firsts of 4 kinds
+
+
+def test_operations_of_one_size_under_two_labels_have_two_topics():
+    """So that ranks which have diverged do not take one block's weights for another's."""
+
+    def topic(label):
+        with scope(label):
+            return Topics().next("all_gather", torch.empty(8))
+
+    assert topic("blocks.0/weights") == topic("blocks.0/weights") != topic("blocks.1/weights")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -46,6 +47,17 @@ def _reduced(comm, numel):
     own.all_reduce(tensor).wait()
     own.close()
     return tensor
+
+
+@pytest.mark.parametrize("own", range(4))
+@pytest.mark.parametrize("partial", ["apart", "the first part"])
+def test_a_sum_in_the_order_of_ranks_may_go_where_a_part_of_it_lies(own, partial):
+    parts = [_random(rank, 5) for rank in range(4)]
+    expected = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    kept = {rank: part.clone() for rank, part in enumerate(parts) if rank > own}
+    shm._combine_in_order(torch.add, parts, parts[own], own, parts[0] if partial != "apart" else torch.empty(5))
+    assert torch.equal(parts[own], expected)
+    assert all(torch.equal(parts[rank], part) for rank, part in kept.items())
 
 
 @pytest.mark.parametrize("numel", [1, 3, 1001, 1_000_003])
@@ -179,19 +191,76 @@ def test_ranks_in_different_calls_fail_instead_of_reading_each_other(gloo_ranks,
     assert "passed" not in told
 
 
-def test_a_file_left_by_a_process_that_died_is_swept_and_a_young_one_is_not(tmp_path, monkeypatch):
+@pytest.fixture
+def segments(tmp_path, monkeypatch):
     monkeypatch.setattr(mapped, "folder", lambda: Path(tmp_path))
-    old, young = tmp_path / "zeroshard-shm-old", tmp_path / "zeroshard-shm-young"
-    for path in (old, young):
+    monkeypatch.setattr(mapped, "_PREFIX", "zeroshard-shm-")
+    return tmp_path
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_and_nothing_else(segments):
+    dead, unnamed, young = (
+        segments / "zeroshard-shm-1-x",
+        segments / ".zeroshard-shm-1-y",
+        segments / ".zeroshard-shm-1-z",
+    )
+    other, pipe, link = segments / "other", segments / "zeroshard-shm-pipe", segments / "zeroshard-shm-link"
+    for path in (dead, unnamed, young, other):
         path.write_bytes(b"x")
-    os.utime(old, (1, 1))
-    segment = mapped.Segment.create(0, 3, 4096)
-    assert not old.exists()
-    assert young.exists()
-    assert segment.path.exists()
-    segment.unlink()
-    segment.close()
-    assert not segment.path.exists()
+    os.utime(unnamed, (1, 1))
+    os.mkfifo(pipe)
+    link.symlink_to(other)
+    child = os.fork()  # another process, whose lock is seen
+    if child == 0:
+        mapped.Segment.create(0, 3, 4096)
+        (segments / "ready").touch()
+        signal.pause()
+    try:
+        while not (segments / "ready").exists():
+            time.sleep(0.01)
+        (living,) = segments.glob(f"zeroshard-shm-{child}-*")
+        first = mapped.Segment.create(0, 3, 4096)
+        second = mapped.Segment.create(1, 3, 4096)
+        left = {path.name for path in segments.iterdir()}
+        expected = {living, young, other, pipe, link, first.path, second.path, segments / "ready"}
+        assert left == {path.name for path in expected}
+        assert mapped._is_locked(os.open(living, os.O_RDWR))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    third = mapped.Segment.create(2, 3, 4096)
+    assert not living.exists()
+    for segment in (first, second, third):
+        segment.unlink()
+        segment.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda path: path.chmod(0o666), "others than its owner may write to it"),
+        (lambda path: path.with_name("more").hardlink_to(path), "it has another name, too"),
+        (lambda path: os.truncate(path, 100), "it has 100 bytes"),
+        (lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")), "it is a symbolic link"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "it is a named pipe"),
+        (lambda path: path.unlink(), "No such file"),
+    ],
+)
+def test_only_a_segment_of_ones_own_is_attached(segments, spoil, why):
+    own = mapped.Segment.create(0, 3, 4096)
+    spoil(own.path)
+    with pytest.raises(OSError, match=why):
+        mapped.Segment.attach(own.path, 1, 3)
+    own.close()
+
+
+def test_a_file_that_another_rank_names_and_is_no_segment_stays_as_it_is(segments):
+    precious = segments / "precious"
+    precious.write_bytes(bytes(9000))
+    precious.chmod(0o600)
+    with pytest.raises(OSError, match="it is not called as a segment is"):
+        mapped.Segment.attach(precious, 1, 3)
+    assert precious.read_bytes() == bytes(9000)
 
 
 def test_a_counter_is_seen_by_all_who_map_it(tmp_path, monkeypatch):

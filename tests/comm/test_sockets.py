@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -15,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import PeerError, SocketTransport, run_threads
+from zeroshard.comm import PeerError, SocketTransport, handshake, run_threads
+from zeroshard.comm.handshake import introduce
 from zeroshard.comm.sockets import AT_ONCE_BYTES, _settle, own_address
 from zeroshard.errors import UserError
 
@@ -153,19 +155,133 @@ def test_who_waits_is_woken_when_the_transport_is_closed(transports):
     run_threads(lambda comm: (listen, close)[comm.rank](comm), 2)
 
 
+def _address(transport, rank):
+    host, port, secret = json.loads(transport._store.get(f"address/{rank}"))
+    return (host, port), bytes.fromhex(secret)
+
+
+def _still_talk(one, other):
+    one.send(torch.tensor([5]), other.rank)
+    got = torch.tensor([0])
+    other.recv(got, one.rank).wait()
+    assert got.item() == 5
+
+
 def test_who_does_not_know_the_secret_is_not_let_in(transports):
     one, other = transports(2)
-    host, port, secret = json.loads(other._store.get("address/1"))
-    for hello in (bytes(16) + bytes(4), b"GET / HTTP/1.1\r\n\r\n", b""):
-        with socket.create_connection((host, port), timeout=10) as stranger:
+    address, secret = _address(other, 1)
+    for hello in (bytes(68), b"GET / HTTP/1.1\r\n\r\n" * 9, secret + bytes(36), b""):
+        with socket.create_connection(address, timeout=10) as stranger:
             stranger.sendall(hello)
             stranger.shutdown(socket.SHUT_WR)
-            assert stranger.recv(1) == b""  # hung up
-    assert secret not in (bytes(16).hex(), "")
-    one.send(torch.tensor([5]), 1)
-    got = torch.tensor([0])
-    other.recv(got, 0).wait()
-    assert got.item() == 5
+            heard = b""
+            with contextlib.suppress(ConnectionResetError):  # it hung up before it had read all
+                while part := stranger.recv(100):
+                    heard += part
+            assert len(heard) == 32  # a challenge, and nothing after it
+    assert secret not in (bytes(32), b"")
+    _still_talk(one, other)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(1, 2), (2, 2), (7, 2), (2**32 - 1, 3)])
+def test_only_another_rank_of_this_world_is_let_in(transports, rank, world_size):
+    ranks = transports(world_size)
+    address, secret = _address(ranks[1], 1)
+    with socket.create_connection(address) as stranger, pytest.raises(ConnectionError):
+        introduce(stranger, secret, rank, 1, 10.0)
+    _still_talk(*ranks[:2])
+
+
+def test_a_second_connection_of_a_rank_does_not_replace_the_first(transports):
+    one, other = transports(2)
+    _still_talk(one, other)
+    address, secret = _address(other, 1)
+    with socket.create_connection(address) as stranger:
+        with pytest.raises(ConnectionError):
+            introduce(stranger, secret, 0, 1, 10.0)
+        _still_talk(one, other)
+
+
+def test_what_was_overheard_opens_no_other_connection(transports):
+    _, other, third = transports(3)
+    address, secret = _address(other, 1)
+
+    class Overheard(socket.socket):
+        said = b""
+
+        def sendall(self, data, *args):
+            self.said += data
+            return super().sendall(data, *args)
+
+    with Overheard(socket.AF_INET) as line:
+        line.connect(address)
+        introduce(line, secret, 0, 1, 10.0)
+        assert secret not in line.said
+        said = line.said
+    with socket.create_connection(address, timeout=10) as thief:
+        thief.recv(32)
+        thief.sendall(said)
+        assert thief.recv(1) == b""
+    _still_talk(third, other)
+
+
+def test_who_answers_at_a_ranks_address_without_its_secret_is_not_talked_to(transports):
+    one, _ = transports(2)
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        host, port = impostor.getsockname()
+        one._store.set("address/1", json.dumps([host, port, bytes(32).hex()]))
+
+        def answer():
+            line, _ = impostor.accept()
+            with line:
+                line.sendall(bytes(32))
+                line.recv(68, socket.MSG_WAITALL)
+                line.sendall(bytes(32))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(PeerError, match=r"rank 1 is gone .*does not know its secret"):
+            one.send(torch.zeros(1), 1)
+        thread.join()
+
+
+@pytest.mark.parametrize("words", ["[]", "{", '["127.0.0.1", "x", "00"]', '["127.0.0.1", 1, "zz"]'])
+def test_an_address_that_is_none_is_a_lost_peer(transports, words):
+    one, _ = transports(2)
+    one._store.set("address/1", words)
+    with pytest.raises(PeerError, match="rank 1 is gone"):
+        one.send(torch.zeros(1), 1)
+
+
+def test_silent_strangers_hold_nobody_up(transports, monkeypatch):
+    monkeypatch.setattr(handshake, "PATIENCE_S", 1e6)  # nobody is hung up on for being slow
+    one, other = transports(2)
+    address, _ = _address(other, 1)
+    with contextlib.ExitStack() as strangers:
+        first, *_ = [
+            strangers.enter_context(socket.create_connection(address, timeout=20))
+            for _ in range(handshake.MOST_STRANGERS + 20)
+        ]
+        _still_talk(one, other)
+        assert len(first.recv(100)) == 32
+        assert first.recv(1) == b""  # the first had to go for those who came later
+
+
+def test_a_stranger_who_is_slow_has_one_deadline(monkeypatch):
+    monkeypatch.setattr(handshake, "PATIENCE_S", 0.1)
+    taken = []
+    server = socket.create_server(("127.0.0.1", 0))
+    listener = handshake.Listener(server, bytes(32), 1, 2, lambda *caller: taken.append(caller))
+    with socket.create_connection(server.getsockname(), timeout=20) as stranger:
+        num_sent = 0
+        with contextlib.suppress(OSError):
+            for _ in range(68):
+                stranger.sendall(b"x")
+                num_sent += 1
+                time.sleep(0.02)  # never silent for as long as it may take in all
+        assert num_sent < 68
+    assert taken == []
+    listener.close()
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="needs a choice of TCP's congestion control: Linux")
@@ -187,7 +303,9 @@ def _settled():
         before, found = (
             found,
             (
-                sorted(thread.name for thread in threading.enumerate() if thread.name in ("ring-door", "ring-sender")),
+                sorted(
+                    thread.name for thread in threading.enumerate() if thread.name in ("ring-listener", "ring-sender")
+                ),
                 len(psutil.Process().net_connections("tcp")),
             ),
         )
@@ -208,7 +326,7 @@ def test_a_forgotten_transport_leaves_no_thread_and_no_connection():
         transport.recv(torch.zeros(LARGE), 1 - comm.rank).wait()
         sent.wait()
         names = {thread.name for thread in threading.enumerate()}
-        return {"ring-door", "ring-sender"} <= names
+        return {"ring-listener", "ring-sender"} <= names
 
     assert run_threads(join, 2) == [True, True]
     assert _settled() == before == ([], before[1])

@@ -1,5 +1,4 @@
 import threading
-import time
 
 import pytest
 import torch
@@ -66,11 +65,17 @@ def test_ranks_that_do_different_things_with_tensors_of_one_size_are_told_too():
         run_threads(go, 2)
 
 
-def test_a_rank_that_never_comes_is_not_waited_for_for_ever():
-    start = time.perf_counter()
+def test_a_rank_that_never_comes_is_not_waited_for_for_ever(monkeypatch):
+    limits_s, barrier = [], threading.Barrier
+
+    def noted(parties, timeout):
+        limits_s.append(timeout)
+        return barrier(parties, timeout=timeout)
+
+    monkeypatch.setattr(threading, "Barrier", noted)
     with pytest.raises(PeerError, match="did not come to the collective in time"):
         run_threads(lambda comm: comm.barrier() if comm.rank else None, 2, timeout_s=0.2)
-    assert time.perf_counter() - start < 5
+    assert limits_s == [0.2]
 
 
 def test_a_world_has_at_least_one_rank():
@@ -107,10 +112,8 @@ def test_a_rank_that_fails_stops_those_who_meet_in_parts():
             raise KeyError("rank 3")
         part.barrier()
 
-    start = time.perf_counter()
     with pytest.raises(KeyError, match="rank 3"):
-        run_threads(go, 4)
-    assert time.perf_counter() - start < 5
+        run_threads(go, 4, timeout_s=3600)  # which the time limit of tests would not wait for
 
 
 def test_ranks_that_split_otherwise_are_told():

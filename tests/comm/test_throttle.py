@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 import pytest
 import torch
 
+from fake_time import Clock
 from zeroshard.comm import (
     Link,
     NullCommunicator,
@@ -21,29 +22,11 @@ from zeroshard.comm import (
 )
 from zeroshard.comm.observe import ObservedCommunicator
 from zeroshard.comm.throttle import bytes_per_link, num_hops
+from zeroshard.comm.wrapper import Wrapper
 from zeroshard.profiling.overlap import Flight, overlap, under_way
 
 SLOW = Link(latency_s=1e-3, bytes_per_s=1e6)
 MB = 10**6
-
-
-class Clock:
-    """Stands for the module `time`: it moves when somebody sleeps."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def monotonic(self):
-        return self.now
-
-    def perf_counter(self):
-        return self.now - 900.0  # another clock than the one that ranks share
-
-    def monotonic_ns(self):
-        return round(self.now * 1e9)
-
-    def sleep(self, seconds):
-        self.now += max(seconds, 1e-6)
 
 
 @pytest.fixture
@@ -200,20 +183,27 @@ def test_a_part_of_a_part_leaves_the_node_as_often(clock):
     assert seconds(clock, pair.all_gather(whole(20_000), whole(10_000)).wait) == 20e-3
 
 
-def test_a_transfer_begins_when_the_last_rank_has_issued_it():
-    late_s, transfer_s = 0.1, 0.05
+def test_a_transfer_begins_when_the_last_rank_has_issued_it(clock):
+    late_s, transfer_s, first_has_issued = 0.1, 0.05, threading.Event()
+
+    class Issues(Wrapper):
+        """Says when the first rank has issued its operation, and stays behind it on the second."""
+
+        def _around(self, op, whole, issue, detail=""):
+            if self.rank == 0:
+                first_has_issued.set()
+            return issue()
 
     def rank_main(comm):
-        throttled = ThrottledCommunicator(comm, Link(0, 1e6))
-        comm.barrier()
-        if comm.rank:
-            time.sleep(late_s)
-        issued = time.monotonic()
-        throttled.all_gather(whole(100_000), whole(50_000)).wait()
-        return issued, time.monotonic()
+        throttled = ThrottledCommunicator(Issues(comm), Link(0, 1e6))
+        if comm.rank == 1:
+            assert first_has_issued.wait(600)
+            clock.now += late_s
+        work = throttled.all_gather(whole(100_000), whole(50_000))
+        work.wait()
+        return work.done_s
 
-    issued, ended = zip(*run_threads(rank_main, 2), strict=True)
-    assert min(ended) >= max(issued) + transfer_s
+    assert run_threads(rank_main, 2) == [pytest.approx(1000.0 + late_s + transfer_s, abs=1e-6)] * 2
 
 
 def test_clocks_that_differ_are_refused(clock):

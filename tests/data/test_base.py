@@ -68,30 +68,45 @@ def test_wrong_sizes_are_refused():
         TokenBatches(corpus(4), SEQ_LEN, 1)
     with pytest.raises(ValueError, match=r"micro_step must be in \[0, 2\), got 2"):
         TokenBatches(corpus(41), SEQ_LEN, 1, 2)(0, 2)
-    with pytest.raises(ValueError, match="num_batches must be at least 1"):
-        EvalBatches(corpus(41), SEQ_LEN, 1, num_batches=0)
+    with pytest.raises(ValueError, match="max_rows must be at least 1"):
+        EvalBatches(corpus(41), SEQ_LEN, 1, max_rows=0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_any_world_evaluates_the_same_rows_once(world_size):
-    ranks = [list(EvalBatches(corpus(403), SEQ_LEN, 2, 5, rank, world_size)) for rank in range(world_size)]
+    ranks = [list(EvalBatches(corpus(403), SEQ_LEN, 2, 10, rank, world_size)) for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1  # a rank with fewer forwards would hang the others
     counted = [row for batches in ranks for tokens, _, weight in batches if weight for row in rows_of(tokens)]
     assert sorted(counted) == list(range(0, 100, 10))  # 10 of 100 rows, spread evenly
-    assert sum(weight for batches in ranks for _, _, weight in batches) == 5
+    assert sum(weight for batches in ranks for _, _, weight in batches) == 10
 
 
 def test_evaluation_repeats_itself_exactly():
-    batches = EvalBatches(corpus(403), SEQ_LEN, 2, 5)
+    batches = EvalBatches(corpus(403), SEQ_LEN, 2, 10)
     assert len(batches) == 5
     assert all(torch.equal(one[1], two[1]) for one, two in zip(batches, batches, strict=True))
 
 
 def test_evaluation_takes_what_a_short_corpus_has():
-    assert EvalBatches(corpus(4 * 7 + 1), SEQ_LEN, 2, 100).num_batches == 3
+    batches = EvalBatches(corpus(4 * 7 + 1), SEQ_LEN, 2, 100)
+    assert [(rows_of(tokens), weight) for tokens, _, weight in batches] == [
+        ([0, 1], 2),
+        ([2, 3], 2),
+        ([4, 5], 2),
+        ([6], 1),
+    ]
     ((tokens, _, weight),) = EvalBatches(corpus(4 * 3 + 1), SEQ_LEN, 8, 100)
     assert rows_of(tokens) == [0, 1, 2]
-    assert weight == 1
+    assert weight == 3
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("micro_batch_size", [1, 7, 12, 1000])
+def test_the_rows_of_an_evaluation_do_not_depend_on_how_many_go_at_once(micro_batch_size, world_size):
+    ranks = [list(EvalBatches(corpus(403), SEQ_LEN, micro_batch_size, 60, r, world_size)) for r in range(world_size)]
+    counted = [row for batches in ranks for tokens, _, weight in batches if weight for row in rows_of(tokens)]
+    assert sorted(counted) == [row * 100 // 60 for row in range(60)]
+    assert all(weight in (0, len(tokens)) for batches in ranks for tokens, _, weight in batches)
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,42 @@ def test_llm_cs_header_says_how_wide_ids_are(tmp_path, magic, version, dtype):
     out = prepare(DataSpec("bin", (str(tmp_path / "a_*.bin"),), "none"), tmp_path / "out")
     assert (ids(out, "train"), ids(out, "val")) == ([1, 2, top, 4], [5, 6])
     assert read_meta(out).vocab_size == top + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "is_val"),
+    [
+        ("val", True),
+        ("edu_val_000001", True),
+        ("Valid", True),
+        ("a.validation-2", True),
+        ("val000", True),
+        ("retrieval-000", False),
+        ("trainval", False),
+        ("valley", False),
+        ("eval", False),
+    ],
+)
+def test_a_file_validates_by_a_whole_word_of_its_name(tmp_path, name, is_val):
+    np.arange(10, dtype="<u2").tofile(tmp_path / f"{name}.bin")
+    np.arange(50, 60, dtype="<u2").tofile(tmp_path / "b_val.bin")
+    np.arange(90, 99, dtype="<u2").tofile(tmp_path / "c.bin")
+    out = prepare(DataSpec("bin", (str(tmp_path / "*.bin"),), "none"), tmp_path / "out")
+    assert (0 in ids(out, "val")) is is_val
+    assert (0 in ids(out, "train")) is not is_val
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("retrieval-000", True), ("val", False)])
+def test_files_that_an_earlier_version_took_for_validation_are_told_of(tmp_path, capsys, name, is_told):
+    for each in (name, "b_val", "c"):
+        np.arange(10, dtype="<u2").tofile(tmp_path / f"{each}.bin")
+    spec = DataSpec("bin", (str(tmp_path / "*.bin"),), "none")
+    out = prepare(spec, tmp_path / "out")
+    meta = json.loads((out / "meta.json").read_text())
+    del meta["spec"]["split"]
+    (out / "meta.json").write_text(json.dumps(meta))
+    prepare(spec, out)
+    assert ("other text validates than would now" in capsys.readouterr().err) is is_told
 
 
 def test_where_no_file_validates_the_end_does(tmp_path):

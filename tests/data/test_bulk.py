@@ -1,3 +1,4 @@
+import json
 import os
 import random
 import signal
@@ -8,11 +9,13 @@ import time
 import numpy as np
 import pytest
 
+import forked
 import small_tables as made
 from zeroshard.data import bulk, tables
 from zeroshard.data.bulk import Told
 from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import DataSpec, prepare
+from zeroshard.data.split import validates
 from zeroshard.data.tokenizer import load_tokenizer
 from zeroshard.data.tokens import TokenDataset, verify
 from zeroshard.errors import UserError
@@ -62,7 +65,7 @@ def test_documents_keep_their_order_and_end_and_some_validate(folder, tmp_path, 
     assert sorted(splits["train"] + splits["val"]) == sorted(everything)
     places = [everything.index(text) for text in splits["train"]]
     assert places == sorted(places)
-    assert len(splits["val"]) == pytest.approx(160, abs=4)
+    assert splits["val"] == [text for text in everything if validates((text,), 0.1)]
     meta = read_meta(out)
     assert meta.source.num_documents == 1600
     assert meta.eos_id == tokenizer.eos_id
@@ -81,7 +84,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(folder, tmp_path, max_
 def test_a_run_that_is_killed_again_and_again_ends_with_the_bytes_of_one_that_was_not(folder, tmp_path):
     def start(out, workers):
         command = [sys.executable, "-c", PREPARE, str(folder), str(out), str(workers), "bpe:300"]
-        return subprocess.Popen(command, env=dict(os.environ))
+        return forked.Popen(command, env=dict(os.environ))
 
     began = time.monotonic()
     assert start(tmp_path / "whole", 1).wait() == 0
@@ -227,6 +230,40 @@ def test_progress_ends_at_one(folder, tmp_path, small_parts):
 
 def test_jsonl_ids_are_those_of_each_document_alone(tmp_path):
     made.write_table(tmp_path / "a.jsonl", ["one\n", "two", "three"])
-    out = prepare(DataSpec("text", (str(tmp_path / "a.jsonl"),), val_fraction=0.4), tmp_path / "out", num_workers=1)
+    out = prepare(DataSpec("text", (str(tmp_path / "a.jsonl"),), val_fraction=0), tmp_path / "out", num_workers=1)
     train = TokenDataset.open(out)
-    assert bytes(train.window(0, train.num_tokens).astype(np.uint8)) == b"one\ntwo\n"
+    assert bytes(train.window(0, train.num_tokens).astype(np.uint8)) == b"one\ntwo\nthree\n"
+
+
+@pytest.mark.parametrize("kind", made.KINDS)
+def test_of_a_table_of_few_documents_the_end_of_each_validates(tmp_path, kind):
+    path = made.write_table(tmp_path / f"a.{kind}", [f"{name}1\n{name}2\n{name}3\n" for name in "xyz"])
+    out = prepare(DataSpec("text", (str(path),), val_fraction=0.34), tmp_path / "out", num_workers=1)
+    sides = [TokenDataset.open(out, split) for split in ("train", "val")]
+    texts = [bytes(side.window(0, side.num_tokens).astype(np.uint8)) for side in sides]
+    assert texts == [b"x1\ny1\nz1\n", b"x2\nx3\ny2\ny3\nz2\nz3\n"]
+    assert read_meta(out).spec["split"] == "tails-1"
+
+
+def test_a_table_and_files_hold_out_the_same_documents(tmp_path):
+    texts = [f"{text}\n" for text in made.documents(300)]
+    made.write_table(tmp_path / "table.parquet", texts)
+    (tmp_path / "files").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "files" / f"{number:03d}.txt").write_text(text)
+    found = []
+    for source in ("table.parquet", "files"):
+        out = prepare(DataSpec("text", (str(tmp_path / source),)), tmp_path / f"{source}-out", num_workers=1)
+        val = TokenDataset.open(out, "val")
+        found.append(bytes(val.window(0, val.num_tokens).astype(np.uint8)))
+    assert found[0] == found[1] != b""
+
+
+def test_a_folder_of_the_earlier_split_of_tables_is_told_of(folder, tmp_path, capsys):
+    spec = DataSpec("text", (str(folder),))
+    out = prepare(spec, tmp_path / "out", num_workers=1)
+    meta = json.loads((out / "meta.json").read_text())
+    del meta["spec"]["split"]
+    (out / "meta.json").write_text(json.dumps(meta))
+    prepare(spec, out)
+    assert "was prepared by an earlier version: other text validates than would now" in capsys.readouterr().err

@@ -32,6 +32,15 @@ def test_epochs_and_seeds_have_their_own_shuffles(seed, epoch):
     assert here.tolist() != list(range(100))
 
 
+@pytest.mark.parametrize("bit", [0, 31, 32, 63])
+def test_each_bit_of_a_seed_of_64_bits_counts(bit):
+    def shuffle(seed):
+        return rows(seed, np.arange(100), 100).tolist()
+
+    assert shuffle(12345) != shuffle(12345 ^ (1 << bit))
+    assert shuffle(12345) == shuffle(12345 + (1 << 64))
+
+
 def test_the_shape_of_positions_is_kept():
     positions = np.arange(24).reshape(2, 3, 4)
     assert rows(0, positions, 10).shape == (2, 3, 4)

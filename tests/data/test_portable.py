@@ -6,6 +6,7 @@ import tiktoken
 import tokenizers
 from hypothesis import given, settings
 
+from soak import examples
 from zeroshard.data.portable import byte_characters, merges_of, portable
 from zeroshard.data.tokenizer import ByteTokenizer, TiktokenTokenizer, train_bpe
 
@@ -35,7 +36,7 @@ def _there(tokenizer):
     return tokenizers.Tokenizer.from_str(portable(tokenizer).json)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(40, 200))
 @given(text=st.text(max_size=60))
 def test_bytes_are_ids(text):
     there = _BYTES
@@ -51,7 +52,7 @@ def test_bytes_have_no_end():
     assert _BYTES.get_vocab_size() == 256
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(40, 200))
 @given(text=st.text(alphabet=st.sampled_from("the catsmISN'12\n\t é☃.,"), max_size=60))
 def test_ranks_become_merges_that_give_the_same_ids(gpt2, text):
     there = _there(gpt2)

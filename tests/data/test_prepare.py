@@ -1,7 +1,9 @@
 import hashlib
 import json
 import math
+import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,9 +11,11 @@ import pytest
 from zeroshard.data import prepare as module
 from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import DataSpec, data_dir, prepare
-from zeroshard.data.tokenizer import load_tokenizer
+from zeroshard.data.split import validates
+from zeroshard.data.tokenizer import ByteTokenizer, load_tokenizer
 from zeroshard.data.tokens import TokenDataset, verify
 from zeroshard.errors import UserError
+from zeroshard.process import num_cpus
 
 TEXT = "".join(f"line {i} of the text\n" for i in range(500))
 
@@ -44,6 +48,12 @@ def many_files(tmp_path):
     return DataSpec("text", (str(tmp_path / "src"),))
 
 
+def validates_in(spec, line):
+    """Whether the document with that line validates."""
+    path = next(path for path in Path(spec.paths[0]).iterdir() if path.read_text().rstrip("\n") == line)
+    return validates((path.read_text(),), 0.1)
+
+
 def test_one_document_is_cut_in_two_and_nothing_is_lost(one_file, tmp_path):
     folder = prepare(one_file, tmp_path / "data")
     train, val = text(folder, "train"), text(folder, "val")
@@ -57,7 +67,8 @@ def test_many_documents_go_whole_to_one_side_each_ending_its_line(many_files, tm
     train, val = (text(folder, split).splitlines() for split in ("train", "val"))
     assert sorted(train + val) == [f"document {i:03d} ends here" for i in range(200)]
     assert not set(train) & set(val)
-    assert len(val) == 20
+    assert val == [line for line in sorted(train + val) if validates_in(many_files, line)]
+    assert 10 < len(val) < 30
 
 
 def test_documents_end_with_the_end_of_text_where_there_is_one(many_files, tmp_path):
@@ -66,7 +77,7 @@ def test_documents_end_with_the_end_of_text_where_there_is_one(many_files, tmp_p
     train, val = ids(folder, "train"), ids(folder, "val")
     assert np.count_nonzero(train == eos_id) + np.count_nonzero(val == eos_id) == 200
     assert train[-1] == val[-1] == eos_id
-    assert text(folder, "val").count("ends here") == 20
+    assert text(folder, "train").count("ends here") + text(folder, "val").count("ends here") == 200
 
 
 def test_a_tokenizer_never_learns_from_validation(tmp_path):
@@ -99,6 +110,67 @@ def test_preparing_again_writes_nothing(one_file, tmp_path):
     before = {each: each.stat().st_mtime_ns for each in folder.rglob("*")}
     assert prepare(one_file, folder) == folder
     assert {each: each.stat().st_mtime_ns for each in folder.rglob("*")} == before
+
+
+def older(folder, *keys):
+    """The folder as an earlier version left it."""
+    meta = json.loads((folder / "meta.json").read_text())
+    for key in keys:
+        del meta["spec"][key]
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def test_a_folder_of_the_earlier_split_is_used_as_it_is_and_told_of(many_files, one_file, tmp_path, capsys):
+    folder = prepare(many_files, tmp_path / "data")
+    prepare(many_files, folder)
+    assert capsys.readouterr().err == ""
+    older(folder, "split")
+    before = files(folder)
+    assert prepare(many_files, folder) == folder
+    assert files(folder) == before
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {folder} was prepared by an earlier version: other text validates than would now")
+    assert line.endswith("; delete it to prepare it anew")
+    few = prepare(one_file, tmp_path / "few")  # one that was cut as it would be now
+    older(few, "split")
+    prepare(one_file, few)
+    assert capsys.readouterr().err == ""
+
+
+def test_copies_of_a_document_are_on_one_side(tmp_path):
+    for i in range(200):
+        for name in "ab":
+            (tmp_path / f"{name}{i:03d}.txt").write_text(f"document {i} is here\n")
+    folder = prepare(DataSpec("text", (str(tmp_path),)), tmp_path / "data")
+    train, val = (text(folder, split).splitlines() for split in ("train", "val"))
+    assert not set(train) & set(val)
+    assert val
+    assert all(val.count(line) == 2 for line in val)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:270"])
+def test_files_give_the_same_bytes_for_any_number_of_processes(many_files, one_file, tmp_path, monkeypatch, tokenizer):
+    monkeypatch.setattr("zeroshard.data.encode.TASK_BYTES", 500)
+    spec = DataSpec("text", (*many_files.paths, *one_file.paths), tokenizer)
+    ours = [files(prepare(spec, tmp_path / str(num), num_workers=num)) for num in (1, 2)]
+    assert ours[0] == ours[1]
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_system_that_cannot_say_which_processors_are_ours_has_them_all(tmp_path, monkeypatch, kind):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
+    assert num_cpus() == os.cpu_count()
+    path = tmp_path / f"a.{kind}"
+    path.write_text("\n".join(json.dumps({"text": f"line {i}\n"}) for i in range(100)))
+    verify(prepare(DataSpec("text", (str(path),), "bpe:260"), tmp_path / "data"))
+
+
+def test_a_tokenizer_of_files_is_trained_on_so_much_text_at_the_most(many_files, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "make_tokenizer", lambda name, texts: (seen.extend(texts), ByteTokenizer())[1])
+    monkeypatch.setattr(module.bulk, "TRAINING_BYTES", 1000)
+    prepare(DataSpec("text", many_files.paths, "bpe:270"), tmp_path / "data")
+    assert 1000 <= sum(map(len, seen)) < 1100
 
 
 @pytest.mark.parametrize(

@@ -1,39 +1,53 @@
 import threading
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
 import small_tables as made
+from zeroshard.comm import run_threads
+from zeroshard.data import lanes as lanes_module
+from zeroshard.data import stream as module
 from zeroshard.data import tables as tables_module
-from zeroshard.data.stream import BlockSizes, StreamBatches, blocks_of, global_batch, num_lanes
+from zeroshard.data.joining import document_ids
+from zeroshard.data.lanes import NUM_LANES, open_stream
+from zeroshard.data.split import Holdout, validates
+from zeroshard.data.stream import StreamBatches, global_batch, validation_tokens
+from zeroshard.data.tables import PartReader
 from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.errors import UserError
+from zeroshard.train.agree import gather_bytes
 
 T = 32
 
 
-@pytest.fixture
-def blocks(tmp_path, monkeypatch):
-    """Some forty blocks of some sixty rows, of two files."""
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Parts and turns as small as the corpora here: a turn has two documents of each lane, and grows to some eight."""
     monkeypatch.setattr(tables_module, "PART_BYTES", 2000)
+    monkeypatch.setattr(module, "FIRST_BYTES", 100)
+    monkeypatch.setattr(module, "MOST_BYTES", 400)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Some forty parts of two files."""
     paths = [
         made.write_table(tmp_path / f"{i}.{kind}", made.documents(500, seed=i))
         for i, kind in enumerate(("parquet", "jsonl"))
     ]
-    return blocks_of(made.tables_of(*paths), ByteTokenizer(), "bytes", 0.1)
+    return open_stream(made.tables_of(*paths), ByteTokenizer(), "bytes", 0.1)
 
 
 @pytest.fixture
-def stream(blocks):
-    """`stream(world_size=..., micro=..., accum=..., sizes=...)`: every rank's batches."""
+def stream(texts):
+    """`stream(world_size=..., micro=..., accum=...)`: every rank's batches."""
     opened = []
 
-    def make(world_size=1, micro=2, accum=8, sizes=None, seed=3):
-        shapes = {"seq_len": T, "micro_batch_size": micro, "grad_accum_steps": accum, "seed": seed}
-        ranks = [
-            StreamBatches(blocks, sizes or BlockSizes(None, ""), rank=rank, world_size=world_size, **shapes)
-            for rank in range(world_size)
-        ]
+    def make(world_size=1, micro=2, accum=8, seed=3, text=texts, seq_len=T, **more):
+        shapes = {"seq_len": seq_len, "micro_batch_size": micro, "grad_accum_steps": accum, "seed": seed}
+        ranks = [StreamBatches(text, rank=rank, world_size=world_size, **shapes, **more) for rank in range(world_size)]
         opened.extend(ranks)
         return ranks
 
@@ -42,50 +56,200 @@ def stream(blocks):
         each.close()
 
 
+def documents_of(text, split):
+    """The ids of every document of a split, by content."""
+    reader, found = PartReader(text.column), Counter()
+    for part in text.parts:
+        for each in reader.texts(part):
+            if validates((each,), text.holdout.val_fraction) == (split == "val"):
+                found[tuple(document_ids(text.tokenizer, each).tolist())] += 1
+    reader.close()
+    return found
+
+
 @pytest.mark.parametrize(("world_size", "micro", "accum"), [(2, 2, 4), (4, 4, 1), (8, 1, 2), (1, 16, 1)])
-def test_a_step_has_the_same_rows_at_any_world_size(stream, world_size, micro, accum):
+def test_a_step_has_the_same_rows_in_the_same_order_at_any_world_size(stream, world_size, micro, accum):
     one = stream()
     many = stream(world_size, micro, accum)
     for step in (0, 1, 7, 40):
         assert all(map(torch.equal, global_batch(many, step, accum), global_batch(one, step, 8)))
 
 
-@pytest.mark.parametrize(("world_size", "micro", "accum"), [(1, 2, 8), (4, 2, 2)])
-@pytest.mark.parametrize("noted", [True, False])
-def test_batches_after_a_resume_are_those_of_the_undisturbed_run(
-    stream, tmp_path, blocks, world_size, micro, accum, noted
-):
-    notes = tmp_path / "notes"
-    undisturbed = stream(sizes=BlockSizes(notes, blocks.identity))
-    wanted = [global_batch(undisturbed, step, 8) for step in range(30)]
-    resumed = stream(world_size, micro, accum, sizes=BlockSizes(notes if noted else None, blocks.identity))
-    for step in range(17, 30):
-        assert all(map(torch.equal, global_batch(resumed, step, accum), wanted[step]))
+@pytest.mark.parametrize("world_size", [2, 3, 20])
+def test_ranks_that_share_the_work_have_the_rows_of_one_that_does_it_alone(stream, texts, world_size):
+    """Also where there are more ranks than lanes."""
+    alone = global_batch(stream(world_size, 1, 1), 5, 1)
+
+    def rank_main(comm):
+        ours = StreamBatches(
+            texts,
+            seq_len=T,
+            micro_batch_size=1,
+            rank=comm.rank,
+            world_size=world_size,
+            seed=3,
+            gather=lambda mine: gather_bytes(comm, mine),
+        )
+        try:
+            return [ours(step, 0) for step in range(6)][-1]
+        finally:
+            ours.close()
+
+    found = run_threads(rank_main, world_size)
+    assert torch.equal(torch.cat([tokens for tokens, _ in found]), alone[0])
+    assert torch.equal(torch.cat([targets for _, targets in found]), alone[1])
 
 
-def test_a_run_that_goes_on_opens_the_blocks_of_its_step_alone(stream, tmp_path, blocks, monkeypatch):
-    sizes = BlockSizes(tmp_path, blocks.identity)
-    global_batch(stream(sizes=sizes), 60, 8)
-    (resumed,) = stream(sizes=BlockSizes(tmp_path, blocks.identity))
-    read, of_part = [], resumed._read  # its own alone: the other run may still be reading ahead
-    monkeypatch.setattr(resumed, "_read", lambda part: (read.append(part.index), of_part(part))[1])
-    for micro_step in range(8):
-        resumed(60, micro_step)
-    assert resumed.num_lanes <= len(read) <= 2 * resumed.num_lanes  # a block of each lane, and the one after it
+@pytest.mark.parametrize("world_size", [1, 2, 20])
+def test_each_document_is_encoded_once_in_a_world(texts, world_size, monkeypatch):
+    encoded, lock, of_document = Counter(), threading.Lock(), lanes_module.document_ids
+
+    def count(tokenizer, text):
+        with lock:
+            encoded[text] += 1
+        return of_document(tokenizer, text)
+
+    monkeypatch.setattr(lanes_module, "document_ids", count)
+
+    def rank_main(comm):
+        def gather(mine):
+            return gather_bytes(comm, mine)
+
+        shapes = {"seq_len": T, "micro_batch_size": 1, "rank": comm.rank, "world_size": world_size}
+        batches = StreamBatches(texts, **shapes, gather=gather)
+        for step in range(700 // world_size):
+            batches(step, 0)
+        batches.close()
+
+    run_threads(rank_main, world_size)
+    assert max(encoded.values()) == 1
+    assert sum(encoded.values()) > 250
 
 
-def test_every_row_is_seen_once_before_any_is_seen_again(stream, blocks):
-    (batches,) = stream(micro=1, accum=1)
-    assert batches.num_lanes == 1
-    sizes = [blocks.ids(part) for part in blocks.train]
-    num_rows = sum((ids.size - 1) // T for ids in sizes)
-    wanted = sorted(tuple(ids[row * T : (row + 1) * T].tolist()) for ids in sizes for row in range((ids.size - 1) // T))
-    epochs = [
-        [tuple(batches(step, 0)[0][0].tolist()) for step in range(e * num_rows, (e + 1) * num_rows)] for e in (0, 1)
+@pytest.mark.parametrize(("num_parts", "rows_a_step"), [(1, 1), (2, 16), (3, 7), (11, 16), (50, 48), (100, 16)])
+def test_an_epoch_has_each_row_once(tmp_path, stream, monkeypatch, num_parts, rows_a_step):
+    """Each document is as long as a row, so that an epoch's rows are its documents, but for the last."""
+    texts = [f"{i:0{T - 1}d}" for i in range(300)]
+    path = made.write_table(tmp_path / "a.parquet", texts, group=-(-300 // num_parts))
+    monkeypatch.setattr(tables_module, "PART_BYTES", 1)  # a row group each
+    text = open_stream(made.tables_of(path), ByteTokenizer(), "bytes", 0.1)
+    assert len(text.parts) == num_parts
+    (batches,) = stream(1, 1, rows_a_step, text=text)
+    wanted = {int(each) for each in texts if not validates((each,), 0.1)}
+    num_rows = len(wanted) - 1
+    rows = [
+        int(bytes(batches(step, micro)[0][0].tolist()))
+        for step in range(3 * num_rows // rows_a_step)
+        for micro in range(rows_a_step)
     ]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == wanted
+    epochs = [rows[:num_rows], rows[num_rows : 2 * num_rows]]
     assert epochs[0] != epochs[1]
-    assert epochs[0] != wanted
+    for epoch in epochs:
+        assert len(set(epoch)) == num_rows
+        assert len(wanted - set(epoch)) == 1
+        assert set(epoch) < wanted
+
+
+def test_an_epoch_has_as_many_rows_as_the_prepared_text(stream, texts):
+    num_tokens = sum(len(ids) * count for ids, count in documents_of(texts, "train").items())
+    (batches,) = stream(1, 1, 1)
+    num_rows = (num_tokens - 1) // T
+    batches(num_rows - 1, 0)
+    assert batches.position(num_rows)["epoch"] in (0, 1)
+    batches(num_rows, 0)
+    assert batches.position(num_rows + 1)["epoch_row"] == num_rows
+
+
+@pytest.mark.parametrize(("world_size", "micro", "accum"), [(1, 2, 8), (4, 2, 2)])
+@pytest.mark.parametrize("at", [17, 40])
+def test_batches_after_a_resume_are_those_of_the_undisturbed_run(stream, world_size, micro, accum, at):
+    undisturbed = stream()
+    wanted = [global_batch(undisturbed, step, 8) for step in range(at)]
+    saved = undisturbed[0].position(at)
+    wanted += [global_batch(undisturbed, step, 8) for step in range(at, at + 8)]
+    for known in (saved, None):
+        resumed = stream(world_size, micro, accum)
+        for each in resumed:
+            each.go_on(known, at)
+        for step in range(at, at + 8):
+            assert all(map(torch.equal, global_batch(resumed, step, accum), wanted[step]))
+
+
+def test_a_run_that_goes_on_encodes_no_more_than_its_turn_and_the_next(stream, monkeypatch):
+    (first,) = stream()
+    for step in range(30):
+        first(step, 0)
+    saved, encoded = first.position(30), []
+    first.close()
+    first._lanes._pool.shutdown(wait=True)
+    of_document = lanes_module.document_ids
+    monkeypatch.setattr(lanes_module, "document_ids", lambda *args: (encoded.append(1), of_document(*args))[1])
+    (resumed,) = stream()
+    resumed.go_on(saved, 30)
+    resumed(30, 0)
+    resumed.close()
+    resumed._lanes._pool.shutdown(wait=True)
+    assert 0 < len(encoded) < 3 * NUM_LANES * 400 / 40
+
+
+def test_a_run_that_goes_on_with_another_batch_takes_the_rows_that_follow(stream):
+    whole, resumed = stream(1, 1, 1)[0], stream(1, 1, 3)[0]
+    (sixteen,) = stream(1, 16, 1)
+    sixteen(4, 0)
+    resumed.go_on(sixteen.position(5), 5)
+    for step in (5, 6, 7):
+        for micro in range(3):
+            row = 5 * 16 + (step - 5) * 3 + micro
+            assert torch.equal(resumed(step, micro)[0], whole(row, 0)[0])
+    with pytest.raises(ValueError, match="step 4 is before step 5"):
+        resumed(4, 0)
+
+
+def test_a_run_that_goes_on_with_other_rows_begins_with_its_turn(stream):
+    first, again = stream(1, 16, 1)[0], stream(1, 16, 1, seq_len=T // 2)[0]
+    first(9, 0)
+    saved = first.position(10)
+    again.go_on(saved, 10)
+    assert again.position(10)["row"] == saved["first_row"]
+    assert again(10, 0)[0].shape == (16, T // 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"seed": 9}, r"seed: the stream's order was drawn from 9, not 3; use --seed 9"),
+        ({"places": [[0, 0]]}, r"resume: the checkpoint's place in the stream cannot be read \(it contradicts itself"),
+        ({"left_over": "?"}, r"resume: .*cannot be read"),
+        ({"row": -5}, r"resume: .*contradicts itself"),
+        ({"turn": "x"}, r"resume: .*cannot be read"),
+    ],
+)
+def test_a_place_that_is_none_is_refused(stream, change, line):
+    (batches,) = stream()
+    batches(2, 0)
+    with pytest.raises(UserError, match=line):
+        stream()[0].go_on(batches.position(3) | change, 3)
+
+
+def test_an_earlier_step_is_read_again(stream):
+    (batches,) = stream()
+    wanted = [batches(step, 0)[0] for step in range(40)]
+    assert torch.equal(batches(3, 0)[0], wanted[3])
+    assert torch.equal(batches(39, 0)[0], wanted[39])
+
+
+def test_the_first_step_encodes_little_of_large_parts(tmp_path, stream, monkeypatch):
+    monkeypatch.setattr(tables_module, "PART_BYTES", 100_000)
+    paths = [made.write_table(tmp_path / f"{i}.jsonl", made.documents(3000, seed=i)) for i in range(3)]
+    text = open_stream(made.tables_of(*paths), ByteTokenizer(), "bytes", 0.1)
+    encoded, of_document = [], lanes_module.document_ids
+    monkeypatch.setattr(lanes_module, "document_ids", lambda *args: (encoded.append(1), of_document(*args))[1])
+    (batches,) = stream(1, 8, 1, text=text)
+    batches(0, 0)
+    batches.close()
+    batches._lanes._pool.shutdown(wait=True)
+    num_lanes = min(NUM_LANES, len(text.parts))
+    assert len(encoded) <= num_lanes * (100 + 200) / 20  # its turn and the next, of some sixty characters a document
 
 
 def test_targets_are_the_tokens_that_follow(stream):
@@ -95,73 +259,101 @@ def test_targets_are_the_tokens_that_follow(stream):
     assert tokens.dtype == torch.int64
 
 
-def test_a_rank_reads_its_own_lanes_alone(stream, blocks, monkeypatch):
-    read = {0: set(), 1: set()}
-    for batches in stream(2, 2, 4):
-        rank = batches._first_slot // 8
-        note = batches._sizes.note
-        monkeypatch.setattr(batches, "_sizes", BlockSizes(None, ""))
-        monkeypatch.setattr(
-            batches._sizes,
-            "note",
-            lambda part, size, rank=rank, note=note: (read[rank].add(part.index), note(part, size)),
-        )
-        for micro_step in range(4):
-            batches(0, micro_step)
-    assert read[0]
-    assert read[1]
-    assert not read[0] & read[1]
-
-
 def test_another_seed_is_another_order(stream):
     assert not torch.equal(stream(seed=1)[0](0, 0)[0], stream(seed=2)[0](0, 0)[0])
 
 
-def test_validation_is_never_trained_on(blocks):
-    val, train = {part.index for part in blocks.val}, {part.index for part in blocks.train}
-    assert not val & train
-    assert val | train == {part.index for part in blocks.parts}
-    assert len(val) == round(0.1 * len(blocks.parts))
-    some = blocks.validation(100)
-    assert some.num_tokens == blocks.ids(blocks.val[0]).size
-    assert blocks.validation(10**9).num_tokens == sum(blocks.ids(part).size for part in blocks.val)
+def test_a_step_mixes_documents_of_many_parts(stream):
+    rows = global_batch(stream(), 0, 8)[0]
+    files = {bytes(row.tolist()).split(b"/")[0][-1:] for row in rows if b"/" in bytes(row.tolist())}
+    assert {b"0", b"1"} <= files
 
 
-def test_notes_of_other_blocks_and_torn_lines_are_passed_over(tmp_path, blocks):
-    part, other = blocks.parts[:2]
-    BlockSizes(tmp_path, "another").note(part, 5)
-    ours = BlockSizes(tmp_path, blocks.identity, rank=1)
-    ours.note(part, 7)
-    with (tmp_path / "sizes-00001.jsonl").open("a") as file:
-        file.write('{"blocks": "torn')
-    BlockSizes(tmp_path, blocks.identity, rank=1).note(other, 9)
-    again = BlockSizes(tmp_path, blocks.identity)
-    assert (again.get(part), again.get(other), again.get(blocks.parts[2])) == (7, 9, None)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_validates_in_a_stream_is_what_validates_when_it_is_prepared(texts, world_size):
+    def rank_main(comm):
+        return [
+            validation_tokens(texts, num, comm.rank, world_size, lambda mine: gather_bytes(comm, mine))
+            for num in (700, 10**9)
+        ]
+
+    wanted = documents_of(texts, "val")
+    for some, every in run_threads(rank_main, world_size):
+        parts = bytes(every.window(0, every.num_tokens).tolist()).split(b"\n")
+        assert Counter(tuple(part + b"\n") for part in parts[:-1]) == wanted
+        assert 700 <= some.num_tokens < every.num_tokens
+        assert some.window(0, 700).tolist() == every.window(0, 700).tolist()
 
 
-def test_lanes_are_a_divisor_of_the_rows_of_a_step():
-    assert [num_lanes(rows) for rows in (1, 7, 16, 17, 24, 512)] == [1, 7, 16, 1, 12, 16]
+def test_a_failure_of_one_rank_is_told_by_all(texts, tmp_path):
+    (tmp_path / "1.jsonl").write_text("nothing\n" * 3000)
+
+    def rank_main(comm):
+        shapes = {"seq_len": T, "micro_batch_size": 1, "rank": comm.rank, "world_size": 3}
+        batches = StreamBatches(texts, **shapes, gather=lambda mine: gather_bytes(comm, mine))
+        try:
+            with pytest.raises(UserError, match=r"data\.path: the line at byte"):
+                batches(0, 0)
+        finally:
+            batches.close()
+        return True
+
+    assert run_threads(rank_main, 3) == [True] * 3
 
 
-def test_what_cannot_be_streamed_is_refused(tmp_path, monkeypatch):
-    small = made.tables_of(made.write_table(tmp_path / "a.jsonl", ["one"]))
-    with pytest.raises(UserError, match=r"data\.streaming: 1 part of about 8 MiB .* cannot both train and validate"):
-        blocks_of(small, ByteTokenizer(), "bytes", 0.1)
+def test_a_tiny_file_streams_too_and_one_without_a_row_is_a_line(tmp_path, stream):
+    text = open_stream(
+        made.tables_of(made.write_table(tmp_path / "a.jsonl", ["some words\n" * 9])), ByteTokenizer(), "bytes", 0.1
+    )
+    assert text.holdout.rule == "tails-1"
+    (batches,) = stream(text=text)
+    seen = {bytes(row.tolist()) for step in range(3) for row in global_batch([batches], step, 8)[0]}
+    assert len(seen) == (8 * 11 - 1) // T
+    empty = open_stream(made.tables_of(made.write_table(tmp_path / "b.jsonl", ["words\n" * 2])), ByteTokenizer(), "", 0)
+    with pytest.raises(UserError, match="data: the text that trains has 12 tokens, and a row takes 33; use more text"):
+        stream(text=empty)[0](0, 0)
+
+
+def test_more_ranks_than_parts_share_what_there_is(tmp_path, stream):
+    path = made.write_table(tmp_path / "a.jsonl", [f"{each}\n" for each in made.documents(30)])
+    text = open_stream(made.tables_of(path), ByteTokenizer(), "bytes", 0.1)
+    assert len(text.parts) == 2
+    alone = global_batch(stream(3, 2, 1, text=text), 4, 1)[0]
+
+    def rank_main(comm):
+        shapes = {"seq_len": T, "micro_batch_size": 2, "rank": comm.rank, "world_size": 3, "seed": 3}
+        batches = StreamBatches(text, **shapes, gather=lambda mine: gather_bytes(comm, mine))
+        rows = [batches(step, 0)[0] for step in range(5)]
+        batches.close()
+        return rows[-1]
+
+    assert torch.equal(torch.cat(run_threads(rank_main, 3)), alone)
+
+
+def test_copies_of_a_document_are_all_trained_on_or_none(tmp_path, texts):
+    twice = [each for each in made.documents(100) for _ in range(2)]
+    text = open_stream(made.tables_of(made.write_table(tmp_path / "a.jsonl", twice)), ByteTokenizer(), "bytes", 0.1)
+    train, val = documents_of(text, "train"), documents_of(text, "val")
+    assert val
+    assert set(train.values()) == set(val.values()) == {2}
+    found = validation_tokens(text, 10**9)
+    assert found.num_tokens == sum(len(ids) * 2 for ids in val)
+
+
+def test_a_fraction_that_holds_out_nothing_has_no_tokens(texts):
+    assert validation_tokens(replace(texts, holdout=Holdout(1e-9, 1000)), 100).num_tokens == 0
+
+
+def test_what_can_only_be_read_from_its_beginning_is_refused(tmp_path):
     packed = made.tables_of(made.write_table(tmp_path / "a.jsonl.gz", ["one"]))
     with pytest.raises(UserError, match=r"data\.streaming: .*a\.jsonl\.gz can only be read from its beginning"):
-        blocks_of(packed, ByteTokenizer(), "bytes", 0.1)
+        open_stream(packed, ByteTokenizer(), "bytes", 0.1)
 
 
-def test_blocks_without_a_row_end_in_a_line_and_not_in_a_search(stream, blocks):
-    ranks = stream()
-    ranks[0]._seq_len = 10**6
-    with pytest.raises(UserError, match=r"data\.streaming: no part of the corpus has the 1000001 tokens of a row"):
-        ranks[0](0, 0)
-
-
-def test_no_thread_stays_behind(stream):
+def test_no_thread_and_no_file_stays_behind(stream):
     (batches,) = stream()
     batches(0, 0)
     batches.close()
-    batches._pool.shutdown(wait=True)
+    batches._lanes._pool.shutdown(wait=True)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("stream")]
+    assert not batches._lanes._lanes

@@ -1,15 +1,16 @@
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 import tiktoken
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.data.tokenizer import (
     END_OF_TEXT,
+    BpeTokenizer,
     ByteTokenizer,
     TiktokenTokenizer,
     check_tokenizer,
@@ -103,11 +104,9 @@ def test_gpt2_without_its_tables_is_one_line(monkeypatch, error, why):
 
 def test_gpt2_does_not_wait_for_a_host_that_never_answers(monkeypatch):
     answer = threading.Event()
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: answer.wait(60) and SimpleNamespace())
-    start_s = time.monotonic()
-    with pytest.raises(UserError, match=r"no answer in 0\.05 s"):
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: answer.wait(600) and SimpleNamespace())
+    with pytest.raises(UserError, match=r"no answer in 0\.05 s"):  # and no tokenizer, after an answer
         TiktokenTokenizer(timeout_s=0.05)
-    assert time.monotonic() - start_s < 30
     answer.set()
 
 
@@ -159,3 +158,9 @@ def test_a_tokenizer_in_a_file_is_known_by_its_content(bpe, tmp_path):
     assert tokenizer_identity("bpe:280") == "bpe:280"
     with pytest.raises(UserError, match=r"data.tokenizer: json:.*nothing names no file; use json:PATH"):
         check_tokenizer(f"json:{tmp_path / 'nothing'}")
+
+
+def test_a_vocabulary_is_as_large_as_its_largest_id_says():
+    """What others have made may leave ids out, and a model has a row for each of them."""
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
+    assert BpeTokenizer(inner, "json").vocab_size == 8

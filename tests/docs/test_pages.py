@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from contextlib import nullcontext
 from urllib.parse import unquote
 
 import pytest
 import torch
 
+import forked
 from pages import BLOCKS, PAGES, ROOT, blocks_of
 from zeroshard.cli import VERBS
 from zeroshard.errors import UserError
@@ -22,7 +22,15 @@ from zeroshard.train.validate import validate
 
 SHELL = [block for block in BLOCKS if block.language in ("sh", "console", "bash")]
 KNOWN = {"--help", "--version", "--config", *(word for verb in VERBS.values() for word in verb.words)}
-FLAGS_OF_OTHERS = {"--rdzv-conf", "--local-addr", "--launcher", "--init-from", "--eval-only"}  # of others
+FLAGS_OF_OTHERS = {
+    "--soak",
+    "--shuffle",
+    "--rdzv-conf",
+    "--local-addr",
+    "--launcher",
+    "--init-from",
+    "--eval-only",
+}  # of others
 FLAGS_OF_WORDS = {"--plot", "--json", "--host", "--out", "--crossover"}  # of verbs that have no class of settings
 
 
@@ -30,34 +38,32 @@ def _by_name(blocks):
     return [pytest.param(block, id=block.name) for block in blocks]
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    """One folder for all blocks of a page."""
-    folders = {}
+def _pages_with(blocks):
+    pages = dict.fromkeys(block.page for block in blocks)
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
 
-    def get(page):
-        if page not in folders:
-            folders[page] = tmp_path_factory.mktemp(page.stem)
-            command = folders[page] / "bin" / "zeroshard"
-            command.parent.mkdir()
-            command.write_text(f'#!/bin/sh\nexec {sys.executable} -m zeroshard "$@"\n')
-            command.chmod(0o755)
-        return folders[page]
 
-    return get
+@pytest.mark.parametrize("block", _by_name(SHELL))
+def test_a_shell_block_says_whether_it_runs(block):
+    assert block.mark.startswith(("run", "not run: ")), "say <!-- run --> or <!-- not run: why --> above the block"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", _by_name(SHELL))
-def test_a_shell_block_runs(block, folder_of):
-    if block.mark.startswith("not run: "):
-        pytest.skip(block.mark)
-    assert block.mark.startswith("run"), "say <!-- run --> or <!-- not run: why --> above the block"
-    folder = folder_of(block.page)
-    env = os.environ | {"PATH": f"{folder}/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    code = f"set -eo pipefail\n{block.code}"
-    done = subprocess.run(["bash", "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == block.status, done.stdout + done.stderr
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", _pages_with(block for block in SHELL if block.mark.startswith("run")))
+def test_the_shell_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
+    command = tmp_path / "bin" / "zeroshard"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {forked.PYTHON} -m zeroshard "$@"\n')
+    command.chmod(0o755)
+    forked.start_server()
+    env = os.environ | {"PATH": f"{command.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    for block in SHELL:
+        if block.page == page and block.mark.startswith("run"):
+            code = f"set -eo pipefail\n{block.code}"
+            words = ["bash", "-c", code]
+            done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+            assert done.returncode == block.status, f"{block.name}\n{done.stdout}{done.stderr}"
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in PAGES])

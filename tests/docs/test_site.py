@@ -20,7 +20,7 @@ CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["pr
 def _build(folder):
     command = Path(sys.executable).with_name("zensical")
     return subprocess.run(
-        [command, "build", "--strict", "--clean"], cwd=folder, capture_output=True, text=True, check=False, timeout=120
+        [command, "build", "--strict", "--clean"], cwd=folder, capture_output=True, text=True, check=False, timeout=600
     )
 
 

@@ -52,6 +52,7 @@ def every_stage(comm, kind, dial):
         ours.close()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dial", range(len(DIALS)))
 @pytest.mark.parametrize("kind", COMMUNICATORS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])

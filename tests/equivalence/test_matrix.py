@@ -117,6 +117,7 @@ def _assert_same_bits(ours: Any, other: Any) -> None:
 
 
 CELLS = [
+    pytest.mark.pairwise,
     pytest.mark.parametrize("optimizer", OPTIMIZERS),
     pytest.mark.parametrize("model_name", MODELS),
     pytest.mark.parametrize("world_size", [1, 2, 3, 4]),

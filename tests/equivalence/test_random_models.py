@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nets import NOTHING_RANDOM
+from soak import examples
 from zeroshard.comm import Communicator, run_threads
 from zeroshard.zero import Placement, ShardingStrategy, Zero
 
@@ -181,7 +182,7 @@ RECOMPUTED_WHERE_OTHERS_RUN_LATER_UNITS = Case(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(12, 40), deadline=None, derandomize=True)
 @example(RECOMPUTED_WHERE_OTHERS_RUN_LATER_UNITS)
 @given(cases)
 def test_all_stages_give_the_same_bits_and_one_process_the_same_numbers(case):
@@ -193,7 +194,7 @@ def test_all_stages_give_the_same_bits_and_one_process_the_same_numbers(case):
     _assert_close(case, stage_zero[0][1], expected)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=examples(6, 20), deadline=None, derandomize=True)
 @given(cases, st.sampled_from([1, 2, 4]))
 def test_so_do_they_where_groups_of_ranks_are_replicas(case, shard_size):
     case = replace(case, world_size=4)

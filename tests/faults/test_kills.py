@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
 
-WORLD_SIZE, NUM_STEPS, PATIENCE_S = 3, 40, 120.0
+WORLD_SIZE, NUM_STEPS, PATIENCE_S = 3, 40, 600.0
 FLAGS = f"""train --nproc {WORLD_SIZE} --max-steps {NUM_STEPS} --checkpoint-interval 3 --eval-interval 0
     --data text --model gpt2-demo --model.n_layer 1 --model.n_embd 16 --model.n_head 2 --seq-len 16
     --micro-batch-size 1 --warmup-steps 2 --eval-batches 1 --max-restarts 3""".split()
@@ -34,16 +35,17 @@ class World:
         text = tmp_path / "text.txt"
         text.write_text("to be or not to be, that is the question\n" * 300)
         self.out = tmp_path / name
-        self.mark = f"--out={self.out}"
-        command = [sys.executable, "-m", "zeroshard", *FLAGS, *flags, self.mark, "--data.path", str(text)]
+        self.folder = tmp_path / f"{name}-here"  # the working folder of each of its processes, by which they are known
+        self.folder.mkdir()
+        command = [sys.executable, "-m", "zeroshard", *FLAGS, *flags, "--out", str(self.out), "--data.path", str(text)]
         self.command = [*command, "--data.dir", str(tmp_path / "data")]
         self.start()
 
     def start(self, *flags: str) -> None:
         pipe = subprocess.PIPE
         env = os.environ | {"OMP_NUM_THREADS": "1"}
-        self.launcher = subprocess.Popen(
-            [*self.command, *flags], env=env, stdout=subprocess.DEVNULL, stderr=pipe, text=True
+        self.launcher = forked.Popen(
+            [*self.command, *flags], env=env, cwd=self.folder, stdout=subprocess.DEVNULL, stderr=pipe, text=True
         )
 
     def processes(self) -> list[int]:
@@ -52,11 +54,11 @@ class World:
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 try:
-                    words = (entry / "cmdline").read_bytes().decode().split("\0")
+                    here = (entry / "cwd").readlink()
                     state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
                 except OSError:
                     continue  # it has ended meanwhile
-                if self.mark in words and state != "Z":
+                if here == self.folder and state != "Z":
                     found.append(int(entry.name))
         return found
 
@@ -185,7 +187,7 @@ def test_a_run_that_is_killed_ends_in_the_bits_of_one_that_is_not(round_number, 
 
 @pytest.mark.slow
 def test_a_run_asked_to_stop_is_not_started_again_and_says_so_by_its_status(world):
-    for number, status in ((signal.SIGUSR1, 138), (signal.SIGTERM, 143)):
+    for number, status in ((signal.SIGUSR1, 138), (signal.SIGTERM, 143), (signal.SIGHUP, 143)):
         run = world(f"stopped-{number}", "--max-steps", "100000")
         _wait_for(run.checkpoints)
         os.kill(run.ranks()[1] if number == signal.SIGUSR1 else run.launcher.pid, number)

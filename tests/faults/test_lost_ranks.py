@@ -12,7 +12,9 @@ import time
 
 import pytest
 
-WORLD_SIZE, PATIENCE_S = 3, 30.0
+import forked
+
+WORLD_SIZE, PATIENCE_S = 3, 300.0
 
 # At its fourth reduction of blocks.1's gradients, the culprit does what it was told to do.
 PROGRAM = """
@@ -73,7 +75,7 @@ def ranks(tmp_path):
         for rank in range(WORLD_SIZE):
             env = os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             pipe = subprocess.PIPE
-            started.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
+            started.append(forked.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
         return started
 
     yield start

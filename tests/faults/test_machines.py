@@ -15,9 +15,10 @@ import time
 
 import pytest
 
+import forked
 from zeroshard import checkpoint
 
-NUM_STEPS, PATIENCE_S = 2000, 180.0
+NUM_STEPS, PATIENCE_S = 2000, 600.0  # a busy machine starts a rank in half a minute
 
 
 class Machines:
@@ -38,7 +39,7 @@ class Machines:
 
     def start(self):
         self.launchers.append(
-            subprocess.Popen(
+            forked.Popen(
                 self.command,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 stdout=subprocess.DEVNULL,
@@ -85,7 +86,8 @@ def machines(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.soak  # it takes minutes, and how many depends on the machine
+@pytest.mark.timeout(1800)
 def test_a_run_that_loses_a_machine_goes_on_with_the_others_and_takes_in_one_that_comes_later(machines):
     world = machines("1:2")
     server = world.start()

@@ -16,12 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked
 from zeroshard import checkpoint
+from zeroshard.checkpoint import background, store
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.errors import ExitStatus, FirstRankStorageError, UserError
 from zeroshard.train.build import build_run
+from zeroshard.train.corpus import open_corpus
 from zeroshard.train.lock import RunLock
-from zeroshard.train.loop import train
+from zeroshard.train.loop import run_training, train
 
 CPU = torch.device("cpu")
 NOBODY = 65534
@@ -98,6 +101,32 @@ def test_a_full_disk_ends_no_run_each_failure_is_told_and_status_one_says_that_n
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4, 5, 6]
     assert [event["step"] for event in events if "error" in event] == [2, 4, 6]
     assert events[-1]["status"] == "failed"
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("num_bytes", [0, 100], ids=["the lock", "the configuration"])
+def test_a_disk_that_is_full_at_the_start_is_told_in_a_line_and_ends_in_status_five(config, capsys, num_bytes):
+    made = config()
+    open_corpus(made, LocalCommunicator(), 1)  # prepares it
+    _limit_files(num_bytes)
+    assert run_training(made) == ExitStatus.STORAGE == 5
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {made.out}: [Errno 27] File too large")
+    assert line.endswith("; free space, then start again with --resume auto")
+
+
+@pytest.mark.usefixtures("limits")
+def test_where_rank_zero_meets_a_full_disk_the_others_end_as_it_does_and_say_nothing(config):
+    made = config()
+    open_corpus(made, LocalCommunicator(), 1)
+
+    def rank_main(comm):
+        with pytest.raises(OSError, match="File too large") as caught:
+            build_run(made, comm, CPU)
+        return isinstance(caught.value, FirstRankStorageError)
+
+    _limit_files(100)
+    assert run_threads(rank_main, 2) == [False, True]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small disk")
@@ -195,6 +224,35 @@ def test_a_folder_that_is_removed_in_mid_run_is_made_again_with_a_word(config, c
     assert _train(again) == ExitStatus.OK
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("when", ["while the last save is written", "after it"])
+def test_a_run_whose_folder_is_gone_in_the_end_has_kept_nothing_and_says_so(
+    config, capsys, monkeypatch, when, world_size
+):
+    made = config(checkpoint_interval=4)
+    begin, prune = store.begin, background.prune
+
+    def removed_before(path):
+        if path.name == "step-00000006":
+            shutil.rmtree(made.out)
+            Path(made.out).mkdir()
+            raise OSError(5, "Input/output error")
+        return begin(path)
+
+    def removed_after(folder, *args):
+        prune(folder, *args)
+        if when == "after it" and (folder / "step-00000006").exists():
+            shutil.rmtree(made.out)
+
+    if when == "after it":
+        monkeypatch.setattr(background, "prune", removed_after)
+    else:
+        monkeypatch.setattr(store, "begin", removed_before)
+    assert _train(made, world_size=world_size) == ExitStatus.STORAGE
+    (line,) = _said(capsys, "error: ")
+    assert line.startswith(f"error: {made.out}: it was removed while the run wrote there, and its checkpoints with it")
+
+
 def test_a_folder_that_another_run_took_meanwhile_is_left_alone(config, capsys):
     """A file system that grants one lock twice is played by a folder that was removed and made again."""
     made = config(checkpoint_async=False)
@@ -205,10 +263,12 @@ def test_a_folder_that_another_run_took_meanwhile_is_left_alone(config, capsys):
         Path(made.out).mkdir()
         taken.append(RunLock(Path(made.out)))
 
-    assert _train(made, {3: take}) == ExitStatus.OK
-    warnings = _said(capsys, "warning: step")
+    assert _train(made, {3: take}) == ExitStatus.STORAGE
+    said = capsys.readouterr().err.splitlines()
+    warnings = [line for line in said if line.startswith("warning: step")]
     assert len(warnings) == 2
     assert all("now belongs to process" in line for line in warnings)
+    assert said[-1].startswith(f"error: {made.out}: it was removed while the run wrote there, and its checkpoints")
     assert _steps(made.out) == _leftovers(made.out) == []
     taken[0].close()
 
@@ -219,7 +279,7 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_one_writes(config
     with pytest.raises(UserError, match=rf"^out: .* is in use by process {os.getpid()} on .*; end that run first"):
         build_run(made.model_copy(update={"resume": "auto"}), LocalCommunicator(), CPU)
     program = f"from pathlib import Path; from zeroshard.train.lock import RunLock; RunLock(Path({made.out!r}))"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ended = forked.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "is in use by process" in ended.stderr
     run.close()
     build_run(made.model_copy(update={"resume": "auto"}), LocalCommunicator(), CPU).close()
@@ -230,7 +290,7 @@ def test_a_run_that_was_killed_holds_its_folder_no_more(tmp_path):
         "import os; from pathlib import Path; from zeroshard.train.lock import RunLock;"
         f"lock = RunLock(Path({str(tmp_path)!r})); os.kill(os.getpid(), 9)"
     )
-    assert subprocess.run([sys.executable, "-c", program]).returncode == -9
+    assert forked.run([sys.executable, "-c", program]).returncode == -9
     lock = RunLock(tmp_path)
     assert lock.attempt == 2
     lock.close()
@@ -245,14 +305,14 @@ def test_a_token_file_that_is_cut_off_while_it_is_read_is_blamed_by_the_launcher
         --model.n_embd 16 --model.n_head 2 --seq-len 16 --micro-batch-size 1 --eval-interval 0
         --out {tmp_path / "run"}""".split()
     metrics = tmp_path / "run" / "metrics.jsonl"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+    with forked.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
         try:
             deadline = time.monotonic() + 60
             while not (metrics.exists() and "step_s" in metrics.read_text()) and time.monotonic() < deadline:
                 time.sleep(0.05)
             for path in data.glob("*/*.bin"):
                 os.truncate(path, 0)
-            err = run.communicate(timeout=60)[1]
+            err = run.communicate(timeout=600)[1]
         finally:
             run.kill()
     assert run.returncode == ExitStatus.PEER_LOST

@@ -24,6 +24,7 @@ def compare(operation, gate, up, random):
     assert_same_bits(got, run(ours(operation), [gate, up], grads))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (127, 64), (4097, 1), (1, 65536), (2, 3, 768), (0, 8), (7,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,6 +69,7 @@ def test_gradcheck_in_float64(operation, triton, random):
     )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

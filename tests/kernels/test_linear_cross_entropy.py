@@ -153,6 +153,33 @@ def test_without_a_gradient_only_the_loss_is_computed(triton, random, device, mo
     assert_near(ours(hidden, weight, targets), exact(hidden.double(), weight.double(), targets))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, partial(torch.set_grad_enabled, False)])
+def test_an_evaluation_makes_no_gradient_and_takes_no_memory_for_one(mode, triton, random, device, monkeypatch):
+    hidden, weight = random(5, 12).requires_grad_(), random(33, 12).requires_grad_()
+    targets = draw_targets((5,), 33, device)
+    made, make = [], torch.empty
+    with monkeypatch.context() as patch, mode():
+        patch.setattr(torch, "addmm", None)  # what makes gradients
+        patch.setattr(torch, "empty", lambda *args, **kwargs: made.append(make(*args, **kwargs)) or made[-1])
+        got = ours(hidden, weight, targets)
+    assert_near(got, exact(hidden.detach().double(), weight.detach().double(), targets))
+    assert not got.requires_grad
+    assert [tuple(tensor.shape) for tensor in made] == [(5,), (5, 64)]  # losses, and a chunk of logits
+
+
+def test_gradients_are_there_again_after_an_evaluation(triton, random, device):
+    hidden, weight = random(5, 12).requires_grad_(), random(33, 12).requires_grad_()
+    targets = draw_targets((5,), 33, device)
+    with torch.no_grad():
+        before = ours(hidden, weight, targets)
+        with torch.enable_grad():  # a loss that is differentiated inside an evaluation
+            inside = ours(hidden, weight, targets)
+    after = ours(hidden, weight, targets)
+    assert before == inside == after
+    for loss in (inside, after):
+        assert all(grad.any() for grad in torch.autograd.grad(loss, [hidden, weight]))
+
+
 def test_gradcheck_in_float64(triton, random, device):
     inputs = [random(3, 4, dtype=torch.float64).requires_grad_(), random(5, 4, dtype=torch.float64).requires_grad_()]
     targets = draw_targets((3,), 5, device)

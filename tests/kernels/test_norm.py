@@ -69,6 +69,7 @@ def test_values_and_gradients_are_the_formula_s_at_every_width(operation, shape,
     compare(operation, *drawn(operation, random, shape, with_residual=shape[0] % 2 == 1))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(3, 5), (7, 768), (1, 8193)])
@@ -76,6 +77,7 @@ def test_sixteen_bits_are_rounded_once(operation, dtype, shape, triton, random):
     compare(operation, *drawn(operation, random, shape, dtype))
 
 
+@pytest.mark.pairwise
 @pytest.mark.gpu
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -13,7 +13,8 @@ def predicted(num_bytes, **kwargs):
 
 def test_what_a_stage_saves_makes_room_for_sequences():
     by_stage = [predicted(40 * MIB, strategy=f"zero{stage}", **DEEP) for stage in range(4)]
-    assert 1 <= by_stage[0] < by_stage[1] < by_stage[2] < by_stage[3]
+    # Stages 1 and 2 both hold no gradient between steps, and one whole unit's and a shard at the fullest moment.
+    assert 1 <= by_stage[0] < by_stage[1] <= by_stage[2] < by_stage[3]
 
 
 def test_where_all_units_are_whole_at_once_stage_three_holds_its_shards_beside_them():

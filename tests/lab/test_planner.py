@@ -1,5 +1,6 @@
 import json
-import time
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from zeroshard.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.advice import recommended
 from zeroshard.lab.hardware import Device
+from zeroshard.lab.planner import NCCL_BYTES, planner_for
 from zeroshard.lab.show import text
 from zeroshard.lab.traffic import bytes_by_op
 from zeroshard.models import build_model
@@ -78,6 +80,44 @@ def test_where_nothing_fits_the_nearest_change_is_named(changes, said):
     assert said in found.advice
 
 
+def test_throughput_and_its_share_of_the_peak_are_those_of_all_gpus():
+    planner = planner_for("gpt2-demo", world_size=8, gpu=_small_gpu(10**9), overrides=SMALL)
+    row = planner.row(2, micro_batch=2)
+    per_gpu = 2 * SMALL["seq_len"] / row.timing.step_s  # tokens a second
+    assert row.tokens_per_s == pytest.approx(8 * per_gpu)
+    assert row.mfu == pytest.approx(per_gpu * planner.workload.num_flops_per_token / 4e12)
+
+
+def test_a_global_batch_is_that_of_all_gpus_together():
+    planner = planner_for("gpt2-demo", world_size=4, gpu=_small_gpu(10**9), overrides=SMALL, global_batch=24)
+    assert [planner.num_micro(micro_batch) for micro_batch in (1, 2, 3, 4, 6, 24)] == [6, 3, 2, 0, 1, 0]
+
+
+def test_ranks_in_groups_have_a_communicator_of_nccls_for_each_kind_of_group():
+    gpu = replace(_small_gpu(10**10), device_type="cuda")
+    planner = planner_for("gpt2-demo", world_size=4, gpu=gpu, overrides=SMALL)
+    rows = {shards: planner.row(2, 1, shards) for shards in (1, 2, 4)}
+    assert {shards: row.comm_bytes for shards, row in rows.items()} == {
+        1: NCCL_BYTES,
+        2: 2 * NCCL_BYTES,  # those that shard, and replicas
+        4: NCCL_BYTES,
+    }
+    assert all(row.needed_bytes == row.step.peak.total + row.comm_bytes for row in rows.values())
+    assert planner.on(world_size=1).row(2, 1).comm_bytes == 0
+
+
+def test_a_row_fits_where_the_headroom_stays_free():
+    planner = planner_for("gpt2-demo", world_size=4, gpu=_small_gpu(10**9), overrides=SMALL)
+    needed = planner.row(2, 1).needed_bytes
+    for headroom in (0.0, 0.25):
+        least = math.ceil(needed / (1 - headroom))
+        fits = [
+            replace(planner, device=_small_gpu(memory_bytes), headroom=headroom).row(2, 1).fits
+            for memory_bytes in (least - 1, least)
+        ]
+        assert fits == [False, True]
+
+
 def test_in_many_nodes_sharding_within_one_is_shown_too():
     found = plan("gpt2-demo", world_size=64, gpu=_small_gpu(10**9), overrides=SMALL, micro_batch=2)
     sizes = {row.shard_size for row in found.rows}
@@ -87,10 +127,9 @@ def test_in_many_nodes_sharding_within_one_is_shown_too():
     assert all(any(m.world_size == 8 and m.op == "all_reduce" for m in row.step.messages()) for row in hybrid)
 
 
-def test_a_hundred_thousand_gpus_take_seconds_and_are_told_to_shard_less():
-    start = time.process_time()
+def test_a_hundred_thousand_gpus_are_told_to_shard_less():
+    """The time limit of a test sees work that grows with the number of ranks: it takes a second or two."""
     found = plan("llama-7b", world_size=100_000, network="400Gbit/s")
-    assert time.process_time() - start < 20  # 1 to 2 on an idle machine
     assert found.best.shard_size < 100_000
 
 

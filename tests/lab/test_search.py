@@ -5,6 +5,7 @@ import pytest
 from zeroshard.lab.search import crossover, largest_that_fits, rounded
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("largest", [0, 1, 2, 3, 7, 64, 100])
 @pytest.mark.parametrize("guess", [0, 1, 5, 90, 1000])
 @pytest.mark.parametrize("fixed", [0, 500])

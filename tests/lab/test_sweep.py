@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import forked
 from zeroshard.errors import UserError
 from zeroshard.lab.cases import SweepConfig
 from zeroshard.lab.sweep import run_sweep
@@ -134,7 +135,7 @@ def test_a_sweep_killed_at_random_moments_loses_nothing_and_runs_nothing_twice(t
     )
     rng, done, num_kills = random.Random(seed), {}, 0
     while True:
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        process = forked.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         wait_s = rng.uniform(0.2, 0.8)
         if num_kills == 3:
             wait_s = 60
@@ -168,7 +169,7 @@ def test_one_process_runs_a_sweep(tmp_path, stand_in):
         f"config = SweepConfig.model_validate_json(open({str(tmp_path / 'config.json')!r}).read())\n"
         f"run_sweep(config, command={stand_in!r})"
     )
-    process = subprocess.Popen([sys.executable, "-c", code])
+    process = forked.Popen([sys.executable, "-c", code])
     try:
         while not list((tmp_path / "sweep").glob("cases/*/0/metrics.jsonl")):
             time.sleep(0.02)

@@ -98,6 +98,8 @@ def test_collectives_run_one_after_the_other_and_not_before_they_are_issued():
     timing = simulate(_step(actions), DEVICE, cluster, with_spans=True)
     assert timing.step_s == pytest.approx(3.0)
     assert [(s.start_s, s.end_s) for s in timing.spans if s.kind == "comm"] == [(1.0, 2.0), (2.0, 3.0)]
+    at_once = [_issue(1, one), _issue(2, one), Wait(2, "u", "forward")]
+    assert simulate(_step(at_once), DEVICE, cluster).step_s == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(("slowing_s", "step_s"), [(0.0, 3.0), (0.25, 3.5), (1.0, 5.0), (1.5, 6.0)])

@@ -41,6 +41,7 @@ def test_a_shape_that_cannot_be_is_refused_in_one_line_that_names_the_field(fami
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", ["vocab_size", "seq_len", "n_layer", "n_head", "n_embd"])
 @pytest.mark.parametrize("value", [0, -4])
 @pytest.mark.parametrize("family", [GPT2Config, LlamaConfig])

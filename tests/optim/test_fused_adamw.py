@@ -240,9 +240,9 @@ def test_passes_that_are_saved(stage):
         zero = Zero(Net(), stage=stage, comm=comm, precision=BF16)
         optimizer = zero.optimizer(FusedAdamW, **OPTIONS)
         zero.model(rows(comm.rank)).square().mean().backward()
-        grads = [shard.grad.clone() for group in optimizer.param_groups for shard in group["params"]]
+        grads = [piece.grad.clone() for piece in zero.pieces(optimizer)]
         zero.clip_grad_norm_(1e-3)
-        unscaled = [shard.grad.clone() for group in optimizer.param_groups for shard in group["params"]]
+        unscaled = [piece.grad.clone() for piece in zero.pieces(optimizer)]
         optimizer.step()
         due = [group.params._copy_due for unit in zero.units for group in unit.groups]
         return grads, unscaled, due, zero._runtime.weights_readable
@@ -295,7 +295,7 @@ def test_a_factor_that_is_due_reaches_those_who_do_not_read_by_themselves():
     optimizer = zero.optimizer(FusedAdamW, **OPTIONS)
 
     def grads():
-        return [shard.grad.clone() for group in optimizer.param_groups for shard in group["params"]]
+        return [piece.grad.clone() for piece in zero.pieces(optimizer)]
 
     backward(Turn(model, 0, 0))
     alone = grads()
@@ -321,6 +321,12 @@ def test_a_factor_that_is_due_reaches_those_who_do_not_read_by_themselves():
     assert zero.clip_grad_norm_(0.05).isnan()
     optimizer.zero_grad(set_to_none=False)
     assert not any(grad.any() for grad in grads())
+    backward(Turn(model, 0, 0))
+    after = grads()
+    optimizer.zero_grad()
+    backward(Turn(model, 0, 0))
+    for grad, fresh in zip(after, grads(), strict=True):  # nothing is left of that factor
+        assert torch.equal(grad, fresh)
 
 
 @needs_triton

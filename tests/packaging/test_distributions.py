@@ -31,7 +31,7 @@ def _build(source, kind, folder):
     """Build with the backend itself, in a process whose current folder is ``source``, as pip does."""
     code = f"import hatchling.build, sys; print(hatchling.build.build_{kind}(sys.argv[1]))"
     command = [sys.executable, "-c", code, folder]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return Path(folder) / done.stdout.split()[-1]
 

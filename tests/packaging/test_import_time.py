@@ -1,4 +1,7 @@
-"""Importing zeroshard costs little beside importing torch, and its name alone costs nothing."""
+"""Importing zeroshard costs little beside importing torch, and its name alone costs nothing.
+
+Costs are counted in modules: seconds are the machine's, and its neighbours'.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,33 @@ import sys
 
 import zeroshard
 
-BUDGET_S = 0.2
 PROGRAM = """
-import gc, json, sys, time
+import json, sys
 import numpy, torch, torch.distributed  # theirs, not ours
-gc.freeze()  # nor is a search for garbage among all that they have made
-before, start = set(sys.modules), time.process_time()
+before = set(sys.modules)
 import zeroshard
 for name in zeroshard.__all__:
     getattr(zeroshard, name)
-seconds = time.process_time() - start
-print(json.dumps([seconds, sorted({name.split(".")[0] for name in set(sys.modules) - before})]))
+print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
 def _run(program):
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_all_public_names_take_less_than_a_fifth_of_a_second_of_computing_after_torch():
-    # processor time, and the best of three: the machine is shared, and the first run compiles to bytecode
-    assert min(_run(PROGRAM)[0] for _ in range(3)) < BUDGET_S
+def test_all_public_names_import_the_engine_and_two_small_packages_after_torch():
+    loaded = _run(PROGRAM)
+    others = [name for name in loaded if not name.startswith("zeroshard")]
+    unknown = {name.partition(".")[0] for name in others} - {"safetensors", "xxhash"} - sys.stdlib_module_names
+    assert not {name for name in unknown if not name.startswith("_")}
+    assert len(others) <= 20
+    layers = {name.split(".")[1] for name in loaded if name.startswith("zeroshard.")}
+    assert layers <= {"checkpoint", "comm", "errors", "garbage", "lazily", "process", "regular_files", "zero"}
+    assert len(loaded) <= 90
 
 
 def test_the_name_alone_imports_nothing_but_the_standard_library():
@@ -41,8 +47,3 @@ def test_the_name_alone_imports_nothing_but_the_standard_library():
     assert "zeroshard" in ours
     assert not ours & {"torch", "numpy", "pydantic", "tyro", "rich", "safetensors", "psutil", "tokenizers"}
     assert zeroshard.__version__
-
-
-def test_the_library_needs_neither_the_command_line_nor_the_data_layer():
-    loaded = _run(PROGRAM)[1]
-    assert not set(loaded) & {"pydantic", "tyro", "rich", "tiktoken", "tokenizers", "matplotlib"}

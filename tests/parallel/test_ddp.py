@@ -1,5 +1,4 @@
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -7,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import forked
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, NullCommunicator
+from zeroshard.comm.launch import World, init_process_group, shutdown
 from zeroshard.parallel import Setup, build_strategy
 
 
@@ -75,6 +76,59 @@ def test_a_tied_weight_is_saved_once_and_every_kind_of_state_is_there(ddp):
     assert saved == expected | {("frozen", "param"): (3,), ("count", "buffer"): ()}
 
 
+def test_ranks_write_even_shares_of_each_tensor(ddp):
+    strategy, intervals = ddp(), []
+    for rank in range(3):
+        strategy.comm = NullCommunicator(3, rank)
+        intervals.append({(s.name, s.kind): s.interval for s in strategy.named_shards()})
+    assert [found["last.bias", "param"] for found in intervals] == [(0, 1), (1, 3), (3, 5)]
+    assert [found["first.weight", "exp_avg"] for found in intervals] == [(0, 8), (8, 16), (16, 25)]
+    assert [("scale", "param") in found for found in intervals] == [False, False, True]
+
+
+def test_empty_tensors_are_saved_once_and_loaded(ddp, tmp_path):
+    first, second = ddp(), ddp(seed=1)
+    for strategy in (first, second):
+        strategy.module.register_parameter("none", nn.Parameter(torch.empty(0, 3), requires_grad=False))
+        strategy.module.register_buffer("nothing", torch.empty(0))
+    saved = [(shard.name, shard.kind, shard.shape, shard.interval) for shard in first.named_shards()]
+    assert saved.count(("none", "param", (0, 3), (0, 0))) == 1
+    assert saved.count(("nothing", "buffer", (0,), (0, 0))) == 1
+    first.comm = NullCommunicator(3, 1)  # another rank writes none
+    assert not {"none", "nothing"} & {shard.name for shard in first.named_shards()}
+    first.comm = LocalCommunicator()
+    checkpoint.save(tmp_path / "c", first, step=2)
+    checkpoint.load(tmp_path / "c", second)
+    assert torch.equal(second.module.last.bias, first.module.last.bias)
+
+
+def test_gradients_travel_in_the_last_micro_batch_alone():
+    """In a group of one rank, whose messages are counted where DDP would send them."""
+    init_process_group(World(), torch.device("cpu"))
+    try:
+        model, sent = nn.Linear(5, 5), []
+        setup = Setup(model, [], None, torch.optim.SGD, lambda module: [{"params": list(module.parameters())}])
+        strategy = build_strategy("ddp", setup)
+
+        def count(state, bucket):
+            sent.append(bucket.index())
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        strategy.model.register_comm_hook(None, count)
+        for last in (False, False, True):
+            with strategy.micro_batch(last):
+                strategy.model(torch.ones(2, 5)).sum().backward()
+            assert len(sent) == int(last)
+        with strategy.no_sync():
+            strategy.model(torch.ones(2, 5)).sum().backward()
+        assert len(sent) == 1
+        del strategy
+    finally:
+        shutdown()
+
+
 def test_loading_another_model_names_the_tensor(ddp, tmp_path):
     first = ddp()
     checkpoint.save(tmp_path / "c", first, step=2)
@@ -112,8 +166,8 @@ def test_a_model_on_the_meta_device_is_refused():
 
 def test_two_gloo_ranks_resume_to_the_bit_and_agree_with_the_engine(tmp_path):
     script = Path(__file__).with_name("ddp_ranks.py")
-    ranks = [subprocess.Popen([sys.executable, script, str(rank), tmp_path]) for rank in range(2)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    ranks = [forked.Popen([sys.executable, script, str(rank), tmp_path]) for rank in range(2)]
+    assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]
     for rank in range(2):
         report = json.loads((tmp_path / f"report-{rank}.json").read_text())
         assert report["resumed_is_whole"]

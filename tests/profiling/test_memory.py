@@ -145,5 +145,7 @@ def test_an_engines_buffers_are_followed_though_no_operation_resizes_them(stage)
     assert (stage >= 2) == ("unit_buffers" in recorder.peak.by_category or "prefetch" in recorder.peak.by_category)
     assert held["params"] == zero.memory_bytes()["params"]
     assert held["optimizer"] == zero.memory_bytes()["optimizer"]
-    # When the step is over, all that is left is what the engine holds, and the input.
-    assert recorder.live_bytes == sum(held_bytes(zero.holdings()).values()) + x.nbytes
+    # When the step is over, all that is left is what the engine holds, the input, and the NaN that each unit's freed
+    # weights read as.
+    placeholders = 4 * sum(bool(unit.groups) for unit in zero.units) if stage == 3 else 0
+    assert recorder.live_bytes == sum(held_bytes(zero.holdings()).values()) + x.nbytes + placeholders

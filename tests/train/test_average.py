@@ -14,7 +14,7 @@ from zeroshard.errors import UserError
 from zeroshard.parallel import STRATEGIES
 from zeroshard.train.build import build_run
 from zeroshard.train.commands import GenerateConfig
-from zeroshard.train.generate import run_generate
+from zeroshard.train.generate import load_for_text, run_generate
 from zeroshard.train.loop import take_step, train
 from zeroshard.train.saving import Saving
 from zeroshard.zero.ema import Ema
@@ -98,6 +98,16 @@ def test_text_is_written_with_the_average_where_it_is_asked_for(text_config, cap
     capsys.readouterr()
     run_generate(GenerateConfig(run=config.out, weights="ema", prompt="abcd\n", max_new_tokens=10, temperature=0))
     assert capsys.readouterr().out == "abcd\nabcd\nabcd\n\n"
+
+
+def test_the_weights_that_are_asked_for_are_loaded(text_config):
+    config = text_config(max_steps=3, ema_decay=0.5, eval_interval=0)
+    expected = dict(zip(("last", "ema"), trained(LocalCommunicator(), config), strict=True))
+    assert not torch.equal(expected["last"]["wte.weight"], expected["ema"]["wte.weight"])
+    for weights, tensors in expected.items():
+        model, _ = load_for_text(Path(config.out), weights)
+        for name, param in model.named_parameters():
+            assert torch.equal(param, tensors[name]), f"{weights}: {name}"
 
 
 def test_an_average_that_nobody_kept_is_refused(text_config):

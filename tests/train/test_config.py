@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import get_args
@@ -57,6 +58,11 @@ def test_defaults_are_a_valid_run_with_a_folder_of_its_own():
         ({"shard_size": -1}, "shard_size", "-1 is below 0"),
         ({"shard_size": 2, "strategy": "zero0"}, "shard_size", "zero0 has no shards of ours to size"),
         ({"shard_size": 2, "strategy": "ddp"}, "shard_size", "ddp has no shards of ours to size"),
+        (
+            {"global_batch_size": 8, "grad_accum_steps": 2},
+            "global_batch_size",
+            "8 already sets how many micro-batches a step has",
+        ),
         ({"lr": 1e-4, "min_lr": 1e-3}, "min_lr", "0.001 is above lr = 0.0001"),
         ({"model": {"n_embd": 100, "n_head": 3}}, "model.n_head", "3 heads do not divide a width of 100"),
         ({"model": {"n_head": 6, "n_kv_head": 4}}, "model.n_kv_head", "4 key heads do not divide 6 heads"),
@@ -129,7 +135,7 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path):
         load_config(tmp_path)
 
 
-text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20)
 
 
 @given(
@@ -187,3 +193,52 @@ def test_a_flag_does_not_hide_a_table_of_the_wrong_kind(said, flag):
     assert merged == said
     with pytest.raises(UserError, match=f"^{flag}: "):
         validate(TrainConfig, merged)
+
+
+# -- worlds of several sizes, and runs shorter than the default's warm-up ----------------------------------------------
+
+
+SEVERAL = {"nnodes": "2:4", "rdzv_endpoint": "node0:29400"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"nproc": 2, "micro_batch_size": 2, "global_batch_size": 16},
+            "global_batch_size: 16 is no multiple of 2 (micro_batch_size) x 6 ranks, which nnodes = 2:4 allows; "
+            "change one of them, nproc or nnodes",
+        ),
+        (
+            {"micro_batch_size": 1, "global_batch_size": 1},
+            "global_batch_size: 1 is no multiple of 1 (micro_batch_size) x 2, 3 or 4 ranks, which nnodes = 2:4 allows; "
+            "change one of them, nproc or nnodes",
+        ),
+        (
+            {"nproc": 2, "shard_size": 4},
+            "shard_size: 4 does not divide a world of 6 ranks, which nnodes = 2:4 allows; change it, nproc or nnodes",
+        ),
+    ],
+)
+def test_every_world_that_machines_may_make_is_looked_at_before_the_first_one_starts(changes, line):
+    with pytest.raises(UserError, match=f"^{re.escape(line)}$"):
+        validate(TrainConfig, {**SEVERAL, **changes})
+
+
+def test_a_batch_that_every_world_divides_is_taken():
+    config = validate(TrainConfig, {**SEVERAL, "nproc": 2, "micro_batch_size": 2, "global_batch_size": 48})
+    assert config.global_batch_size == 48
+    with pytest.raises(UserError, match=r"^nnodes: "):
+        validate(TrainConfig, {**SEVERAL, "nnodes": "1:99999999"})
+
+
+def test_a_warm_up_that_nobody_set_is_shortened_with_the_run_and_one_that_was_set_is_refused():
+    config = validate(TrainConfig, {"max_steps": 12})
+    assert config.warmup_steps == 1
+    assert config.shortened_warmup == ("warmup_steps: 20, the default, is above max_steps = 12; it is 1 in this run")
+    assert validate(TrainConfig, {"max_steps": 20}).shortened_warmup == ""
+    assert validate(TrainConfig, {"max_steps": 12, "warmup_steps": 3}).shortened_warmup == ""
+    with pytest.raises(UserError, match=r"^warmup_steps: 20 is above max_steps = 12; lower it$"):
+        validate(TrainConfig, {"max_steps": 12, "warmup_steps": 20})
+    with pytest.raises(UserError, match=r"^decay_steps: 5 is below warmup_steps = 20;"):
+        validate(TrainConfig, {"decay_steps": 5})

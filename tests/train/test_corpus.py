@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -5,12 +6,20 @@ import pytest
 import torch
 
 import small_tables as made
-from zeroshard.comm import run_threads
-from zeroshard.data import load_tokenizer
+from zeroshard.checkpoint import latest, read_manifest
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.data import TokenDataset, load_tokenizer
 from zeroshard.data import tables as tables_module
+from zeroshard.data.lanes import Lanes
+from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.errors import UserError
 from zeroshard.train.build import build_run, tokenizer_folder
+from zeroshard.train.commands import EvalConfig
+from zeroshard.train.corpus import open_corpus
+from zeroshard.train.evaluation import _warn_of_overlap, local_score
 from zeroshard.train.loop import run_training, train
+from zeroshard.train.resume import check_changes
+from zeroshard.train.run import checkpoint_folder
 
 
 @pytest.fixture
@@ -56,7 +65,6 @@ def test_a_run_trains_from_a_stream_and_writes_text_without_it(streamed):
     config = streamed()
     assert run_training(config) == 0
     assert load_tokenizer(tokenizer_folder(Path(config.out))).name == "bytes"
-    assert list((Path(config.out) / "stream").iterdir())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -72,6 +80,64 @@ def test_a_streamed_run_that_goes_on_has_the_losses_of_one_that_never_stopped(st
         assert rest == {step: whole[step] for step in rest}
     else:  # sums over ranks are taken in another order
         assert rest == pytest.approx({step: whole[step] for step in rest}, rel=1e-5)
+
+
+def test_a_stream_that_goes_on_reads_on_from_where_it_was(streamed, monkeypatch):
+    """What lies before it is not encoded again; another batch takes the next rows, and the run says so."""
+    config = streamed(max_steps=12, eval_interval=0)
+    run_training(config)
+    took, take = [], Lanes.take
+    monkeypatch.setattr(Lanes, "take", lambda self, *args: (took.append(self._split), take(self, *args))[1])
+    lines = losses(config.model_copy(update={"resume": "auto", "max_steps": 13}))
+    assert sorted(lines) == [13]
+    assert took.count("train") <= 2
+
+
+def test_a_stream_of_another_batch_goes_on_with_the_next_row(streamed, capsys):
+    run_training(streamed(max_steps=3, eval_interval=0))
+    config = streamed(max_steps=4, eval_interval=0, grad_accum_steps=3, resume="auto")
+    run = build_run(config, LocalCommunicator(), torch.device("cpu"))
+    assert run.batches.position(4)["row"] == 3 * 2 + 3 * 2
+    run.close()
+    line = "resume: a step had 32 tokens, now it has 96: data go on at the row that comes next"
+    assert line in capsys.readouterr().err
+
+
+def test_a_stream_of_an_earlier_version_is_refused_by_name(streamed):
+    config = streamed(max_steps=2)
+    run_training(config)
+    path = latest(checkpoint_folder(Path(config.out)))
+    text = open_corpus(config, LocalCommunicator(), 1)
+    text.close()
+    with pytest.raises(UserError, match=r"data\.streaming: an earlier version streamed this run: it held out other"):
+        check_changes({"data_sha256": text.earlier_sha256}, {}, 32, text.sha256, text.earlier_sha256)
+    assert read_manifest(path).extra["data_sha256"] == text.sha256 != text.earlier_sha256
+
+
+def test_what_validates_in_a_prepared_folder_was_never_streamed(streamed, tmp_path, capsys):
+    """At the same fraction or a smaller one; at a larger one, or by an earlier version's split, a line warns."""
+    config = streamed(max_steps=2, eval_interval=0)
+    run_training(config)
+    corpus = open_corpus(config.model_copy(update={"micro_batch_size": 8000}), LocalCommunicator(), 1)
+    streamed_text = b"".join(bytes(row.tolist()) for row in corpus.batches(0, 0)[0])
+    assert corpus.position(1)["epoch"] >= 1  # all of it
+    corpus.close()
+    for fraction in (0.05, 0.1, 0.3):
+        spec = DataSpec("text", config.data.path, val_fraction=fraction)
+        folder = prepare(spec, tmp_path / str(fraction), num_workers=1)
+        val = TokenDataset.open(folder, "val")
+        documents = bytes(val.window(0, val.num_tokens).tolist()).split(b"\n")[:-1]
+        leaked = [each for each in documents if each + b"\n" in streamed_text]
+        assert bool(leaked) == (fraction > 0.1)
+        capsys.readouterr()
+        _warn_of_overlap(Path(config.out), folder)
+        err = capsys.readouterr().err
+        assert ("the run held out 0.1 of its text, and there 0.3 validates" in err) == bool(err) == (fraction > 0.1)
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["spec"]["split"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    local_score(EvalConfig(run=config.out, data_dir=str(folder), batches=1))
+    assert "may hold for validation what the run was trained on: the run held out other" in capsys.readouterr().err
 
 
 def test_other_tables_are_refused_when_a_run_goes_on(streamed, tmp_path):

@@ -8,8 +8,9 @@ import torch
 
 from zeroshard.comm import run_threads
 from zeroshard.data import TokenDataset, load_tokenizer
+from zeroshard.data.joining import num_text_bytes
 from zeroshard.data.prepare import DataSpec, prepare
-from zeroshard.data.tokenizer import num_text_bytes, train_bpe
+from zeroshard.data.tokenizer import train_bpe
 from zeroshard.errors import UserError
 from zeroshard.train.commands import EvalConfig, ExportConfig
 from zeroshard.train.evaluation import Scores, in_words, local_score, run_eval, score

@@ -7,6 +7,7 @@ from zeroshard.models import build_model
 from zeroshard.models.cache import KVCache
 from zeroshard.train.assemble import make_model
 from zeroshard.train.commands import ExportConfig, GenerateConfig
+from zeroshard.train.generate import _draw as _draw_one
 from zeroshard.train.generate import decoded, run_generate, sample
 from zeroshard.train.hf_export import run_export
 from zeroshard.train.loop import run_training
@@ -42,6 +43,34 @@ def test_top_k_draws_from_the_k_likeliest_alone(model):
 
 def test_text_may_grow_longer_than_the_model_can_see(model):
     assert len(_draw(model, model.config.seq_len + 5)) == model.config.seq_len + 5
+
+
+def test_a_token_follows_the_newest_that_the_model_can_see(model):
+    model.double()
+    window, context = model.config.seq_len, [7]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(30.0)  # untrained it says one thing over and over, whatever it sees
+        for _ in range(window + 5):
+            context.append(int(model(torch.tensor([context[-window:]]))[0, -1].argmax()))
+    assert len(set(context)) > 20
+    assert list(sample(model, torch.tensor([7]), window + 5, temperature=0.0)) == context[1:]
+
+
+def _drawn(logits, temperature=1.0, top_k=0, top_p=1.0):
+    """What may be drawn, as far as two hundred draws show."""
+    generators = [torch.Generator().manual_seed(seed) for seed in range(200)]
+    return {int(_draw_one(torch.tensor(logits), temperature, top_k, top_p, each)) for each in generators}
+
+
+@pytest.mark.parametrize(("top_p", "num"), [(0.24, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4), (1.0, 4)])
+def test_as_many_tokens_are_left_as_just_have_the_probability(top_p, num):
+    assert len(_drawn([0.0] * 4, top_p=top_p)) == num
+
+
+def test_a_low_temperature_leaves_the_likeliest_and_a_high_one_nearly_all_alike():
+    assert _drawn([0.0, 2.0, 0.0], temperature=0.1) == {1}
+    assert _drawn([0.0, 2.0, 0.0], temperature=50.0) == {0, 1, 2}
 
 
 def test_a_prompt_without_tokens_is_refused(model):

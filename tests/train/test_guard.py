@@ -59,6 +59,14 @@ def test_a_loss_that_stays_up_is_a_new_level():
     assert not guard.given_up
 
 
+def test_at_a_new_level_losses_are_measured_against_that_level_alone():
+    guard = _warm(StepGuard(max_in_a_row=3, spike_sigma=2.0))
+    verdicts = [guard.judge(9.0, 1.0) for _ in range(3 + FEWEST)]
+    assert verdicts == ["spike"] * 3 + ["taken"] * FEWEST
+    assert guard.judge(9.1, 1.0) == "spike"  # the level has no deviation
+    assert guard.state_dict()["losses"] == [9.0] * FEWEST
+
+
 def test_a_resumed_guard_judges_as_the_first_would_have():
     first, other = _warm(StepGuard(3, 6.0)), StepGuard(3, 6.0)
     for loss in (5.0, NAN):

@@ -60,7 +60,11 @@ def change(path, **changes):
 def test_an_imported_run_writes_text_and_trains_on_from_its_loss(hf, exported, text, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["import", str(hf), str(run)]) == 0
-    assert re.search(r"[\d,]+ parameters, 270 tokens\n$", capsys.readouterr().out)
+    told = capsys.readouterr().out.splitlines()
+    assert re.search(r"[\d,]+ parameters, 270 tokens$", told[0])
+    assert told[1] == (
+        f"to train on: zeroshard train --config {run}/config.toml --resume auto --data text --data.path FILES"
+    )
     texts = []
     for folder in (run, exported / "run"):
         assert (
@@ -82,6 +86,22 @@ def test_an_imported_run_writes_text_and_trains_on_from_its_loss(hf, exported, t
         main([*words[:-2], "--max-steps", "3"]) == 0
     )  # its own tokenizer is still the one that the data were made with
     assert summary(run)["step"] == 3
+
+
+def test_an_imported_run_is_fine_tuned_on_data_that_are_named_and_on_no_other(hf, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["import", str(hf), str(run)]) == 0
+    settings = load_config(run / "config.toml")
+    assert (settings.lr, settings.min_lr, settings.data.source) == (2e-5, 2e-6, "unnamed")
+    before = sorted(run.rglob("*"))
+    line = refusal(capsys, "train", "--config", run / "config.toml", "--resume", "auto")
+    assert line == (
+        "error: data: the run was imported, and only you know what it is to be trained on; "
+        "add --data text --data.path FILES, or another source, see --help\n"
+    )
+    assert refusal(capsys, "prepare", "--config", run / "config.toml") == line
+    assert refusal(capsys, "eval", run).startswith("error: data_dir: ")
+    assert sorted(run.rglob("*")) == before
 
 
 def test_every_size_of_the_model_is_in_the_configuration(tmp_path):

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -49,4 +50,43 @@ def test_a_cut_off_lock_file_holds_nobody_up(tmp_path):
     (tmp_path / LOCK).write_text('{"attem')
     lock = RunLock(tmp_path)
     assert lock.attempt == 1
+    lock.close()
+
+
+@pytest.mark.parametrize("link", ["symlink", "dangling", "hard link", "large", "pipe"])
+def test_what_is_no_lock_of_ours_is_left_as_it_is(tmp_path, link):
+    precious = tmp_path / "precious"
+    path = tmp_path / LOCK
+    if link != "dangling":
+        precious.write_text("kept" * (2000 if link == "large" else 1))
+    before = precious.exists() and precious.read_text()
+    if link == "hard link":
+        path.hardlink_to(precious)
+    elif link == "large":
+        precious.rename(path)
+        precious = path
+    elif link == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(precious)
+    what = {"hard link": "it has another name, too", "large": "it has 8,000 bytes", "pipe": "it is a named pipe"}
+    with pytest.raises(OSError, match=what.get(link, "it is a symbolic link")):
+        RunLock(tmp_path)
+    assert (precious.exists() and precious.read_text()) == before
+
+
+@pytest.mark.parametrize("words", ['{"attempt": "x"}', '{"attempt": 1e999}', "[1]", '{"attempt": -7}', "\xff"])
+def test_a_lock_with_strange_words_counts_from_one(tmp_path, words):
+    (tmp_path / LOCK).write_bytes(words.encode("latin-1"))
+    lock = RunLock(tmp_path)
+    assert lock.attempt == 1
+    lock.close()
+
+
+def test_who_is_turned_away_changes_nothing_of_the_lock(tmp_path):
+    lock = RunLock(tmp_path)
+    before = (tmp_path / LOCK).read_bytes()
+    with pytest.raises(UserError, match="in use"):
+        RunLock(tmp_path)
+    assert (tmp_path / LOCK).read_bytes() == before
     lock.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroshard import checkpoint
+from zeroshard import checkpoint, cli
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
 from zeroshard.train import loop
@@ -31,6 +31,15 @@ def built_run(tiny_config):
     yield make
     for run in runs:
         run.close()
+
+
+def as_flags(config):
+    """The command line of ``config``'s few settings."""
+    data = config.data
+    table = f"--data {data.source} --data.dir {data.dir} --data.max_tokens {data.max_tokens} --out {config.out}"
+    model = f"--model {config.model.name} --model.n_layer 1 --model.n_embd 16 --model.n_head 2 --device cpu"
+    steps = f"--max-steps {config.max_steps} --warmup-steps {config.warmup_steps} --seq-len 16 --micro-batch-size 2"
+    return f"{table} {model} {steps}".split()
 
 
 def _train_as_threads(config, world_size, stop_wanted=lambda rank: False):
@@ -74,6 +83,20 @@ def test_a_run_leaves_its_log_its_summary_and_a_checkpoint(tiny_config):
     assert summary["val_loss"] == _events(folder, "eval")[-1]["loss"]
     assert checkpoint.latest(folder / "checkpoints") == folder / "checkpoints" / "step-00000006"
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("where", ["take_step", "built"])
+def test_a_peer_that_torch_s_own_collectives_lose_is_told_in_a_line_and_status_four(
+    tiny_config, monkeypatch, capsys, where
+):
+    def fail(*args):
+        raise RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242")
+
+    monkeypatch.setattr(loop, where, fail)
+    config = tiny_config(max_steps=1, warmup_steps=0)
+    assert cli.main(["train", *as_flags(config)]) == ExitStatus.PEER_LOST
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: rank 0: a collective failed: a peer was lost or never came")
 
 
 def test_what_communication_costs_is_told_by_unit_kind_and_phase(tiny_config):
@@ -143,6 +166,17 @@ def test_the_traffic_of_each_step_is_the_strategys_and_no_evaluations(tiny_confi
     assert set(traffic[4]) == {"reduce_scatter"}  # the evaluation before it had refreshed the weights
 
 
+def test_whole_gradients_travel_once_a_step_however_many_micro_batches_it_has(tiny_config, tmp_path):
+    sent = []
+    for num_micro in (1, 3):
+        changes = {"grad_accum_steps": num_micro, "max_steps": 2, "warmup_steps": 1, "eval_interval": 0}
+        config = tiny_config(strategy="zero1", micro_batch_size=1, out=str(tmp_path / str(num_micro)), **changes)
+        _train_as_threads(config, 2)
+        sent.append([event["comm"] for event in _events(config.out, "step")])
+    assert sent[0] == sent[1]
+    assert set(sent[0][1]) == {"reduce_scatter", "all_gather"}
+
+
 def test_a_wish_to_stop_on_one_rank_stops_all_after_that_step_with_a_checkpoint(tiny_config):
     config = tiny_config(eval_interval=0)
 
@@ -159,7 +193,12 @@ def test_a_wish_to_stop_on_one_rank_stops_all_after_that_step_with_a_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, ExitStatus.TERMINATED), (signal.SIGUSR1, ExitStatus.PREEMPTED)]
+    ("number", "status"),
+    [
+        (signal.SIGTERM, ExitStatus.TERMINATED),
+        (signal.SIGHUP, ExitStatus.TERMINATED),
+        (signal.SIGUSR1, ExitStatus.PREEMPTED),
+    ],
 )
 def test_a_signal_is_noted_saved_for_and_told_by_the_status(tiny_config, monkeypatch, number, status):
     config = tiny_config(eval_interval=0)
@@ -205,6 +244,22 @@ def test_too_many_steps_that_are_not_finite_stop_the_run_with_its_weights_as_the
     assert lines[0].startswith("error: step 4: loss nan")
     assert "first not finite was the output of the model (GPT2) on rank 0" in lines[0]
     assert checkpoint.latest(run.folder / "checkpoints") is None
+
+
+def test_a_skipped_step_uses_up_data_and_no_learning_rate(built_run):
+    run = built_run(eval_interval=0, warmup_steps=4)
+    forward, calls = run.strategy.model.forward, []
+
+    def explode(tokens_BT, targets_BT):
+        calls.append(tokens_BT)
+        return forward(tokens_BT, targets_BT) * (float("nan") if len(calls) == 2 else 1.0)
+
+    run.strategy.model.forward = explode
+    train(replace(run, schedule=replace(run.schedule, max_steps=4)))
+    steps = _events(run.folder, "step")
+    assert [event["lr"] for event in steps] == [run.learning_rate(taken) for taken in (0, 1, 1, 2)]
+    assert steps[1]["lr"] < steps[3]["lr"]
+    assert [event["tokens"] for event in steps] == [32, 64, 96, 128]
 
 
 def test_without_clipping_the_norm_is_still_measured(tiny_config, tmp_path):

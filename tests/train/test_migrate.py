@@ -79,6 +79,8 @@ def test_a_file_of_nanogpt_is_read_and_not_executed(shakespeare, tmp_path):
     assert table["dataset"].fate == "changed"
     assert table["wandb_run_name"].why == "line 10 is no constant"
     assert table["lr_decay_iters"].fate == "mapped"
+    shorter = read_nanogpt(["--max_iters=100", "--warmup_iters=5", "--lr_decay_iters=50"]).config()
+    assert (shorter.max_steps, shorter.decay_steps) == (100, 50)
 
 
 def test_what_is_printed_is_a_configuration_that_trains(shakespeare, tmp_path, capsys):

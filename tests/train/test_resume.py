@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.lab.results import read_run
 from zeroshard.models.presets import PRESETS
+from zeroshard.optim import learning_rate
+from zeroshard.train import saved_run
 from zeroshard.train.build import build_run
 from zeroshard.train.loop import run_training, train
-from zeroshard.train.resume import FREE, check_changes
+from zeroshard.train.resume import FREE, check_changes, schedule_of
 
 CPU = torch.device("cpu")
 
@@ -30,6 +33,25 @@ def _changes(before, after, tokens_per_step=32, data="d" * 64):
     return check_changes(_saved(before), after.model_dump(mode="json"), tokens_per_step, data)
 
 
+def test_another_micro_batch_evaluates_on_the_rows_of_the_run(tiny_config, capsys):
+    run_training(tiny_config(max_steps=3, micro_batch_size=4, grad_accum_steps=1))
+    capsys.readouterr()
+    changes = {"max_steps": 6, "micro_batch_size": 2, "grad_accum_steps": 2, "resume": "auto"}
+    run = build_run(tiny_config(**changes), LocalCommunicator(), CPU)
+    try:
+        assert (run.eval_batches.num_rows, run.eval_batches.micro_batch_size) == (12, 2)
+        assert run.config["eval_rows"] == 12  # and so on, whatever the next one has
+    finally:
+        run.close()
+    assert "evaluation" not in capsys.readouterr().err
+    for asked in ({"eval_rows": 5}, {"eval_batches": 4}):
+        run = build_run(tiny_config(**changes, **asked), LocalCommunicator(), CPU)
+        run.close()
+        rows = run.eval_batches.num_rows
+        what = f"resume: an evaluation had 12 sequences, now it has {rows}: its losses are of another set"
+        assert f"{what}; --eval-rows 12 keeps it" in capsys.readouterr().err
+
+
 def test_an_unchanged_run_has_nothing_to_say(tiny_config):
     assert _changes(tiny_config(), tiny_config()) == []
 
@@ -37,7 +59,7 @@ def test_an_unchanged_run_has_nothing_to_say(tiny_config):
 def test_how_a_run_is_spread_and_watched_may_change_without_a_word(tiny_config, tmp_path):
     after = tiny_config(
         strategy="zero3", comm="ring", nproc=3, micro_batch_size=1, grad_accum_steps=2, out=str(tmp_path / "other"),
-        checkpoint_interval=7, checkpoint_async=False, keep_checkpoints=2, log_interval=3, resume="auto",
+        checkpoint_interval=7, checkpoint_async=False, keep_checkpoints=2, log_interval=3, resume="auto", eval_rows=6,
     )  # fmt: skip
     assert _changes(tiny_config(), after) == []
     assert {"strategy", "out", "data.dir"} <= FREE
@@ -46,8 +68,7 @@ def test_how_a_run_is_spread_and_watched_may_change_without_a_word(tiny_config, 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"lr": 0.5}, "lr was 0.001, now it is 0.5"),
-        ({"max_steps": 9}, "max_steps was 6, now it is 9"),
+        ({"weight_decay": 0.5}, "weight_decay was 0.1, now it is 0.5"),
         ({"seed": 4}, "seed was 0, now it is 4"),
         ({"dtype": "bfloat16"}, "dtype was float32, now it is bfloat16"),
         ({"seq_len": 8}, "seq_len was 16, now it is 8"),
@@ -55,6 +76,38 @@ def test_how_a_run_is_spread_and_watched_may_change_without_a_word(tiny_config, 
 )
 def test_what_changes_the_numbers_is_named(tiny_config, change, line):
     assert _changes(tiny_config(), tiny_config(**change)) == [line]
+
+
+def test_a_longer_run_is_told_what_becomes_of_its_learning_rate_and_how_to_keep_it(tiny_config):
+    before, after = tiny_config(max_steps=300, warmup_steps=20), tiny_config(max_steps=600, warmup_steps=20)
+    saved = {**_saved(before), "position": {"step": 300, "tokens_per_step": 32}}
+    told = check_changes(saved, after.model_dump(mode="json"), 32, "d" * 64)
+    assert told == [
+        "max_steps was 300, now it is 600",
+        "the learning rate of step 301 was to be 0.0001, now it is 0.000574; "
+        "--decay-steps 300 keeps the schedule, whose end is min_lr",
+    ]
+    kept = tiny_config(max_steps=600, warmup_steps=20, decay_steps=300)
+    assert check_changes(saved, kept.model_dump(mode="json"), 32, "d" * 64) == [
+        "max_steps was 300, now it is 600",
+        "decay_steps was 0, now it is 300",
+    ]
+
+
+def test_another_peak_is_told_as_a_rate_with_nothing_that_would_keep_it(tiny_config):
+    told = _changes(tiny_config(), tiny_config(lr=2e-3))
+    assert told == [
+        "lr was 0.001, now it is 0.002",
+        "the learning rate of step 1 was to be 0.0005, now it is 0.001",
+    ]
+
+
+def test_a_horizon_that_is_kept_gives_the_same_rates_and_then_the_least():
+    short = {"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 20, "max_steps": 300, "decay_steps": 0}
+    long = {**short, "max_steps": 600, "decay_steps": 300}
+    for step in range(600):
+        assert learning_rate(step, **schedule_of(long)) == learning_rate(step, **schedule_of(short))
+    assert learning_rate(599, **schedule_of(long)) == 1e-4
 
 
 def test_another_global_batch_is_named_as_another_place_in_the_data(tiny_config):
@@ -120,8 +173,9 @@ def test_auto_takes_the_newest_good_one_and_says_what_it_passed_over(tiny_config
     assert "rank-00000-of-00001.safetensors is damaged" in lines[1]
     assert lines[2] == f"resume: step 4 from {folder / 'step-00000004'} (zero2 on 1 rank)"
     assert lines[3] == "resume: lr was 0.001, now it is 0.002"
-    assert "a step had 32 tokens, now it has 64" in lines[4]
-    assert len(lines) == 5
+    assert lines[4] == "resume: the learning rate of step 5 was to be 0.00055, now it is 0.00105"
+    assert "a step had 32 tokens, now it has 64" in lines[5]
+    assert len(lines) == 6
 
 
 def test_auto_starts_afresh_where_nothing_was_ever_completed_and_refuses_where_all_is_damaged(tiny_config):
@@ -206,3 +260,37 @@ def test_tied_embeddings_that_were_asked_for_are_no_other_model(tiny_config):
         assert _changes(config, config) == []
     with pytest.raises(UserError, match=r"model\.tie_embeddings: the checkpoint's model has True, this one False"):
         _changes(tiny_config(model={**small, "tie_embeddings": "yes"}), config)
+
+
+FORGED = {
+    "config": 5,
+    "config.model": "gpt2",
+    "config.strategy": 3,
+    "position": [],
+    "position.tokens": -1,
+    "position.tokens_per_step": "x",
+    "data_sha256": 7,
+    "guard": {"num_skipped": 0},
+    "guard.losses": [1.0, "x"],
+    "loss_scaler": {"scale": 0.0, "num_since_overflow": 0, "num_skipped": 0},
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_what_a_checkpoint_says_of_its_run_is_checked_before_it_is_used(tmp_path, monkeypatch, name):
+    good = {"num_skipped": 0, "not_finite_in_a_row": 0, "spikes_in_a_row": 0, "losses": [1.5]}
+    extra = {"config": {"model": {"name": "gpt2-demo"}}, "position": {"tokens": 3}, "guard": good}
+    *way, last = name.split(".")
+    inner = extra
+    for key in way:
+        inner = inner[key]
+    for forged in (None, FORGED[name]):
+        if forged is not None:
+            inner[last] = forged
+        facts = SimpleNamespace(extra=extra)
+        monkeypatch.setattr(saved_run.checkpoint, "read_manifest", lambda path, facts=facts: facts)
+        if forged is None:
+            assert saved_run.saved_run(tmp_path) is extra
+        else:
+            with pytest.raises(UserError, match=rf"^resume: .* says extra\.{name}.* is .*; take a checkpoint"):
+                saved_run.saved_run(tmp_path)

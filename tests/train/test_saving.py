@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import json
+import math
+import re
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +16,65 @@ import torch.distributed as dist
 from zeroshard import checkpoint
 from zeroshard.checkpoint import api
 from zeroshard.checkpoint.diff import differences
-from zeroshard.comm import run_threads
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.train import loop
 from zeroshard.train.build import build_run
 from zeroshard.train.loop import train
+from zeroshard.train.watchdog import PATIENCE_S
 
 CPU = torch.device("cpu")
+NUM_STEPS = 5
+
+
+def test_every_rank_hears_that_one_of_them_gets_on_with_the_last_save(tiny_config, monkeypatch):
+    """Or the watchdogs of those that have written would end the run, which waits for the slowest disk."""
+    heard, changed, write = [[], []], threading.Condition(), api.write_rank
+
+    def reached(wanted):
+        return all(len(patience) >= num for patience, num in zip(heard, wanted, strict=True))
+
+    def slow(folder, comm, shards, progress, borrow):
+        for _ in range(5) if comm.rank == 0 else ():
+            with changed:
+                more = [len(patience) + 1 for patience in heard]
+                progress(1)
+                assert changed.wait_for(partial(reached, more), 60)
+        write(folder, comm, shards, progress, borrow)
+
+    monkeypatch.setattr(api, "write_rank", slow)
+    config = tiny_config(eval_interval=0)
+
+    def rank_main(comm):
+        def alive(patience_s):
+            with changed:
+                heard[comm.rank].append(patience_s)
+                changed.notify_all()
+
+        run = build_run(config, comm, CPU)
+        try:
+            return train(run, alive=alive)
+        finally:
+            run.close()
+
+    assert run_threads(rank_main, 2) == [0, 0]
+    for patience in heard:
+        *until_saved, last = patience
+        # Five steps and what comes after each; the last step; an evaluation, which may compile, of two batches a rank.
+        assert until_saved[:14] == [0.0] * 11 + [PATIENCE_S] + [0.0] * 2
+        assert set(until_saved[14:]) == {PATIENCE_S}
+        assert last == math.inf  # all is saved
+
+
+def test_a_batch_of_an_evaluation_is_progress(tiny_config):
+    heard = []
+    config = tiny_config(max_steps=2, eval_interval=1, ema_decay=0.9)
+    run = build_run(config, LocalCommunicator(), CPU)
+    try:
+        assert train(run, alive=heard.append) == 0
+    finally:
+        run.close()
+    # A step; three batches for the weights and three for their average; what comes after them.
+    assert heard[:8] == [0.0] * 8
 
 
 def _checkpoints(config, world_size):
@@ -25,7 +83,7 @@ def _checkpoints(config, world_size):
     def rank_main(comm):
         run = build_run(config, comm, CPU)
         try:
-            return train(run)
+            return loop.train(run)
         finally:
             run.close()
 
@@ -48,18 +106,41 @@ def process_group(tmp_path):
 def test_updates_that_come_before_it_is_written_are_not_in_it(
     tiny_config, monkeypatch, tmp_path, process_group, strategy, world_size
 ):
-    same = {"strategy": strategy, "checkpoint_interval": 2, "max_steps": 5, "ema_decay": 0.9}
+    same = {"strategy": strategy, "checkpoint_interval": 2, "max_steps": NUM_STEPS, "ema_decay": 0.9}
     still = _checkpoints(tiny_config(out=str(tmp_path / "still"), checkpoint_async=False, **same), world_size)
-    write = api.write_rank
+    write, take_step = api.write_rank, loop.take_step
+    updates, updated = dict.fromkeys(range(world_size), 0), threading.Condition()
+    begun_after = []  # of each write: of which step, and how many updates its rank had made when it began
 
-    def late(*args):
-        time.sleep(0.3)  # updates come first
-        write(*args)
+    def counted(run, *args):
+        record = take_step(run, *args)
+        with updated:
+            updates[run.strategy.comm.rank] += 1
+            updated.notify_all()
+        return record
+
+    def late(folder, comm, *args):
+        step = int(re.search(r"step-(\d+)", folder.name)[1])
+        with updated:
+            assert updated.wait_for(lambda: updates[comm.rank] > step or step == NUM_STEPS, 120)
+            begun_after.append((step, updates[comm.rank]))
+        write(folder, comm, *args)
 
     monkeypatch.setattr(api, "write_rank", late)
+    monkeypatch.setattr(loop, "take_step", counted)
     behind = _checkpoints(tiny_config(out=str(tmp_path / "behind"), **same), world_size)
+    assert sorted(begun_after) == sorted([(2, 3), (4, 5), (5, 5)] * world_size)
     assert list(behind) == list(still) == [f"step-{step:08d}" for step in (2, 4, 5)]
     for name, saved in behind.items():
         assert not checkpoint.verify(saved[0])
         told = [line for line in differences(still[name], saved) if not line.startswith("extra.config.")]
         assert told == []
+
+
+def test_the_event_of_a_checkpoint_tells_the_bytes_of_all_ranks(tiny_config):
+    config = tiny_config(max_steps=1, warmup_steps=1, eval_interval=0)
+    ((_, manifest),) = _checkpoints(config, 2).values()
+    events = map(json.loads, (Path(config.out) / "metrics.jsonl").read_text().splitlines())
+    (event,) = (event for event in events if event["event"] == "checkpoint")
+    assert event["num_bytes"] == manifest.num_bytes == sum(entry.num_bytes for entry in manifest.files.values())
+    assert len(manifest.files) == 2

@@ -1,6 +1,11 @@
+import math
+import shutil
 import threading
-import time
+from types import SimpleNamespace
 
+import pytest
+
+from fake_time import Clock
 from zeroshard.train import watchdog
 from zeroshard.train.watchdog import Watchdog
 
@@ -20,7 +25,7 @@ def test_a_step_that_takes_too_long_leaves_its_stacks(tmp_path, monkeypatch):
     heard = Heard()
     with Watchdog(tmp_path, 2, 0.2, heard) as watch:
         watch.alive()
-        assert heard.event.wait(20)
+        assert heard.event.wait(600)
     assert heard.lines[0][1] is False
     assert f"where each rank stands is in {tmp_path / 'stacks'}; " in heard.lines[0][0]
     stacks = (tmp_path / "stacks" / "rank-00002.txt").read_text()
@@ -28,23 +33,110 @@ def test_a_step_that_takes_too_long_leaves_its_stacks(tmp_path, monkeypatch):
     assert "in _watch" in stacks
 
 
-def test_steps_in_time_leave_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "TIME_TO_DUMP_S", 0.0)
+def test_ranks_give_each_other_time_to_write_their_stacks(tmp_path, monkeypatch):
+    """By a clock that goes on whenever it is read: 5 s is the limit, and the last reading alone is beyond it."""
+    readings = iter([104.9, 105.1, 105.0 + watchdog.TIME_TO_DUMP_S - 0.1, 105.0 + watchdog.TIME_TO_DUMP_S + 0.1])
+    begun, left = threading.Event(), []
+
+    def hear(line, speak):
+        left.append(list(readings))
+        heard(line, speak)
+
     heard = Heard()
-    with Watchdog(tmp_path, 0, 1.0, heard) as watch:
+    watch = Watchdog(tmp_path, 0, 5.0, hear)
+    monkeypatch.setattr(watchdog, "LOOKS_PER_LIMIT", 5000)
+    monkeypatch.setattr(
+        watchdog, "time", SimpleNamespace(monotonic=lambda: next(readings) if begun.is_set() else 100.0)
+    )
+    with watch:
+        watch.alive()
+        begun.set()
+        assert heard.event.wait(600)
+    assert left == [[]]
+
+
+class Watched(Clock):
+    """A clock that tells when the watchdog has looked at it."""
+
+    def __init__(self):
+        super().__init__()
+        self.looked = threading.Event()
+
+    def monotonic(self):
+        now = self.now
+        if threading.current_thread().name == "watchdog":
+            self.looked.set()
+        return now
+
+    def pass_by(self, seconds):
+        """Let time pass, until the watchdog has seen that it has and has looked once more."""
+        self.now += seconds
+        for _ in range(2):
+            self.looked.clear()
+            assert self.looked.wait(600)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Watched()
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(watchdog, "TIME_TO_DUMP_S", 5.0)
+    monkeypatch.setattr(watchdog, "LOOKS_PER_LIMIT", 100_000)  # one in a millisecond
+    return clock
+
+
+def test_steps_in_time_leave_nothing(tmp_path, clock):
+    heard = Heard()
+    with Watchdog(tmp_path, 0, 100.0, heard) as watch:
         for _ in range(12):
-            time.sleep(0.1)
             watch.alive()
-    assert not heard.lines
-    assert not list((tmp_path / "stacks").iterdir())
+            clock.pass_by(104.0)
+        assert not heard.lines
+        clock.now += 2.0
+        assert heard.event.wait(600)
+    assert not list((tmp_path / "stacks").iterdir())  # faulthandler has a clock of its own
 
 
 def test_the_first_step_may_compile_and_zero_watches_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "TIME_TO_DUMP_S", 0.0)
-    heard = Heard()
-    with Watchdog(tmp_path, 0, 0.05, heard):
-        time.sleep(0.3)
+    looked, heard = threading.Semaphore(0), Heard()
+    with Watchdog(tmp_path, 0, 0.02, heard) as watch:
+        wait = watch._closed.wait
+        monkeypatch.setattr(watch._closed, "wait", lambda seconds: (looked.release(), wait(seconds))[1])
+        for _ in range(2 * watchdog.LOOKS_PER_LIMIT):  # twice the limit
+            assert looked.acquire(timeout=600)
+    assert not heard.lines
     with Watchdog(tmp_path, 0, 0.0, heard) as watch:
         watch.alive()
-        time.sleep(0.1)
-    assert not heard.lines
+        assert not watch._thread.is_alive()
+
+
+def test_what_may_take_longer_is_given_longer_and_in_the_end_for_ever(tmp_path, monkeypatch):
+    timers = []
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda limit_s, file: timers.append(limit_s))
+    monkeypatch.setattr(watchdog.faulthandler, "cancel_dump_traceback_later", lambda: timers.append(None))
+    monkeypatch.setattr(watchdog, "TIME_TO_DUMP_S", 0.0)
+    heard = Heard()
+    with Watchdog(tmp_path, 0, 0.001, heard) as watch:
+        watch.alive(50.0)
+        assert not heard.event.wait(0.1)
+        watch.alive(math.inf)
+        assert not heard.event.wait(0.1)
+        watch.alive(0.0)
+        assert heard.event.wait(600)
+    assert timers == [50.0, None, 0.001, None]
+
+
+def test_what_hangs_outside_of_a_step_is_not_called_a_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "TIME_TO_DUMP_S", 0.0)
+    heard = Heard()
+    with Watchdog(tmp_path, 0, 0.01, heard) as watch:
+        watch.alive(0.05)
+        assert heard.event.wait(600)
+    assert heard.lines[0][0].startswith("nothing has been computed or written for 0.05 s: where each rank stands is in")
+
+
+def test_a_folder_that_is_gone_leaves_nothing_to_clean(tmp_path):
+    with Watchdog(tmp_path / "run", 0, 50.0, Heard()) as watch:
+        watch.alive()
+        shutil.rmtree(tmp_path / "run")

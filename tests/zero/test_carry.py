@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
+from collections import OrderedDict, defaultdict, deque
+from pathlib import Path
+
 import pytest
 import torch
 
 from zeroshard.comm import ObservedCommunicator, run_threads
-from zeroshard.zero.carry import PARCELS_IN_FLIGHT, Flight, as_bytes, cut, gather_to, put_bytes, send_bytes
+from zeroshard.zero.carry import PARCELS_IN_FLIGHT, Flight, _Unpickler, as_bytes, cut, gather_to, put_bytes, send_bytes
 
 KINDS = [
     torch.arange(6.0).view(2, 3).t(),
@@ -120,3 +126,56 @@ def test_a_value_that_cannot_be_sent_is_an_error_on_every_rank():
         return True
 
     assert run_threads(go, 2) == [True, True]
+
+
+class _Calls:
+    """A value whose pickle calls a function where it is opened."""
+
+    def __init__(self, function, *args):
+        self._call = function, args
+
+    def __reduce__(self):
+        return self._call
+
+
+PLAIN = {
+    "numbers": [1, 2.5, True, None, "x", b"y", 1 + 2j, range(3), slice(1, 2)],
+    "containers": {
+        "a": (1, {2, 3}),
+        "b": OrderedDict(c=deque([1], maxlen=2)),
+        "d": defaultdict(None, e=frozenset({4})),
+    },
+    "torch": [torch.float32, torch.Size([2]), torch.device("cpu"), torch.ones(2), torch.eye(2).to_sparse()],
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_values_and_containers_arrive(name):
+    found = run_threads(lambda comm: gather_to(comm, PLAIN[name], 0, bucket_bytes=16), 2)[0]
+    assert len(found) == 2
+    for each in found:
+        assert str(each) == str(PLAIN[name])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        _Calls(os.system, "exit 7"),
+        _Calls(eval, "1 + 1"),
+        _Calls(getattr, "x", "upper"),
+        _Calls(torch.load, "nowhere"),
+        _Calls(torch.storage._load_from_bytes, pickle.dumps(_Calls(os.getpid))),
+        Path("x"),
+    ],
+)
+def test_what_would_call_something_where_it_arrives_is_sent_to_nobody(value):
+    def send(comm):
+        with pytest.raises(RuntimeError, match=r"the values that rank 1 holds cannot be sent: .*; keep tensors, plain"):
+            gather_to(comm, value if comm.rank == 1 else 0, 0, bucket_bytes=16)
+
+    run_threads(send, 2)
+
+
+def test_a_pickle_of_another_process_calls_nothing_even_where_nobody_looked_at_it_before():
+    with pytest.raises(pickle.UnpicklingError, match=r"it holds posix\.getcwd"):
+        _Unpickler(io.BytesIO(pickle.dumps(_Calls(os.getcwd))), []).load()

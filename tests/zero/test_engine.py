@@ -402,15 +402,6 @@ def test_a_copy_would_drive_the_same_engine_and_is_refused():
     assert torch.equal(copy.deepcopy(model)(rows(0)), model(rows(0)))
 
 
-def test_a_loss_scale_of_each_rank_s_own_is_refused():
-    model = Net()
-    optim = Zero(model, 1, comm=NullCommunicator(2)).optimizer(torch.optim.SGD, lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(rows(0)).sum()).backward()
-    with pytest.raises(RuntimeError, match=r"^step: .*LossScaler"):
-        scaler.step(optim)
-
-
 def test_a_part_of_the_model_that_has_an_engine_is_refused():
     model = Net()
     Zero(model.last, 1, comm=NullCommunicator(2))

@@ -126,3 +126,15 @@ def test_frozen_integers_are_zero_where_they_are_freed():
     flat.gather()
     flat.wait()
     assert flat.full.dtype == torch.int64
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_and_shards_lie_where_kernels_read_fast(stage, dtype):
+    params = [(name, nn.Parameter(torch.ones(shape, dtype=dtype))) for name, shape in [("a", ()), ("b", (33, 41))]]
+    flat = FlatParams("unit", params, STAGES[stage], Levels.of(NullCommunicator(3, 1)), MixedPrecision(), None)
+    flat.gather()
+    flat.wait()
+    assert flat.params[1].data_ptr() % 16 == 0
+    assert flat.master.data_ptr() % 16 == 0
+    assert flat.layout.interval(1)[0] * dtype.itemsize % 16 == 0

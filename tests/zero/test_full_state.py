@@ -51,6 +51,7 @@ def test_the_state_is_a_copy(stage):
     assert all(torch.equal(run_threads(go, 2)[0][name], t) for name, t in Net().state_dict().items())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("current", [False, True], ids=["after a step", "after a forward"])
 @at_every_stage

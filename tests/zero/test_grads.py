@@ -46,6 +46,23 @@ def test_the_norm_is_that_of_all_elements_and_has_the_same_bits_everywhere(world
     assert norms[0] == pytest.approx(torch.linalg.vector_norm(_all(), norm_type).item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_partial_sums_are_added_in_the_order_of_ranks(stage):
+    """One is lost behind 2^53, and two are not."""
+
+    def go(comm):
+        layout = FlatLayout.of([("a", (3,))], comm.world_size)
+        wide = torch.float64
+        grads = FlatGrads("a", layout, STAGES[stage], Levels.of(comm), device=CPU, master_dtype=wide, reduce_dtype=wide)
+        grads.accumulate(0, torch.tensor([2.0**53, 1.0, 1.0], dtype=wide))
+        grads.reduce()
+        grads.settle()
+        grads.reduced.round_()  # a third three times over
+        return global_norm([grads], comm, 1.0, CPU).item()
+
+    assert run_threads(go, 3) == [2.0**53] * 3
+
+
 def test_there_is_no_norm_of_nothing():
     assert global_norm([], LocalCommunicator(), 2.0, CPU) == 0.0
     assert global_norm([], LocalCommunicator(), math.inf, CPU) == 0.0

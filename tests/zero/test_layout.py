@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.zero import FlatLayout
-from zeroshard.zero.layout import ALIGNMENT, balance
+from zeroshard.zero.layout import ALIGNMENT, LEAST_ALIGNED, WHOLE_ALIGNMENT, balance
 
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=6)
 
@@ -19,7 +19,11 @@ def _whole(shapes, world_size, loads=()):
     return FlatLayout.whole([(f"p{i}", shape) for i, shape in enumerate(shapes)], world_size, loads)
 
 
-@pytest.mark.parametrize("make", [_layout, _whole])
+def _aligned(shapes, world_size):
+    return FlatLayout.of([(f"p{i}", shape) for i, shape in enumerate(shapes)], world_size, ALIGNMENT)
+
+
+@pytest.mark.parametrize("make", [_layout, _whole, _aligned])
 @given(shapes, st.integers(1, 9))
 def test_ranks_own_every_element_exactly_once(make, shapes, world_size):
     layout = make(shapes, world_size)
@@ -49,6 +53,34 @@ def test_shards_are_equal_and_padding_is_less_than_one_element_a_rank(shapes, wo
     ]
 
 
+@given(st.lists(st.integers(0, 1000).map(lambda numel: (numel,)), max_size=6), st.integers(1, 9))
+def test_slots_and_shards_begin_where_kernels_read_fast(shapes, world_size):
+    layout, plain = _aligned(shapes, world_size), _layout(shapes, world_size)
+    assert [slot.shape for slot in layout.slots] == shapes
+    assert all(slot.offset % ALIGNMENT == 0 for slot in layout.slots if slot.numel >= LEAST_ALIGNED)
+    assert layout.shard_numel % ALIGNMENT == 0 or layout.shard_numel < LEAST_ALIGNED
+    assert layout.padded_numel <= plain.padded_numel * (1 + 2 * ALIGNMENT / LEAST_ALIGNED) + world_size
+    assert layout.numel == plain.numel
+    flat = torch.full((layout.padded_numel,), 7)
+    for view in layout.views(flat):
+        view.fill_(1)
+    layout.zero_padding(flat)
+    assert flat.sum() == layout.numel
+
+
+def test_sizes_that_are_multiples_cost_nothing():
+    shapes = [("a", (64, 24)), ("b", (512,)), ("c", (32, 64))]
+    aligned, plain = FlatLayout.of(shapes, 2, ALIGNMENT), FlatLayout.of(shapes, 2)
+    assert (aligned.slots, aligned.shard_numel) == (plain.slots, plain.shard_numel)
+
+
+def test_what_comes_after_one_element_is_aligned():
+    layout = FlatLayout.of([("scale", ()), ("weight", (32, 32)), ("bias", (32,))], 2, ALIGNMENT)
+    assert [slot.offset for slot in layout.slots] == [0, 8, 8 + 1024]
+    assert (layout.shard_numel, layout.padding) == (536, ((1, 8), (1064, 1072)))
+    assert FlatLayout.of([("scale", ()), ("bias", (32,))], 2, ALIGNMENT).slots[1].offset == 1
+
+
 @given(shapes, st.integers(1, 5))
 def test_views_are_the_parameters_end_to_end(shapes, world_size):
     layout = _layout(shapes, world_size)
@@ -66,8 +98,8 @@ def test_whole_tensors_lie_in_one_shard_in_their_shapes(shapes, world_size):
     for piece in pieces:
         slot = layout.slots[piece.slot]
         assert (piece.interval, piece.shape, piece.offset) == ((0, slot.numel), slot.shape, slot.offset)
-    assert all(slot.offset % ALIGNMENT == 0 for slot in layout.slots)
-    assert layout.shard_numel % ALIGNMENT == 0
+    assert all(slot.offset % WHOLE_ALIGNMENT == 0 for slot in layout.slots)
+    assert layout.shard_numel % WHOLE_ALIGNMENT == 0
     flat = torch.full((layout.padded_numel,), 7)
     for index, view in enumerate(layout.views(flat)):
         view.fill_(index)
@@ -79,7 +111,7 @@ def test_whole_tensors_lie_in_one_shard_in_their_shapes(shapes, world_size):
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=6), st.integers(1, 3))
 def test_the_longest_shard_is_at_most_a_third_longer_than_it_must_be(numels, world_size):
-    blocks = [-(-numel // ALIGNMENT) for numel in numels]
+    blocks = [-(-numel // WHOLE_ALIGNMENT) for numel in numels]
     assignments = itertools.product(range(world_size), repeat=len(blocks))
     best = min(
         max(
@@ -87,7 +119,7 @@ def test_the_longest_shard_is_at_most_a_third_longer_than_it_must_be(numels, wor
         )
         for owners in assignments
     )
-    longest = _whole([(numel,) for numel in numels], world_size).shard_numel // ALIGNMENT
+    longest = _whole([(numel,) for numel in numels], world_size).shard_numel // WHOLE_ALIGNMENT
     assert best <= longest
     assert 3 * world_size * longest <= (4 * world_size - 1) * best
 
@@ -118,3 +150,5 @@ def test_a_world_has_at_least_one_rank():
         FlatLayout((), 0)
     with pytest.raises(ValueError, match="world_size: 0 ranks; give at least 1"):
         FlatLayout.whole([], 0)
+    with pytest.raises(ValueError, match="alignment: 0 elements; give at least 1"):
+        FlatLayout.of([("a", (2,))], 2, 0)

@@ -65,7 +65,80 @@ def test_the_optimizer_is_exactly_of_the_class_asked_for():
     optim = zero.optimizer(torch.optim.AdamW, lr=0.5)
     assert type(optim) is torch.optim.AdamW
     assert optim.param_groups[0]["lr"] == 0.5
-    assert all(shard.dim() == 1 and shard.dtype == torch.float32 for shard in optim.param_groups[0]["params"])
+    assert all(piece.dim() == 1 and piece.dtype == torch.float32 for piece in zero.pieces(optim))
+
+
+@pytest.mark.filterwarnings("ignore:model.parameters")  # which are members here, whatever their values
+def test_param_groups_hold_the_models_parameters_but_for_the_classes_own_code():
+    seen = {}
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure=None):
+            seen["step"] = self.param_groups[0]["params"]
+            return super().step(closure)
+
+    net = Net()
+    zero = Zero(net, comm=NullCommunicator(2))
+    optim = zero.optimizer(Looking, lr=0.1)
+    # Hooks run inside `super().step()` again, once torch has wrapped SGD's own step: the first and the last are asked.
+    optim.register_step_pre_hook(lambda optim, *_: seen.setdefault("before", optim.param_groups[0]["params"]) and None)
+    optim.register_step_post_hook(lambda optim, *_: seen.update(after=optim.param_groups[0]["params"]))
+
+    def closure():
+        seen["closure"] = optim.param_groups[0]["params"]
+        net(rows(0)).sum().backward()
+
+    optim.step(closure)
+    members = list(net.parameters())
+    for place in ("before", "closure", "after"):
+        assert [id(param) for param in seen[place]] == [id(param) for param in members], place
+    assert [id(piece) for piece in seen["step"]] == [id(piece) for piece in zero.pieces()]
+
+
+def test_a_step_that_fails_leaves_the_models_parameters_in_the_groups():
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            if self.param_groups[0]["lr"] == 0.3:
+                raise ArithmeticError
+            return super().step(closure)
+
+    net = Net()
+    optim = Zero(net, comm=NullCommunicator(2)).optimizer(Failing, lr=0.1)
+    optim.param_groups[0]["lr"] = 0.3
+    with pytest.raises(ArithmeticError):
+        optim.step()
+    assert optim.param_groups[0]["params"][0] is net.first.weight
+
+
+@pytest.mark.parametrize("change", [list.pop, lambda params: params.append(params[0]), lambda params: params.reverse()])
+def test_groups_that_were_changed_by_hand_are_refused(change):
+    net = Net()
+    optim = Zero(net, comm=NullCommunicator(2)).optimizer(torch.optim.SGD, lr=0.1)
+    change(optim.param_groups[0]["params"])
+    with pytest.raises(ValueError, match=r"^param_groups: .*use optimizer.add_param_group"):
+        optim.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_methods_of_the_classes_own_work_on_pieces_and_change_the_weights(stage):
+    class WithEval(torch.optim.SGD):
+        def halve(self):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.data.mul_(0.5)
+
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage=stage, comm=comm)
+        zero.optimizer(WithEval, lr=0.1).halve()
+        return net(rows(comm.rank)).sum().item(), zero.state_dict()["first.weight"]
+
+    plain = Net()
+    for param in plain.parameters():
+        param.data.mul_(0.5)
+    for rank, (total, weight) in enumerate(run_threads(go, 2)):
+        assert total == pytest.approx(plain(rows(rank)).sum().item(), rel=1e-5)
+        assert torch.equal(weight, plain.first.weight)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -176,8 +249,9 @@ def test_two_optimizers_share_a_model(stage):
 
 def test_named_parameters_do_as_well():
     net = Net()
-    optim = Zero(net, comm=LocalCommunicator()).optimizer(torch.optim.SGD, net.named_parameters(), lr=0.1)
-    assert sum(shard.numel() for shard in optim.param_groups[0]["params"]) == sum(p.numel() for p in net.parameters())
+    zero = Zero(net, comm=LocalCommunicator())
+    zero.optimizer(torch.optim.SGD, net.named_parameters(), lr=0.1)
+    assert sum(piece.numel() for piece in zero.pieces()) == sum(p.numel() for p in net.parameters())
 
 
 def test_parameters_that_cannot_be_used_are_refused_in_words():
@@ -361,8 +435,8 @@ def test_an_owner_sees_whole_matrices_in_their_shapes_and_others_nothing(stage):
         after = zero.state_dict()
         assert all(torch.equal(after[name], before[name]) for name in before)
         assert type(muon) is torch.optim.Muon
-        assert all(shard.dim() == 1 for shard in adamw.param_groups[0]["params"])
-        return [tuple(shard.shape) for shard in muon.param_groups[0]["params"]]
+        assert all(piece.dim() == 1 for piece in zero.pieces(adamw))
+        return [tuple(piece.shape) for piece in zero.pieces(muon)]
 
     shapes = [tuple(param.shape) for param in matrices(build_net())]
     by_rank = run_threads(go, 3)
@@ -399,6 +473,7 @@ class ByFlag(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.filterwarnings("ignore:model.parameters")  # which are members here, whatever their values
 def test_each_group_of_ones_own_class_gets_the_layout_that_it_needs(stage):
     def go(comm):
         net = build_net()
@@ -413,7 +488,8 @@ def test_each_group_of_ones_own_class_gets_the_layout_that_it_needs(stage):
             if step == 0:
                 optim.add_param_group({"params": matrices(net)[3:]})
         if zero is not None:
-            assert all(len(shard.shape) == 1 for group in optim.param_groups[1:] for shard in group["params"])
+            whole = {param.shape for param in matrices(net)[:3]}
+            assert all(piece.dim() == 1 or piece.shape in whole for piece in zero.pieces(optim))
         return dict(net.state_dict() if zero is None else zero.state_dict())
 
     torch.testing.assert_close(run_threads(go, 2)[1], go(None), rtol=0, atol=1e-6)
@@ -440,6 +516,7 @@ def test_whole_tensors_may_join_later_where_nobody_else_has_state(stage):
     torch.testing.assert_close(run_threads(go, 2)[1], go(None), rtol=0, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:model.parameters")  # which are members here, whatever their values
 def test_what_cannot_move_is_said_before_it_moves():
     net = Net()
     zero = Zero(net, comm=NullCommunicator(2))
@@ -477,7 +554,7 @@ def test_state_that_was_loaded_cannot_move_either():
     net = Net()
     zero = Zero(net, comm=NullCommunicator(2))
     adamw = zero.optimizer(torch.optim.AdamW, others(net))
-    adamw.load_state_dict(adamw.state_dict())
+    adamw.load_state_dict(torch.optim.AdamW(others(net)).state_dict())
     with pytest.raises(RuntimeError, match="AdamW has state of parameters beside them"):
         zero.optimizer(torch.optim.Muon, matrices(net))
 
@@ -493,7 +570,7 @@ def test_state_that_a_class_makes_when_it_is_built_is_made_for_the_new_pieces():
     zero = Zero(net, comm=NullCommunicator(2))
     optim = zero.optimizer(Counting, others(net), lr=0.1)
     zero.optimizer(torch.optim.Muon, matrices(net))
-    pieces = optim.param_groups[0]["params"]
+    pieces = zero.pieces(optim)
     assert list(optim.state) == pieces
     assert all(optim.state[piece]["sum"].shape == piece.shape for piece in pieces)
     assert all(any(piece is shard for _, shard in home) for piece, home in zip(pieces, _homes(zero, net), strict=True))

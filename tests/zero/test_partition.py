@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from zeroshard.zero import loaded_later
 from zeroshard.zero.partition import materialise, partition
 
 
@@ -114,3 +115,58 @@ def test_a_buffer_on_the_meta_device_is_refused_by_name():
         model = nn.Sequential(nn.BatchNorm1d(2))
     with pytest.raises(ValueError, match=r"0\.running_mean: the buffer is on the meta device"):
         materialise(model, torch.device("cpu"))
+
+
+def test_a_buffer_on_the_meta_device_is_filled_by_init():
+    """A rotary embedding's frequencies, say: no part of a state dict, and computed by whoever builds the model."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+        model[1].register_buffer("inv_freq", torch.ones(3), persistent=False)
+        model[1].also = model[1].inv_freq
+        model[1].register_buffer("tied", model[1].inv_freq)
+    asked = []
+
+    def init(name, tensor):
+        asked.append(name)
+        tensor.copy_(torch.arange(3.0))
+
+    materialise(model, torch.device("cpu"), init)
+    assert asked == ["1.inv_freq"]
+    assert model[1].inv_freq.tolist() == [0, 1, 2]
+    assert model[1].tied is model[1].inv_freq
+
+
+@pytest.mark.parametrize("init", [lambda name, tensor: {}[name], lambda name, tensor: None])
+def test_a_buffer_that_init_does_not_fill_is_refused_by_name(init):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match=r"^0\.running_mean: the buffer is on the meta device, and `init` .*fill it"):
+        materialise(model, torch.device("cpu"), init)
+
+
+def test_lists_in_lists_give_the_modules_that_are_called():
+    class Group(nn.Module):
+        """Holds modules and has no forward."""
+
+        def __init__(self):
+            super().__init__()
+            self.one, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+
+    model = nn.Module()
+    model.stages = nn.ModuleList(
+        [nn.ModuleList([nn.Linear(2, 2), nn.ModuleDict({"a": nn.Linear(2, 2)})]), Group(), nn.Linear(2, 2)]
+    )
+    root, units = partition(model, None)
+    assert [unit.name for unit in units] == ["stages.0.0", "stages.0.1.a", "stages.1.one", "stages.2"]
+    assert _names(root) == ["stages.1.scale"]
+    with pytest.raises(ValueError, match=r"^units: 'stages.1' is a container that is never called"):
+        partition(model, [model.stages[1]])
+
+
+def test_a_buffer_that_no_load_brings_is_not_left_for_later():
+    with torch.device("meta"):
+        model = nn.BatchNorm1d(2)
+        materialise(model, torch.device("cpu"), loaded_later)
+        model.register_buffer("inv_freq", torch.ones(3, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match=r"^inv_freq: the buffer is on the meta device, and `init` left NaN in it"):
+        materialise(model, torch.device("cpu"), loaded_later)

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from nets import Net, rows
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
-from zeroshard.zero import STAGES, FlatLayout, Levels
+from zeroshard.zero import STAGES, FlatLayout, Levels, Zero
 from zeroshard.zero.reduction import FlatGrads
 
 SHAPES = [("a", (2, 2)), ("b", (3,))]
@@ -87,6 +88,21 @@ def test_reductions_add_up_until_they_are_cleared(stage):
     for first, second in on_ranks(go, 2):
         assert first == [3.0] * 4 + [0.0] * 4
         assert second == [0.0] * 4 + [1.0] * 3 + [0.0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_was_cleared_before_it_was_reduced_is_forgotten(stage):
+    def go(comm):
+        grads = _grads(stage, comm)
+        grads.accumulate(0, torch.full((2, 2), 7.0))
+        grads.clear({0, 1})
+        assert not grads.pending
+        grads.accumulate(0, torch.ones(2, 2))
+        grads.reduce()
+        grads.settle()
+        return _whole(grads, comm).tolist()
+
+    assert on_ranks(go, 2) == [[1.0] * 4 + [0.0] * 4] * 2
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -178,3 +194,24 @@ def test_gradients_with_a_graph_of_their_own_are_taken_without_it():
     grads.reduce()
     grads.settle()
     assert not grads.reduced.requires_grad
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_cleared_gradients_hold_no_memory_and_zeroed_ones_do(stage, world_size):
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage=stage, comm=comm)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        held = []
+        for set_to_none in (True, False):
+            net(rows(comm.rank)).square().mean().backward()
+            optim.step()
+            optim.zero_grad(set_to_none=set_to_none)
+            held.append((zero.memory_bytes()["grads"], sum(h.category == "grads" for h in zero.holdings())))
+        return held
+
+    for (cleared, num_cleared), (zeroed, num_zeroed) in run_threads(go, world_size):
+        assert cleared == num_cleared == 0
+        assert zeroed > 0
+        assert num_zeroed > 0

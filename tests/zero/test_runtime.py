@@ -7,8 +7,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nets import NOTHING_RANDOM, WIDTH, Net, Turn, assert_every_stage_equals_one_process, backward, linear, rows
-from zeroshard.comm import NullCommunicator, run_threads
+from nets import (
+    NOTHING_RANDOM,
+    WIDTH,
+    Net,
+    Turn,
+    assert_every_stage_equals_one_process,
+    backward,
+    linear,
+    one_process,
+    rows,
+    train,
+)
+from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.zero import STAGES, Placement, ShardingStrategy, Zero
 
 KEEP_WEIGHTS = ShardingStrategy(Placement.SHARD, Placement.SHARD, Placement.SHARD, reshard_after_forward=False)
@@ -33,6 +44,7 @@ def test_training_is_what_one_process_computes(num_blocks, world_size):
     assert_every_stage_equals_one_process(lambda: Net(num_blocks), world_size=world_size)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
@@ -96,6 +108,20 @@ def test_the_order_of_execution_may_differ_from_registration_and_change(prefetch
     assert_every_stage_equals_one_process(lambda: Net(path=reordered), take_turn, num_steps=5, zero_kwargs=kwargs)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_may_run_units_in_different_orders_from_the_first_forward_on(stage):
+    orders = [(2, 0, 1), (0, 1, 2), (1, 2, 0)]
+    build = lambda: Net(path=reordered)  # noqa: E731
+
+    def take_turn(turn: Turn) -> None:
+        turn.loss(order=orders[turn.rank]).backward()
+
+    expected = one_process(build, take_turn, world_size=3)
+    for weights in run_threads(lambda comm: train(comm, build, take_turn, {"stage": stage}), 3, timeout_s=20):
+        for name, whole in expected.items():
+            torch.testing.assert_close(weights[name], whole, rtol=0, atol=1e-6)
+
+
 def test_a_unit_may_run_several_times():
     def take_turn(turn: Turn) -> None:
         turn.loss(order=(0, 0, 1, 2, 1, 0)).backward()
@@ -153,6 +179,23 @@ def test_some_backwards_may_come_without_communication():
             turn.loss().backward()
 
     assert_every_stage_equals_one_process(Net, take_turn, plain_turn=plain_turn)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_backwards_without_communication_send_nothing(stage):
+    observed = ObservedCommunicator(NullCommunicator(2))
+    net = Net()
+    zero = Zero(net, stage=stage, comm=observed)
+    zero.optimizer(torch.optim.SGD, lr=0.1)
+
+    def sent():
+        net(rows(0)).sum().backward()
+        return {record.op for record in observed.drain() if record.scope != CONTROL}
+
+    observed.drain()
+    with zero.no_sync():
+        assert sent() == sent() == set()
+    assert sent() == {"all_reduce" if stage == 0 else "reduce_scatter"}
 
 
 def test_a_unit_used_only_without_communication_is_reduced_all_the_same():

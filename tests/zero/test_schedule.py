@@ -1,5 +1,9 @@
 import pytest
+import torch
 
+from nets import Net, rows
+from zeroshard.comm import CONTROL, ObservedCommunicator, run_threads
+from zeroshard.zero import Placement, ShardingStrategy, Zero
 from zeroshard.zero.schedule import ROOT, Cursor, Op, backward_ops, forward_ops
 
 
@@ -72,3 +76,48 @@ def test_an_operation_may_move_the_cursor_itself():
     cursor = Cursor(ops, run)
     cursor.through(ops[0])
     assert ran == ops
+
+
+KEEP_WEIGHTS = ShardingStrategy(Placement.SHARD, Placement.SHARD, Placement.SHARD, reshard_after_forward=False)
+
+# What a step of three units sends, written down by hand: G gathers weights, S reduces gradients to shards, A adds them
+# up on all ranks (at stage 0 whole, else a shard's over replicas). Forward, then backward. What is predicted is held
+# against what is sent elsewhere, and both read `backward_ops`: here a mistake in it has nobody to agree with.
+SENT = [
+    ({"stage": 0}, "", "A2 A1 A0 Aroot"),
+    ({"stage": 1}, "Groot G0 G1 G2", "S2 S1 S0 Sroot"),
+    ({"stage": 2}, "Groot G0 G1 G2", "S2 S1 S0 Sroot"),
+    ({"stage": 3}, "Groot G0 G1 G2", "G1 S2 G0 S1 S0 Sroot"),
+    ({"stage": 3, "prefetch": 0}, "Groot G0 G1 G2", "S2 G1 S1 G0 S0 Sroot"),
+    ({"stage": 3, "prefetch": 2}, "Groot G0 G1 G2", "G1 G0 S2 S1 S0 Sroot"),
+    ({"stage": KEEP_WEIGHTS}, "Groot G0 G1 G2", "S2 S1 S0 Sroot"),
+    ({"stage": 1, "shard_size": 2}, "Groot G0 G1 G2", "S2 S1 A2 S0 A1 Sroot A0 Aroot"),
+    ({"stage": 3, "shard_size": 2}, "Groot G0 G1 G2", "G1 S2 G0 S1 A2 S0 A1 Sroot A0 Aroot"),
+    ({"stage": 3, "shard_size": 1}, "", "A2 A1 A0 Aroot"),
+]
+
+
+@pytest.mark.parametrize(("settings", "forward", "backward"), SENT, ids=lambda value: str(value).replace("/", "-")[:40])
+def test_a_step_sends_what_is_written_down_here_in_that_order(settings, forward, backward):
+    letters = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "A"}
+
+    def taken(observed):
+        records = [record for record in observed.drain() if record.scope != CONTROL]
+        return " ".join(letters[r.op] + r.scope.split("/")[0].removeprefix("blocks.") for r in records)
+
+    def go(comm):
+        observed = ObservedCommunicator(comm)
+        net = Net(num_blocks=3)
+        zero = Zero(net, comm=observed, **settings)
+        optimizer = zero.optimizer(torch.optim.SGD, lr=0.1)
+        for _ in range(2):  # in the second step weights are stale, and the order is known
+            observed.drain()
+            loss = net(rows(comm.rank)).sum()
+            sent = [taken(observed)]
+            loss.backward()
+            sent.append(taken(observed))
+            optimizer.step()
+            optimizer.zero_grad()
+        return sent
+
+    assert run_threads(go, 4) == [[forward, backward]] * 4

@@ -9,6 +9,7 @@ from torch import nn
 from nets import Net, rows
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, NamedShard, Zero
+from zeroshard.zero.flat import FlatParams
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
@@ -119,6 +120,22 @@ def test_pieces_tile_every_tensor_exactly_once(stage, world_size, optimizer):
     assert {k: s for k, s in saved.shapes["scale"].items() if k != "step"}["param"] == ()
 
 
+def test_each_rank_writes_its_part_of_pieces_that_are_whole(monkeypatch):
+    """A replicated optimizer sees whole tensors on a GPU, and pieces that end where shards do on the CPU."""
+
+    def pieces(params):
+        return params.layout.owned(params.comm.rank) if params.shard_optim else params.layout.tensors()
+
+    on_cpu = Saved([shards for shards, _ in run_threads(lambda comm: _save(comm, 0, "AdamW"), 3)])
+    monkeypatch.setattr(FlatParams, "_pieces", pieces)
+    on_gpu = Saved([shards for shards, _ in run_threads(lambda comm: _save(comm, 0, "AdamW"), 3)])
+    assert on_gpu.tiled
+    assert on_gpu.whole.keys() == on_cpu.whole.keys()
+    for key, whole in on_gpu.whole.items():
+        torch.testing.assert_close(whole, on_cpu.whole[key], rtol=0, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.pairwise
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("reads", [(0, 1), (0, 2), (1, 3), (2, 2), (3, 4)], ids=str)
 @pytest.mark.parametrize("wrote", [(0, 3), (1, 1), (2, 4), (3, 2)], ids=str)

@@ -12,8 +12,8 @@ from zeroshard.checkpoint.api import (
     save,
 )
 from zeroshard.checkpoint.background import BackgroundSaver, Keep, Saved
-from zeroshard.checkpoint.folder import Found, find, latest, prune, set_aside, step_name
-from zeroshard.checkpoint.manifest import Manifest
+from zeroshard.checkpoint.folder import Found, find, is_complete, latest, prune, set_aside, step_name
+from zeroshard.checkpoint.manifest import Manifest, parsed_once
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.verify import Damage, verify
 from zeroshard.checkpoint.whole import consolidate
@@ -32,10 +32,12 @@ __all__ = [
     "Shardable",
     "consolidate",
     "find",
+    "is_complete",
     "latest",
     "load",
     "newest_valid",
     "open_manifest",
+    "parsed_once",
     "prune",
     "read_manifest",
     "save",

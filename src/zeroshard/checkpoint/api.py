@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from math import prod
@@ -67,6 +67,15 @@ class HasParamGroups(Protocol):
 
 
 @runtime_checkable
+class TakesParamGroups(Protocol):
+    """What can give the settings of its optimizer back."""
+
+    def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Take the settings of groups as `HasParamGroups` told them."""
+        ...
+
+
+@runtime_checkable
 class HasTiedNames(Protocol):
     """What can tell which names are one tensor."""
 
@@ -104,15 +113,21 @@ def save(path: str | PathLike[str], source: Saveable, *, step: int, extra: Mappi
         raise
 
 
-def load(path: str | PathLike[str], target: Shardable, *, verified: bool = False) -> dict[str, Any]:
+def load(
+    path: str | PathLike[str], target: Shardable, *, verified: bool = False, settings: bool = True
+) -> dict[str, Any]:
     """Verify the checkpoint at ``path`` and load it into ``target``; collective.
 
-    All of it is verified before anything of ``target`` changes, the work shared out to the ranks.
+    Weights, buffers, averages, the states of the optimizers that ``target`` has now, and, as with
+    ``optimizer.load_state_dict``, the settings of their param groups: ``lr``, ``weight_decay``, ``betas``. All of it is
+    verified before anything of ``target`` changes, the work shared out to the ranks.
 
     Args:
         path: the checkpoint's folder.
         target: a `Zero` or a strategy, of any kind, stage and world size.
         verified: it is known to be whole, as after `newest_valid`.
+        settings: whether param groups get the settings that were saved, where a saved group has the same parameters;
+            ``foreach``, ``fused`` and ``capturable`` stay in any case. False: the optimizer keeps its own.
 
     Returns:
         What was passed as ``extra``, and ``step``.
@@ -123,13 +138,16 @@ def load(path: str | PathLike[str], target: Shardable, *, verified: bool = False
         ValueError: it was saved from a model with other tensors.
     """
     comm = target.comm
-    failure = None if verified else _open_and_verify(comm, Path(path))
-    if failure is not None:
-        raise failure
-    folder, manifest = open_manifest(path)
+    with manifests.parsed_once():
+        failure = None if verified else _open_and_verify(comm, Path(path))
+        if failure is not None:
+            raise failure
+        folder, manifest = open_manifest(path)
     with CheckpointReader(folder, manifest) as reader:
         # All ranks leave together: nobody may overwrite the folder while others still read.
         together(comm, "loading", lambda: target.load_named_shards(reader))
+    if settings and isinstance(target, TakesParamGroups):
+        target.load_param_groups(manifest.param_groups)
     return {**manifest.extra, "step": manifest.step}
 
 
@@ -239,7 +257,7 @@ def write_rank(
     for shard in shards:
         start, stop = shard.interval
         assert shard.tensor.shape == (stop - start,), f"{shard.name}: {shard.tensor.shape} for {shard.interval}"
-        key = f"{shard.kind}:{shard.name}:{start}"
+        key = manifests.key_of(shard.kind, shard.name, start)
         assert key not in by_key, f"{key} is there twice"
         by_key[key] = shard
     tensors: dict[str, Tensor] = {key: shard.tensor for key, shard in by_key.items()}
@@ -258,8 +276,11 @@ def write_rank(
     store.write_text(_note(folder, comm.rank), json.dumps(note))
 
 
-def finish(path: Path, facts: Facts) -> None:
-    """Rank 0: gather what the ranks wrote down, write the manifest, give the folder its name."""
+def finish(path: Path, facts: Facts, progress: Callable[[], None] = lambda: None) -> None:
+    """Rank 0: gather what the ranks wrote down, write the manifest, give the folder its name.
+
+    ``progress`` is called after each file that was read or written.
+    """
     folder = store.temporary(path)
     files: dict[str, FileEntry] = {}
     entries: list[TensorEntry] = []
@@ -268,9 +289,10 @@ def finish(path: Path, facts: Facts) -> None:
             note = json.loads(_note(folder, rank).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise OSError(f"{folder}: rank {rank}'s files are not here; all ranks must share the folder") from None
-        files[note["file"]] = FileEntry(**note["entry"])
+        files[note["file"]] = manifests.file_entry(note["entry"])
         entries += [manifests.tensor_entry(entry) for entry in note["tensors"]]
         _note(folder, rank).unlink()
+        progress()
     versions = {
         "zeroshard": zeroshard.__version__,
         "torch": str(torch.__version__),
@@ -282,7 +304,9 @@ def finish(path: Path, facts: Facts) -> None:
     )
     manifests.check(manifest)
     store.write_text(folder / MANIFEST, manifests.dump(manifest))
+    progress()
     store.commit(path)
+    progress()
 
 
 def give_up(path: Path) -> None:

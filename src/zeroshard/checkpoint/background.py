@@ -13,6 +13,7 @@ State on the CPU need not be copied at all where it may be lent (`zeroshard.chec
 
 The writer sends nothing. Communicators order their operations, so what happens in a thread must not issue any; the
 ranks agree in `poll`, which the loop calls between steps, whether all have written and whether rank 0 may complete.
+Where they wait they agree again and again, so that each rank hears that some other one gets on, however slow its disk.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from zeroshard.checkpoint import api, store
 from zeroshard.checkpoint.api import Facts, Saveable
 from zeroshard.checkpoint.folder import prune
 from zeroshard.checkpoint.loan import HostMemory, Loan
-from zeroshard.checkpoint.together import first_words, largest, together
-from zeroshard.comm import Communicator
+from zeroshard.checkpoint.together import first_words, together
+from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.zero.state import NamedShard
 
 _LOOK_S = 0.1  # between two looks at how far a write is
@@ -82,11 +83,14 @@ class _Pending:
     loan: Loan = field(default_factory=Loan)
     completing: bool = False
     done_bytes: int = 0
+    num_done: int = 0  # pieces of work, of whatever size
+    num_told: int = 0  # of them, those that the ranks have agreed on
     lock: Lock = field(default_factory=Lock)
 
-    def advance(self, num_bytes: int) -> None:
+    def advance(self, num_bytes: int = 0) -> None:
         with self.lock:
             self.done_bytes += num_bytes
+            self.num_done += 1
 
 
 class BackgroundSaver:
@@ -99,6 +103,7 @@ class BackgroundSaver:
         before_commit: run on rank 0 just before a checkpoint takes its name; an OSError fails the save.
         lend: whether state on the CPU may be read where it lies until `settle`. Buffers, which a forward changes, are
             copied all the same.
+        on_progress: called on every rank whenever the ranks have heard that one of them has got further.
     """
 
     def __init__(
@@ -109,9 +114,10 @@ class BackgroundSaver:
         background: bool = True,
         before_commit: Callable[[], None] = lambda: None,
         lend: bool = False,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._comm, self._keep, self._background, self._before_commit = comm, keep, background, before_commit
-        self._lend = lend
+        self._lend, self._on_progress = lend, on_progress
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._host = HostMemory()
         self._pending: _Pending | None = None
@@ -188,7 +194,7 @@ class BackgroundSaver:
             untold, self._untold = self._untold, None
             return untold
         if not pending.saved.error:
-            if largest(comm, int(pending.work is not None and not pending.work.done())):
+            if self._is_writing(pending):
                 return None
             pending.saved = self._agree(pending)
             if not pending.saved.error and not pending.completing:
@@ -207,14 +213,18 @@ class BackgroundSaver:
             progress: told ``(done_bytes, num_bytes)`` of this rank several times a second.
         """
         while self._pending is not None:
-            work = self._pending.work
-            while work is not None and not work.done():
-                wait([work], _LOOK_S)
-                progress(*self.progress)
+            if self._pending.work is not None:
+                wait([self._pending.work], _LOOK_S)
+            progress(*self.progress)
             saved = self.poll()
             if saved is not None:
                 return saved
         return self.poll()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a save is under way; the same on every rank."""
+        return self._pending is not None
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -252,12 +262,25 @@ class BackgroundSaver:
 
     def _complete(self, pending: _Pending) -> str:
         self._before_commit()
-        api.finish(pending.saved.path, pending.facts)
+        api.finish(pending.saved.path, pending.facts, pending.advance)
         try:
-            prune(pending.saved.path.parent, self._keep.newest, self._keep.every)
+            prune(pending.saved.path.parent, self._keep.newest, self._keep.every, pending.advance)
         except OSError as error:
             return f"older checkpoints could not be deleted: {error}"
         return ""
+
+    def _is_writing(self, pending: _Pending) -> bool:
+        """Whether any rank is not done with this phase; tells each of them where one has got further. Collective."""
+        is_writing, num_done = pending.work is not None and not pending.work.done(), pending.num_done
+        words = torch.tensor([is_writing, num_done > pending.num_told], dtype=torch.int64)
+        pending.num_told = num_done
+        words = words.to(self._comm.control_device)
+        with scope(CONTROL):
+            self._comm.all_reduce(words, op="max").wait()
+        any_writes, any_got_further = words.tolist()
+        if any_got_further:
+            self._on_progress()
+        return bool(any_writes)
 
     def _agree(self, pending: _Pending) -> Saved:
         """What became of a phase that every rank has ended."""

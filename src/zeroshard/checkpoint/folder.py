@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -37,6 +37,11 @@ def find(folder: str | PathLike[str]) -> list[Found]:
             path = entry.with_name(entry.name.removeprefix(".").removesuffix(match[2] or ""))
             found[path] = Found(path, int(match[1]), store.resolve(path) is not None)
     return sorted(found.values(), key=lambda each: (-each.step, each.path.name))
+
+
+def is_complete(path: str | PathLike[str]) -> bool:
+    """Whether there is a complete checkpoint called ``path``; nothing is verified."""
+    return store.resolve(Path(path)) is not None
 
 
 def set_aside(folder: str | PathLike[str], after: int) -> list[Path]:
@@ -76,8 +81,10 @@ def surplus(steps: Collection[int], newest: int, every: int) -> list[int]:
     return [step for step in sorted(steps)[:-newest] if not every or step % every]
 
 
-def prune(folder: Path, newest: int, every: int) -> list[Path]:
+def prune(folder: Path, newest: int, every: int, progress: Callable[[], None] = lambda: None) -> list[Path]:
     """Delete what `surplus` names, and what interrupted saves left of steps before the newest complete one.
+
+    ``progress`` is called after each folder.
 
     Returns:
         The checkpoints that were complete and are gone.
@@ -92,6 +99,8 @@ def prune(folder: Path, newest: int, every: int) -> list[Path]:
     for each in found:
         if each.step < max(complete, default=0):
             store.remove(store.temporary(each.path))
+            progress()
     for path in deleted:
         store.remove_named(path)
+        progress()
     return deleted

@@ -11,24 +11,44 @@ wait. Either finds damage; neither proves who wrote a checkpoint, since what cha
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
+from functools import cached_property
 from itertools import groupby
 from math import prod
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from zeroshard.checkpoint.manifest_text import (
+    FORMAT,
+    MOST_BYTES,
+    REWRITTEN_VERSION,
+    VERSION,
+    fields,
+    items,
+    plain,
+    seal,
+    table,
+    unseal,
+    whole_number,
+    word,
+    words,
+)
 from zeroshard.checkpoint.reshard import Interval, check_tiling
 from zeroshard.errors import UserError
+from zeroshard.regular_files import read_bytes
 
-FORMAT = "zeroshard-checkpoint"
-VERSION = 3
 MANIFEST = "manifest.json"
 DAMAGED_TODO = "take an older checkpoint, or restore this one from a copy"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2} | dict.fromkeys(
     ("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1
 )  # of safetensors' dtypes
+_MOST_DIMENSIONS = 64  # as torch and numpy have
+_MOST_NAME_BYTES = 255  # of a file
 
 
 @dataclass(frozen=True)
@@ -70,15 +90,22 @@ class FileEntry:
     header_xxh128: str
 
 
-@dataclass(frozen=True)
-class Region:
-    """A stretch of a file, what it holds in words, and what it must hash to."""
+class Region(NamedTuple):
+    """A stretch of a file, what it must hash to, and the tensor of which it holds elements; None: the file's header."""
 
     file: str
     offset: int
     num_bytes: int
     xxh128: str
-    holds: str
+    tensor: TensorEntry | None
+    interval: Interval
+
+    @property
+    def holds(self) -> str:
+        """What is there, in words."""
+        if self.tensor is None:
+            return "its header"
+        return f"{self.tensor.kind} of {self.tensor.name}, elements [{self.interval[0]}, {self.interval[1]})"
 
 
 @dataclass(frozen=True)
@@ -110,19 +137,54 @@ class Manifest:
         """Bytes of all files, the manifest's own not counted."""
         return sum(entry.num_bytes for entry in self.files.values())
 
-    def regions(self) -> list[Region]:
-        """Every byte of every file exactly once, in the order of files and offsets; empty pieces left out."""
-        found = [
-            Region(file, 0, entry.header_bytes, entry.header_xxh128, "its header") for file, entry in self.files.items()
-        ]
+    def header(self, file: str) -> dict[str, dict[str, Any]]:
+        """What the file's own header (safetensors') must say of the pieces in it, by key."""
+        found: dict[str, dict[str, Any]] = {}
+        for entry, piece in self._by_file.get(file, ()):
+            start, stop = piece.interval
+            begin = piece.offset - self.files[file].header_bytes
+            found[key_of(entry.kind, entry.name, start)] = {
+                "dtype": entry.dtype,
+                "shape": [stop - start],
+                "data_offsets": [begin, begin + (stop - start) * ITEM_BYTES[entry.dtype]],
+            }
+        return found
+
+    @cached_property
+    def _by_file(self) -> dict[str, list[tuple[TensorEntry, Piece]]]:
+        found: dict[str, list[tuple[TensorEntry, Piece]]] = {}
         for entry in self.tensors:
             for piece in entry.pieces:
-                start, stop = piece.interval
-                num_bytes = (stop - start) * ITEM_BYTES[entry.dtype]
+                found.setdefault(piece.file, []).append((entry, piece))
+        return found
+
+    def regions(self) -> list[Region]:
+        """Every byte of every file exactly once, in the order of files and offsets; empty pieces left out."""
+        return list(self._regions)
+
+    @cached_property
+    def _regions(self) -> tuple[Region, ...]:
+        found = [
+            Region(file, 0, entry.header_bytes, entry.header_xxh128, None, (0, 0)) for file, entry in self.files.items()
+        ]
+        for entry in self.tensors:
+            size = ITEM_BYTES[entry.dtype]
+            for piece in entry.pieces:
+                num_bytes = (piece.interval[1] - piece.interval[0]) * size
                 if num_bytes:
-                    holds = f"{entry.kind} of {entry.name}, elements [{start}, {stop})"
-                    found.append(Region(piece.file, piece.offset, num_bytes, piece.xxh128, holds))
-        return sorted(found, key=lambda region: (region.file, region.offset))
+                    found.append(Region(piece.file, piece.offset, num_bytes, piece.xxh128, entry, piece.interval))
+        return tuple(sorted(found, key=itemgetter(0, 1)))
+
+
+_FACTS = frozenset({each.name for each in dataclass_fields(Manifest)} | {"format", "version"})
+_TENSOR = frozenset(each.name for each in dataclass_fields(TensorEntry))
+_PIECE = frozenset(each.name for each in dataclass_fields(Piece))
+_FILE = frozenset(each.name for each in dataclass_fields(FileEntry))
+
+
+def key_of(kind: str, name: str, start: int) -> str:
+    """The key in its file of a tensor's piece from element ``start`` on."""
+    return f"{kind}:{name}:{start}"
 
 
 def merge(entries: list[TensorEntry]) -> tuple[TensorEntry, ...]:
@@ -147,78 +209,168 @@ def merge(entries: list[TensorEntry]) -> tuple[TensorEntry, ...]:
 
 
 def dump(manifest: Manifest) -> str:
-    """The manifest as JSON, with its own sha256 in it."""
-    return _text({"format": FORMAT, "version": VERSION, **asdict(manifest)})
+    """The manifest as JSON, with its own checksum in it.
+
+    Raises:
+        ValueError: ``extra`` or ``param_groups`` hold what JSON cannot.
+    """
+    facts = {each.name: getattr(manifest, each.name) for each in dataclass_fields(manifest)}
+    facts["files"] = {name: vars(entry) for name, entry in manifest.files.items()}
+    facts["tensors"] = [{**vars(entry), "pieces": list(map(vars, entry.pieces))} for entry in manifest.tensors]
+    return "".join(seal(facts))
 
 
 def parse(path: Path) -> Manifest:
-    """Read and check ``manifest.json``.
+    """Read and check ``manifest.json``; inside `parsed_once` a second time only where its content has changed.
 
     Raises:
-        UserError: the file cannot be read, is not JSON, does not match its own sha256, contradicts itself, or is of a
+        UserError: the file cannot be read, is not JSON, does not match its own checksum, contradicts itself, or is of a
             version unknown here.
     """
     try:
-        text = path.read_bytes().decode()
-        body = json.loads(text)
-        # Written again it must be the same text: a changed blank would not change what is read.
-        whole = isinstance(body, dict) and body.pop("sha256", None) == _digest(body) and _text(body) == text
-    except (ValueError, RecursionError):
-        raise _damaged(path, "is damaged: it is not JSON") from None
+        content = read_bytes(path, MOST_BYTES)
     except OSError as error:
         raise _damaged(path, f"cannot be read ({error.strerror})") from None
-    if not whole:
-        raise _damaged(path, "is damaged: it does not match its own checksum")
-    if (body.get("format"), body.get("version")) != (FORMAT, VERSION):
+    known = _parsed.get()
+    if known is None:
+        return _of_content(path, content)
+    key = hashlib.sha256(content).digest()
+    if key not in known:
+        manifest = _of_content(path, content)
+        known.clear()  # one is enough, and they are large
+        known[key] = manifest
+    return known[key]
+
+
+@contextmanager
+def parsed_once() -> Generator[None]:
+    """Inside, a manifest that was read is remembered, until another one is: a resumed run asks for its own four times.
+
+    What is remembered is found by the hash of the file's bytes, never by its name or date.
+    """
+    token = _parsed.set({} if (around := _parsed.get()) is None else around)
+    try:
+        yield
+    finally:
+        _parsed.reset(token)
+
+
+_parsed: ContextVar[dict[bytes, Manifest] | None] = ContextVar("parsed", default=None)
+
+
+def _of_content(path: Path, content: bytes) -> Manifest:
+    try:
+        facts = unseal(content)
+    except ValueError as error:
+        raise _damaged(path, f"is damaged: {error}") from None
+    if (facts.get("format"), facts.get("version")) not in ((FORMAT, VERSION), (FORMAT, REWRITTEN_VERSION)):
         raise UserError(
             str(path),
-            f"is of format {body.get('format')!r} version {body.get('version')!r}, not {FORMAT!r} version {VERSION}",
+            f"is of format {facts.get('format')!r} version {facts.get('version')!r}, not {FORMAT!r} version {VERSION}",
             "read it with the zeroshard release that wrote it",
         )
     try:
-        manifest = Manifest(
-            step=body["step"],
-            world_size=body["world_size"],
-            files={name: FileEntry(**entry) for name, entry in body["files"].items()},
-            tensors=tuple(tensor_entry(entry) for entry in body["tensors"]),
-            extra=body["extra"],
-            versions=body["versions"],
-            param_groups=tuple(body["param_groups"]),
-            tied=body["tied"],
-        )
+        manifest = _of_facts(facts)
         check(manifest)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+    except ValueError as error:
         raise _damaged(path, f"contradicts itself ({error})") from None
     return manifest
 
 
+def _of_facts(facts: Mapping[str, Any]) -> Manifest:
+    """A `Manifest` from its JSON form; a ValueError for the first fact of another type or out of its range."""
+    found = fields("it", facts, _FACTS)
+    groups = tuple(_param_group(group) for group in items("param_groups", found["param_groups"]))
+    return Manifest(
+        step=whole_number("step", found["step"]),
+        world_size=whole_number("world_size", found["world_size"], 1),
+        files={word("a file", name): file_entry(entry) for name, entry in table("files", found["files"]).items()},
+        tensors=tuple(tensor_entry(entry) for entry in items("tensors", found["tensors"])),
+        extra=table("extra", plain("extra", found["extra"])),
+        versions=words("versions", found["versions"]),
+        param_groups=groups,
+        tied=words("tied", found["tied"]),
+    )
+
+
 def check(manifest: Manifest) -> None:
-    """Check that pieces tile every tensor, and headers and pieces every file.
+    """Check that each tensor is there once, that pieces tile every tensor, and headers and pieces every file.
 
     Raises:
-        ValueError: they do not, or a file's name leads out of the folder.
+        ValueError: they do not, or a file's name leads out of the folder or is none.
     """
+    _check_names(manifest)
     for entry in manifest.tensors:
         _check_tiled(entry)
+        for piece in entry.pieces:
+            if piece.file not in manifest.files:  # an empty piece is in no region
+                raise ValueError(f"{piece.file!r} is not listed")
     by_file = {file: list(found) for file, found in groupby(manifest.regions(), lambda region: region.file)}
     for file, entry in manifest.files.items():
-        if file != Path(file).name or file in ("", ".", "..", MANIFEST):
+        is_name = file == Path(file).name and file not in ("", ".", "..", MANIFEST) and "\0" not in file
+        if not is_name or len(file.encode()) > _MOST_NAME_BYTES:
             raise ValueError(f"{file!r} is no file of a checkpoint")
-        regions = by_file.pop(file, [])
+        regions = by_file.get(file, [])
         check_tiling([(region.offset, region.offset + region.num_bytes) for region in regions], entry.num_bytes)
-    if by_file:
-        raise ValueError(f"{next(iter(by_file))!r} is not listed")
 
 
-def tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
-    """A `TensorEntry` from its JSON form."""
-    pieces = tuple(
-        Piece(
-            (piece["interval"][0], piece["interval"][1]), piece["file"], piece["key"], piece["offset"], piece["xxh128"]
-        )
-        for piece in entry["pieces"]
+def tensor_entry(entry: Any) -> TensorEntry:
+    """A `TensorEntry` from its JSON form; a ValueError where it is none."""
+    found = fields("a tensor", entry, _TENSOR)
+    name = word("a tensor's name", found["name"])
+    kind, dtype = word(f"the kind of {name}", found["kind"]), word(f"the dtype of {name}", found["dtype"])
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"the dtype of {name} is {dtype!r}")
+    shape = tuple(whole_number(f"the shape of {name}", size) for size in items(f"the shape of {name}", found["shape"]))
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"the shape of {name} has {len(shape)} dimensions")
+    whole_number(f"the shape of {name}", prod(size or 1 for size in shape))
+    return TensorEntry(name, kind, dtype, shape, tuple(map(_piece, items(f"pieces of {name}", found["pieces"]))))
+
+
+def file_entry(entry: Any) -> FileEntry:
+    """A `FileEntry` from its JSON form; a ValueError where it is none."""
+    found = fields("a file", entry, _FILE)
+    return FileEntry(
+        whole_number("num_bytes", found["num_bytes"]),
+        whole_number("header_bytes", found["header_bytes"]),
+        word("header_xxh128", found["header_xxh128"]),
     )
-    return TensorEntry(entry["name"], entry["kind"], entry["dtype"], tuple(entry["shape"]), pieces)
+
+
+def _piece(entry: Any) -> Piece:
+    found = fields("a piece", entry, _PIECE)
+    interval = items("an interval", found["interval"])
+    if len(interval) != 2:
+        raise ValueError(f"an interval has {len(interval)} ends")
+    start = whole_number("an interval's start", interval[0])
+    return Piece(
+        (start, whole_number("an interval's stop", interval[1], start)),
+        word("a piece's file", found["file"]),
+        word("a piece's key", found["key"]),
+        whole_number("a piece's offset", found["offset"]),
+        word("xxh128", found["xxh128"]),
+    )
+
+
+def _param_group(entry: Any) -> dict[str, Any]:
+    found = table("a param group", plain("a param group", entry))
+    for name in items("a param group's params", found.get("params", [])):
+        word("a param group's params", name)
+    return found
+
+
+def _check_names(manifest: Manifest) -> None:
+    """Each kind of a tensor once, and further names for none but what was saved."""
+    seen: set[tuple[str, str]] = set()
+    for entry in manifest.tensors:
+        if (entry.name, entry.kind) in seen:
+            raise ValueError(f"{entry.kind} of {entry.name} is there twice")
+        seen.add((entry.name, entry.kind))
+    names = {name for name, _ in seen}
+    for name, first in manifest.tied.items():
+        if name in names or first not in names:
+            raise ValueError(f"{name} cannot be another name of {first}")
 
 
 def _check_tiled(entry: TensorEntry) -> None:
@@ -230,12 +382,3 @@ def _check_tiled(entry: TensorEntry) -> None:
 
 def _damaged(path: Path, what: str) -> UserError:
     return UserError(str(path), what, DAMAGED_TODO)
-
-
-def _text(body: Mapping[str, Any]) -> str:
-    return json.dumps({**body, "sha256": _digest(body)}, indent=1, allow_nan=False) + "\n"
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -15,6 +15,7 @@ from zeroshard.checkpoint.manifest import DAMAGED_TODO, Manifest, TensorEntry
 from zeroshard.checkpoint.reshard import Interval, plan_copies
 from zeroshard.checkpoint.store import TORCH_DTYPES
 from zeroshard.errors import UserError
+from zeroshard.regular_files import open_binary
 
 
 class CheckpointReader:
@@ -65,7 +66,7 @@ class CheckpointReader:
         if file not in self._maps:
             path, expected = self._folder / file, self._manifest.files[file].num_bytes
             try:
-                with path.open("rb") as opened:
+                with open_binary(path) as opened:
                     if os.fstat(opened.fileno()).st_size != expected:
                         raise UserError(str(path), f"is damaged: it has not its {expected} bytes", DAMAGED_TODO)
                     # Private and never written: torch warns of memory that it may not write.

@@ -17,10 +17,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Self
 
 import torch
 import xxhash
@@ -29,6 +32,7 @@ from torch import Tensor
 from zeroshard.checkpoint.manifest import MANIFEST, FileEntry
 
 CHUNK_BYTES = 1 << 22
+FLUSH_BYTES = 1 << 30  # after which what was written is flushed, behind the writers
 
 Borrow = Callable[[Tensor], AbstractContextManager[Tensor]]
 
@@ -71,7 +75,8 @@ def write_tensors(
     Args:
         path: of the file.
         tensors: by key.
-        progress: told the number of bytes after each piece of some MiB; called from several threads.
+        progress: told the number of bytes after each piece of some MiB, and 0 after each flush; called from several
+            threads.
         borrow: entered around the reading of each tensor, whose content it gives; called from several threads.
 
     Raises:
@@ -94,18 +99,59 @@ def write_tensors(
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         _write_at(descriptor, memoryview(head), 0)
+        with _Flushing(descriptor, progress) as flushing, ThreadPoolExecutor(num_threads(), "checkpoint-write") as pool:
 
-        def write(key: str) -> str:
-            with borrow(tensors[key]) as tensor:
-                return _write_hashed(descriptor, tensor, starts[key], progress)
+            def write(key: str) -> str:
+                with borrow(tensors[key]) as tensor:
+                    return _write_hashed(descriptor, tensor, starts[key], flushing.wrote)
 
-        with ThreadPoolExecutor(num_threads(), "checkpoint-write") as pool:
             digests = list(pool.map(write, tensors))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     entry = FileEntry(len(head) + offset, len(head), xxhash.xxh3_128(head).hexdigest())
     return Written(entry, {key: (starts[key], digest) for key, digest in zip(tensors, digests, strict=True)})
+
+
+class _Flushing:
+    """Flushes a file while it is written, each `FLUSH_BYTES`.
+
+    A kernel may hold a fifth of the machine's memory in pages that are not written yet. One flush of all that takes
+    minutes, in which nobody can tell a slow disk from one that hangs.
+
+    Raises:
+        OSError: on leaving, where a flush failed.
+    """
+
+    def __init__(self, descriptor: int, progress: Callable[[int], None]) -> None:
+        self._descriptor, self._progress = descriptor, progress
+        self._pool = ThreadPoolExecutor(1, "checkpoint-flush")
+        self._flushes: list[Future[None]] = []
+        self._num_bytes, self._lock = 0, Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def wrote(self, num_bytes: int) -> None:
+        """So many bytes more are written; called from several threads."""
+        with self._lock:
+            self._num_bytes += num_bytes
+            if self._num_bytes >= FLUSH_BYTES:
+                self._num_bytes = 0
+                self._flushes.append(self._pool.submit(self._flush))
+        self._progress(num_bytes)
+
+    def _flush(self) -> None:
+        os.fsync(self._descriptor)
+        self._progress(0)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=error is not None)
+        if error is None:
+            for flush in self._flushes:
+                flush.result()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -6,19 +6,23 @@ a word, and here it is an error with a name. What has been verified may be mappe
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import DAMAGED_TODO, MANIFEST, Manifest, Region, parse
 from zeroshard.errors import UserError
+from zeroshard.regular_files import open_binary
 
+_LENGTH_BYTES = 8  # of a header, before it
 READ_BYTES = 1 << 18  # one buffer for all of a region, small enough to be hashed from the cache
 
 
@@ -53,7 +57,7 @@ def verify(path: str | PathLike[str], progress: Callable[[int], None] = lambda n
     try:
         manifest = parse(folder / MANIFEST)
     except UserError as error:
-        if "version" in error.what:
+        if error.todo != DAMAGED_TODO:  # of a version that is not read here
             raise
         return (Damage(folder / MANIFEST, error.what),)
     return damages(folder, manifest, manifest.regions(), progress)
@@ -82,7 +86,7 @@ def damage_of(folder: Path, manifest: Manifest, region: Region) -> Damage | None
     path, expected = folder / region.file, manifest.files[region.file].num_bytes
     digest = xxhash.xxh3_128()
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_binary(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected:
                 return Damage(path, f"is damaged: it has {size} bytes of {expected}")
@@ -100,7 +104,19 @@ def damage_of(folder: Path, manifest: Manifest, region: Region) -> Damage | None
         return Damage(path, f"cannot be read ({error.strerror})")
     if digest.hexdigest() != region.xxh128:
         return Damage(path, f"is damaged: {region.holds}, does not match the manifest")
+    if region.tensor is None and header_of(path, region.num_bytes) != manifest.header(region.file):
+        return Damage(path, "is damaged: its header describes other tensors than the manifest")
     return None
+
+
+def header_of(path: Path, num_bytes: int) -> Any:
+    """What the first ``num_bytes`` of a safetensors file say of its tensors; None where they cannot be read."""
+    try:
+        with open_binary(path) as file:
+            head = file.read(num_bytes)
+        return json.loads(head[_LENGTH_BYTES:]) if len(head) == num_bytes else None
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def share(regions: Sequence[Region], rank: int, world_size: int) -> list[int]:

@@ -5,8 +5,9 @@ Names are loaded on first use: `zeroshard.comm.launch` is read by a command line
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from zeroshard.lazily import loaded
 
 if TYPE_CHECKING:
     from zeroshard.comm.base import (
@@ -120,4 +121,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return loaded(f"{__name__}.{_HOME[name]}", name)

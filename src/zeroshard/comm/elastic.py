@@ -4,26 +4,32 @@ torchrun does this too, but starts a run again whatever it died of: a wrong flag
 asked to stop. Here the root cause decides. What a restarted rank goes on from is not the agent's business: it finds
 `launch.num_restarts` above 0 and takes the last good checkpoint.
 
+Ranks that are all on this host are forked from this process, and meet in a store that it serves (`forked`,
+`one_host`). Those of several hosts are spawned, since torch's c10d rendezvous holds threads.
+
 [Note: A store of the ranks' own]
-    By default ranks meet at the agent's own store. Across a restart that store still holds what the dead world left
-    there, and with restarts 5 of 10 crashes hung. So the agent is told to keep its store to itself
-    (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``): rank 0 of each attempt opens another, and 60 of 60 were clean.
+    With several hosts, ranks would meet at the agents' own store. Across a restart that store still holds what the dead
+    world left there, and with restarts 5 of 10 crashes hung. So the agents are told to keep their store to themselves
+    (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``): rank 0 of each attempt opens another, and 60 of 60 were clean. On one
+    host each attempt has a new store in the launcher.
 """
 
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed import DistNetworkError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -31,22 +37,28 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous import registry as rendezvous
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from zeroshard.comm.ending import Ending, root_cause
-from zeroshard.comm.launch import count_restart
+from zeroshard.comm.forked import ForkedRank, can_fork, fork_command
+from zeroshard.comm.launch import child_environment, count_restart, variable
 from zeroshard.comm.leaving import end_at_once
+from zeroshard.comm.leftovers import owned_folder
 from zeroshard.comm.machines import UNREACHABLE_AFTER_S, Meeting, watch
+from zeroshard.comm.meeting_store import open_store
+from zeroshard.comm.one_host import OneHost
 from zeroshard.errors import ExitStatus
 
 MONITOR_INTERVAL_S = 0.1
 JOIN_TIMEOUT_S = 600  # that a machine waits for the least number of others
+READ_TIMEOUT_S = 60  # of a machine's question to the meeting
 LAST_CALL_S = 10  # that these wait for more, up to the largest number
 WORTH_A_RESTART = frozenset({int(ExitStatus.FAILED), int(ExitStatus.PEER_LOST)})
 
 
 def run_elastic(
-    command: Sequence[str],
+    words: Sequence[str],
     nproc: int,
     meeting: Meeting,
     *,
@@ -55,7 +67,7 @@ def run_elastic(
     grace_s: int,
     run_id: str,
 ) -> Ending:
-    """Run ``command`` as ``nproc`` ranks on this machine, again after a loss, and wait for them.
+    """Run ``python -m zeroshard WORDS`` as ``nproc`` ranks on this machine, again after a loss, and wait for them.
 
     Where other machines take part, each starts its own ranks again, and all meet anew: those that are lost stay away,
     and one that comes later has the others start again, from the checkpoint that they write when they are asked to end.
@@ -63,7 +75,7 @@ def run_elastic(
     A signal to this process is passed on to the ranks. Call it from the main thread.
 
     Args:
-        command: a program and its words.
+        words: after ``zeroshard``.
         nproc: ranks.
         meeting: where the ranks meet, on this machine or among several; port 0: any free one.
         max_restarts: how often all are started again after one has failed or was lost.
@@ -71,24 +83,25 @@ def run_elastic(
         grace_s: from asking a rank to stop to SIGKILL.
         run_id: of this launch, the same on each machine.
     """
+    one_host = meeting.max_nodes == 1
     try:
-        handler = _meet(meeting, run_id)
+        handler = OneHost(meeting.host, meeting.port, run_id) if one_host else _meet(meeting, run_id)
     except RendezvousConnectionError:
         return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: nobody answers at {meeting.endpoint}; start there too")
     spec = WorkerSpec(
         role="default",
         local_world_size=nproc,
-        entrypoint=command[0],
-        args=tuple(command[1:]),
+        entrypoint=sys.executable,
+        args=("-m", "zeroshard", *words),
         rdzv_handler=handler,
         max_restarts=max_restarts + max_moves,
         monitor_interval=MONITOR_INTERVAL_S,
         local_addr=meeting.own_address,
     )
-    with tempfile.TemporaryDirectory(prefix="zeroshard-") as log_dir, _ended_where_cut_off(meeting, log_dir):
+    with owned_folder("zeroshard-launch-") as log_dir, _ended_where_cut_off(meeting, log_dir):
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir), shutdown_timeout=grace_s)
         agent.restarts_left, agent.moves_left = max_restarts, max_moves
-        agent.alone = meeting.max_nodes == 1
+        agent.alone, agent.words = one_host, tuple(words)
         try:
             result = agent.run()
         except RendezvousTimeoutError:
@@ -101,7 +114,8 @@ def run_elastic(
             what = f"whoever served the meeting at {meeting.endpoint} is gone"
             return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: {what}; start again on every machine, --resume auto")
         except SignalException as stop:
-            return Ending(128 + stop.sigval)
+            hung_up = stop.sigval == signal.SIGHUP  # which asks for the same as SIGTERM
+            return Ending(ExitStatus.TERMINATED if hung_up else 128 + stop.sigval)
         except BaseException:
             handler.shutdown()
             raise
@@ -136,7 +150,15 @@ def _ended_where_cut_off(meeting: Meeting, log_dir: str) -> Generator[None]:
 
 def _meet(meeting: Meeting, run_id: str) -> RendezvousHandler:
     def handler(*, serves: bool) -> RendezvousHandler:
-        """The meeting; ``serves``: from a store in this process, which a RendezvousConnectionError says is taken."""
+        """The meeting; ``serves``: from a store in this process, at the meeting's address alone.
+
+        Raises:
+            RendezvousConnectionError: the port is taken, or nobody answers there.
+        """
+        try:
+            store = open_store(meeting.host, meeting.port, serves=serves, timeout_s=READ_TIMEOUT_S)
+        except (OSError, RuntimeError) as error:
+            raise RendezvousConnectionError(str(error)) from error
         parameters = RendezvousParameters(
             "c10d",
             meeting.endpoint,
@@ -144,11 +166,10 @@ def _meet(meeting: Meeting, run_id: str) -> RendezvousHandler:
             meeting.min_nodes,
             meeting.max_nodes,
             local_addr=meeting.own_address,
-            is_host=serves,
             join_timeout=JOIN_TIMEOUT_S,
             last_call_timeout=LAST_CALL_S,
         )
-        return rendezvous.get_rendezvous_handler(parameters)
+        return create_handler(store, C10dRendezvousBackend(store, run_id), parameters)
 
     try:
         return handler(serves=meeting.serves)
@@ -163,6 +184,23 @@ class _Agent(LocalElasticAgent):
 
     restarts_left = moves_left = 0
     alone = True  # no other machine takes part
+    words: tuple[str, ...] = ()  # after `zeroshard`
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        handler = worker_group.spec.rdzv_handler
+        if not isinstance(handler, OneHost):
+            return super()._start_workers(worker_group)
+        if not can_fork():
+            handler.serve()
+            return super()._start_workers(worker_group)
+        restarts = worker_group.spec.max_restarts - self._remaining_restarts
+        envs = {worker.local_rank: _environment(worker_group, worker, restarts) for worker in worker_group.workers}
+        self._pcontext = _ForkedContext(
+            worker_group.spec.role, "zeroshard", dict.fromkeys(envs, self.words), envs, self._logs_specs
+        )
+        self._pcontext.start()
+        handler.serve()
+        return self._pcontext.pids()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -190,6 +228,50 @@ class _Agent(LocalElasticAgent):
             print("started again: another machine has come", file=sys.stderr, flush=True)
         count_restart()
         super()._restart_workers(worker_group)
+
+
+class _ForkedContext(SubprocessContext):
+    """Ranks forked from this process, watched as torch's agent watches those that it spawns."""
+
+    def _start(self) -> None:
+        self.subprocess_handlers = {
+            rank: _Handler(rank, fork_command(words, child_environment(None) | self.envs[rank]))
+            for rank, words in self.args.items()
+        }
+
+
+class _Handler(SubprocessHandler):
+    """A forked rank as `SubprocessContext` knows it."""
+
+    def __init__(self, local_rank: int, rank: ForkedRank) -> None:  # it has started already: nothing is inherited
+        self.local_rank_id = local_rank
+        self.proc = rank  # ty: ignore[invalid-assignment]
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Ask it to end."""
+        self.proc.send_signal(death_sig or signal.SIGTERM)
+
+
+def _environment(group: WorkerGroup, worker: Worker, restarts: int) -> dict[str, str]:
+    """What torchrun tells a rank by its environment."""
+    return {
+        "RANK": str(worker.global_rank),
+        "LOCAL_RANK": str(worker.local_rank),
+        "WORLD_SIZE": str(worker.world_size),
+        "LOCAL_WORLD_SIZE": str(group.spec.local_world_size),
+        "GROUP_RANK": str(group.group_rank),
+        "GROUP_WORLD_SIZE": str(group.group_world_size),
+        "ROLE_NAME": group.spec.role,
+        "ROLE_RANK": str(worker.role_rank),
+        "ROLE_WORLD_SIZE": str(worker.role_world_size),
+        "MASTER_ADDR": str(group.master_addr),
+        "MASTER_PORT": str(group.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(group.spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": variable("TORCH_NCCL_ASYNC_ERROR_HANDLING") or "1",
+    }
 
 
 def _ending(failures: Mapping[int, Any]) -> Ending:

@@ -27,6 +27,7 @@ from typing import IO, TYPE_CHECKING
 from zeroshard.comm.ending import Ending
 from zeroshard.comm.machines import Meeting
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.process import num_cpus
 
 if TYPE_CHECKING:
     import torch
@@ -135,18 +136,15 @@ def meet(world: World, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> dist.Store:
     """
     import torch.distributed as dist
 
+    from zeroshard.comm.meeting_store import open_store
+
     if world.world_size == 1:
         return dist.HashStore()
     # under an elastic agent the store at this address may be the agent's, and rank 0 must not open another
     agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        world.master_addr,
-        world.master_port,
-        world_size=world.world_size,
-        is_master=world.rank == 0 and not agent_has_it,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
+    serves = world.rank == 0 and not agent_has_it
+    address = world.master_addr, world.master_port
+    store = open_store(*address, serves=serves, timeout_s=timeout_s, world_size=world.world_size)
     # the store may have served an earlier attempt; ranks of our own launcher have a new one each time
     attempt = 0 if _LAUNCHER in os.environ else num_restarts()
     return dist.PrefixStore(f"zeroshard/{attempt}", store)
@@ -251,6 +249,7 @@ def launch_workers(
     max_moves: int = 0,
     meeting: Meeting | None = None,
     nodes: Nodes | None = None,
+    imports: Sequence[str] = (),
 ) -> Ending:
     """Run ``python -m zeroshard ARGV`` as `nproc` ranks on this machine and wait for them all.
 
@@ -264,6 +263,7 @@ def launch_workers(
         max_moves: how often beside that, after one has ended as `ExitStatus.MOVED_UP`.
         meeting: where they meet those of other machines; then ``port`` plays no part.
         nodes: where the ranks enter by `enter_node`; None: they stay here.
+        imports: modules that every rank will import. Where ranks are forked they are imported here, once.
 
     Raises:
         UserError: the port is in use.
@@ -274,20 +274,25 @@ def launch_workers(
         address = nodes.address if nodes else _LOOPBACK
         require_free_port(port, address)
         meeting = Meeting(address, port, own_address=address)
-    elif meeting.interface:
+    if nodes is None and meeting.interface:  # of one machine: the loopback interface, which no other reaches
         os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    if max_restarts or max_moves or meeting.max_nodes > 1:
+    hang_up = "" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ",SIGHUP"  # nohup has it ignored
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = f"SIGTERM,SIGINT,SIGQUIT,SIGUSR1{hang_up}"
+    if meeting.max_nodes > 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # [Note: A store of the ranks' own] in `elastic`
+    os.environ[_LAUNCHER] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus() // nproc)))  # before torch, which reads it then
     from zeroshard.comm.elastic import run_elastic
+    from zeroshard.comm.forked import import_all
+
+    if meeting.max_nodes == 1:
+        import_all(imports)
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # each has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)  # their banner says less than our one line
-    os.environ[_LAUNCHER] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus() // nproc)))
     return run_elastic(
-        (sys.executable, "-m", "zeroshard", *argv),
+        argv,
         nproc,
         meeting,
         max_restarts=max_restarts,
@@ -314,11 +319,6 @@ def end_with_starter() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != int(starter):  # it died before the line above
             os._exit(ExitStatus.PEER_LOST)
-
-
-def num_cpus() -> int:
-    """Logical CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def require_free_port(port: int, address: str = _LOOPBACK) -> None:

@@ -17,6 +17,7 @@ ends, however it ends; who has waited for a while tries that lock.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -32,13 +33,15 @@ from torch import Tensor
 
 from zeroshard.comm.base import PeerError
 from zeroshard.errors import UserError
+from zeroshard.regular_files import open_regular
 
 LOST = 0  # the counter in which a rank notes, plus one, which peer it has lost
 _LINE_BYTES = 64  # counters of one writer do not share a cache line: each has another reader
 NOTE_WORDS = _LINE_BYTES // 8
 _PAGE_BYTES = 4096
-_PREFIX = "zeroshard-shm-"
-_STALE_S = 60.0  # a file of ours this old was left by a process that died between making and removing it
+_KIND = "zeroshard-shm-"
+_PREFIX = _KIND
+_STALE_S = 60.0  # a file this old that has not even got its name was left by a process that died
 _NAP_S = 50e-6  # where the kernel cannot wake us
 _LOOK_S = 0.5  # between looks at the peer's lock
 _FUTEX = {"x86_64": 202, "aarch64": 98}  # the number of the system call, where a word's low half comes first
@@ -88,9 +91,12 @@ class Segment:
         place = folder()
         _sweep(place)
         num_bytes = _header_bytes(num_counters) + data_bytes
-        fd, name = tempfile.mkstemp(prefix=_PREFIX, dir=place)
+        fd, name = tempfile.mkstemp(prefix=f".{_PREFIX}{os.getpid()}-", dir=place)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX)  # [Note: the dead are noticed]
+            visible = os.path.join(place, os.path.basename(name)[1:])
+            os.rename(name, visible)  # whoever sees it by that name finds it locked, as long as we live
+            name = visible
             _reserve(fd, 0, num_bytes)
             return cls(fd, Path(name), rank, num_counters)
         except OSError as error:
@@ -101,12 +107,18 @@ class Segment:
 
     @classmethod
     def attach(cls, path: Path, rank: int, num_counters: int) -> Segment:
-        """Rank ``rank``'s segment, from its file.
+        """Rank ``rank``'s segment, from its file, whose name another process has told.
 
         Raises:
-            OSError: it cannot be opened from here.
+            OSError: it cannot be opened from here, or is no segment that this user's process has just made.
         """
-        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), path, rank, num_counters)
+        fd = open_regular(path, os.O_RDWR, follow=False)
+        try:
+            _require_segment(fd, path, num_counters)
+            return cls(fd, path, rank, num_counters)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def extend(self, num_bytes: int) -> tuple[int, mmap.mmap]:
         """Lengthen the file by ``num_bytes``, only for its owner; where that starts, and the memory.
@@ -216,6 +228,26 @@ def _header_bytes(num_counters: int) -> int:
     return -(-(num_counters + 1) * _LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
 
 
+def _require_segment(fd: int, path: Path, num_counters: int) -> None:
+    """Raise OSError for a file that `Segment.create` has not made, or not for this user."""
+    facts = os.fstat(fd)
+    why = (
+        "it is not called as a segment is"
+        if not path.name.startswith(_KIND)
+        else "it belongs to another user"
+        if facts.st_uid != os.geteuid()
+        else "others than its owner may write to it"
+        if facts.st_mode & 0o077
+        else "it has another name, too"
+        if facts.st_nlink != 1
+        else f"it has {facts.st_size} bytes"
+        if facts.st_size <= _header_bytes(num_counters)
+        else ""
+    )
+    if why:
+        raise OSError(errno.EINVAL, why, str(path))
+
+
 def _reserve(fd: int, start: int, num_bytes: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, start, num_bytes)  # a page that cannot be had later would be a bus error
@@ -234,13 +266,21 @@ def _is_locked(fd: int) -> bool:
 
 
 def _sweep(place: Path) -> None:
-    """Remove segments whose makers died before they could."""
-    for path in place.glob(f"{_PREFIX}*"):
+    """Remove this user's segments whose makers died before they could.
+
+    Those of this process are not even opened: to close a file drops its process's locks on it.
+    """
+    own = f"{_PREFIX}{os.getpid()}-"
+    for path in (*place.glob(f"{_PREFIX}*"), *place.glob(f".{_PREFIX}*")):
+        if path.name.removeprefix(".").startswith(own):
+            continue
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = open_regular(path, os.O_RDWR, follow=False)
         except OSError:  # somebody else's, or just gone
             continue
-        if time.time() - os.fstat(fd).st_mtime > _STALE_S and not _is_locked(fd):
+        facts = os.fstat(fd)
+        stale = not path.name.startswith(".") or time.time() - facts.st_mtime > _STALE_S
+        if stale and facts.st_uid == os.geteuid() and not _is_locked(fd):
             path.unlink(missing_ok=True)
         os.close(fd)
 

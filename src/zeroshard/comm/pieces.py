@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from zeroshard.comm.labels import current_scope
 from zeroshard.comm.worker import Operation
 
 PACKED_BYTES = 1 << 20  # of a strided tensor, copied at a time
@@ -74,7 +75,7 @@ class Topics:
         self._count = 0
 
     def next(self, op: str, tensor: Tensor | None) -> int:
-        """31 bits that depend on how many operations came before, on ``op``, and on the bytes of ``tensor``."""
+        """31 bits that depend on how many operations came before, on ``op``, its label and the bytes of ``tensor``."""
         self._count += 1
         num_bytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
-        return zlib.crc32(f"{self._count} {op} {num_bytes}".encode()) & 0x7FFF_FFFF
+        return zlib.crc32(f"{self._count} {op} {num_bytes} {current_scope()}".encode()) & 0x7FFF_FFFF

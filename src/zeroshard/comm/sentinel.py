@@ -11,6 +11,12 @@ do not.
 * A rank that has waited for longer than ``stall_s`` looks for one that has stopped posting: it is lost.
 
 Whoever finds a fault posts it as the verdict, and every rank acts on that one.
+
+[Note: What a stall asks of the store]
+    One process serves the board, and in a stall all ranks look at once. If each looked at all others, 512 ranks would
+    ask for 262,144 pages a second exactly when the store is needed. Beyond `FULL_LOOK` ranks each looks at rank 0 and
+    at its own neighbours, who look at it too, so that whoever falls silent is noticed at once by somebody who lives;
+    and at all ranks in turns, in which no more than `FULL_LOOK` ranks' worth of pages is read a second by each.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import threading
 import time
 from collections import deque
@@ -35,6 +42,8 @@ from zeroshard.comm.wrapper import WrappedWork, Wrapper
 PULSE_S = 1.0
 REMEMBERED = 128  # operations, on the board and in memory
 LOST_AFTER_S = 8.0  # without a pulse
+FULL_LOOK = 16  # ranks that each rank looks at once a second in a stall
+NEIGHBOURS = 2  # on each side
 NAMING_PULSES = 3  # after which a rank that was not heard of is to blame for a collective that failed
 
 _VERDICT = "verdict"
@@ -57,6 +66,7 @@ class StoreBoard:
 
     def __init__(self, store: dist.Store) -> None:
         self._store = dist.PrefixStore("sentinel", store)
+        self._there: set[str] = set()  # keys that were found; none is ever removed
 
     def post(self, key: str, value: bytes) -> None:
         """Set a key."""
@@ -64,7 +74,11 @@ class StoreBoard:
 
     def read(self, key: str) -> bytes | None:
         """A key's value, or None; never waits for one."""
-        return self._store.get(key) if self._store.check([key]) else None
+        if key not in self._there:
+            if not self._store.check([key]):
+                return None
+            self._there.add(key)
+        return self._store.get(key)
 
 
 class MemoryBoard:
@@ -177,11 +191,26 @@ class _Watch:
         fault = self._divergence([0]) if self.rank else None
         since = self._waiting_since
         if fault is None and since is not None and time.monotonic() - since > self._stall_s:
-            fault = self._divergence(range(self.world_size)) or self._lost()
+            ranks = self._looked_at()
+            fault = self._divergence(ranks) or self._lost(ranks)
         if fault is None:
             return None
         self._board.post(_VERDICT, fault.encode())
         return fault, True
+
+    def _looked_at(self) -> list[int]:
+        """The ranks to look at in this pulse: [Note: What a stall asks of the store]."""
+        turns = -(-self.world_size // FULL_LOOK)
+        if (self._pulse + self.rank) % turns == 0:
+            return list(range(self.world_size))
+        return self._near()
+
+    def _near(self) -> list[int]:
+        """Rank 0 and the neighbours; all ranks where those are few."""
+        if self.world_size <= FULL_LOOK:
+            return list(range(self.world_size))
+        near = range(self.rank - NEIGHBOURS, self.rank + NEIGHBOURS + 1)
+        return sorted({0, *(rank % self.world_size for rank in near)} - {self.rank})
 
     def _let_others_hear(self) -> None:
         """On rank 0, with which the board may go: give the others a few pulses to read the verdict."""
@@ -206,7 +235,7 @@ class _Watch:
             self._last_pulse[rank] = (content["pulse"], time.monotonic())
         return [tuple(entry) for entry in content["page"]]
 
-    def _divergence(self, ranks: range | list[int]) -> str | None:
+    def _divergence(self, ranks: list[int]) -> str | None:
         own = self.diary.page()
         for rank in ranks:
             difference = first_difference(self._page_of(rank), own) if rank != self.rank else None
@@ -217,9 +246,9 @@ class _Watch:
                 )
         return None
 
-    def _lost(self) -> str | None:
+    def _lost(self, ranks: list[int]) -> str | None:
         now = time.monotonic()
-        for rank in range(self.world_size):
+        for rank in ranks:
             if rank != self.rank:
                 self._page_of(rank)
                 seen = self._last_pulse.setdefault(rank, (0, now))[1]
@@ -231,21 +260,39 @@ class _Watch:
         """After a collective failed: what the board knows of it, or comes to know in a few pulses."""
         try:
             self._post()
-            before = self._heard_of()
+            near = self._near()
+            before = self._heard_of(near)
             for _ in range(NAMING_PULSES):
                 time.sleep(PULSE_S)
                 verdict = self._board.read(_VERDICT)
-                fault = verdict.decode() if verdict is not None else self._divergence(range(self.world_size))
+                fault = verdict.decode() if verdict is not None else self._divergence(near)
                 if fault is not None:
                     return fault
-            silent = [rank for rank, pulse in self._heard_of().items() if pulse == before[rank]]
+            silent = [rank for rank, pulse in self._heard_of(near).items() if pulse == before[rank]]
+            if silent:
+                return self._tell_those_further_off(self._obituary(silent[0]))
+            return self._told_from_further_off()
         except (RuntimeError, OSError):
             return "rank 0, or the launcher, is gone: the store that it kept does not answer"
-        return self._obituary(silent[0]) if silent else None
 
-    def _heard_of(self) -> dict[int, int]:
-        """The number of the last pulse of each other rank."""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
+    def _tell_those_further_off(self, fault: str) -> str:
+        """Ranks that do not look at the silent one read of it."""
+        if self.world_size > FULL_LOOK:
+            self._board.post(_VERDICT, fault.encode())
+        return fault
+
+    def _told_from_further_off(self) -> str | None:
+        """What a rank that looks at others has found, where this one has found nobody silent."""
+        for _ in range(NAMING_PULSES if self.world_size > FULL_LOOK else 0):
+            time.sleep(PULSE_S)
+            verdict = self._board.read(_VERDICT)
+            if verdict is not None:
+                return verdict.decode()
+        return None
+
+    def _heard_of(self, ranks: list[int]) -> dict[int, int]:
+        """The number of the last pulse of these ranks, this one left out."""
+        others = [rank for rank in ranks if rank != self.rank]
         for rank in others:
             self._page_of(rank)
         return {rank: self._last_pulse.get(rank, (0, 0.0))[0] for rank in others}
@@ -306,3 +353,33 @@ class SentinelCommunicator(Wrapper):
         self._watch.diary.write(f"{op} {detail}".rstrip(), num_bytes, current_scope())
         with self.waiting():
             return _WatchedWork(issue(), self)
+
+
+def is_of_peers(error: BaseException) -> bool:
+    """Whether torch's own collectives or stores say that another rank is gone, or never came.
+
+    gloo raises plain RuntimeErrors, which begin with the place in its source.
+    """
+    gloo = isinstance(error, RuntimeError) and re.search(r"gloo/|\[gloo\]|Gloo |by peer|Broken pipe", str(error))
+    return bool(gloo) or isinstance(error, dist.DistError)
+
+
+def peer_error_of(comm: Communicator | None, error: RuntimeError) -> PeerError | None:
+    """What ``error`` means where collectives of torch's, which went around ``comm``, have raised it.
+
+    It names the rank that is to blame where ``comm`` is under a sentinel's watch, which takes some pulses. None: the
+    error is of no collective.
+    """
+    if isinstance(error, PeerError) or not is_of_peers(error):
+        return None
+    line = str(error).splitlines()[0]
+    said = PeerError(f"a collective failed: a peer was lost or never came ({line})")
+    while isinstance(comm, Wrapper) and not isinstance(comm, SentinelCommunicator):
+        comm = comm.inner
+    if isinstance(comm, SentinelCommunicator):
+        try:
+            with comm.waiting():
+                raise said
+        except PeerError as named:
+            return named
+    return said

@@ -10,8 +10,9 @@ once; what arrives is read by whoever waits for it, from the kernel straight int
     --comms ring-gloo ring``).
 
 [Note: Who may connect]
-    A port is open to whoever reaches it. So each rank leaves a secret where the ranks meet, and only a connection that
-    begins with it is kept. Messages themselves are not encrypted, as gloo's and NCCL's are not.
+    A port is open to whoever reaches it. So each rank leaves a secret where the ranks meet, and a connection is kept
+    once its caller has proved that it knows that (`zeroshard.comm.handshake`). Whoever can read the meeting's store can
+    read the secrets: docs/multi-node.md says what this protects from and what it does not.
 
 [Note: No pacing within a machine]
     Where BBR governs TCP it does so on the loopback interface too, and spaces messages out by a timer at the bandwidth
@@ -23,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hmac
 import json
 import math
 import queue
@@ -39,15 +39,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.comm.base import PeerError, Work
+from zeroshard.comm.handshake import MOST_STRANGERS, SECRET_BYTES, Listener, introduce
 from zeroshard.comm.launch import variable
 from zeroshard.comm.p2p import GroupTransport
 from zeroshard.errors import UserError
 
 AT_ONCE_BYTES = 64 << 10  # up to it a message leaves without its thread, as far as the kernel takes it
-_SECRET_BYTES = 16
-_HELLO = struct.Struct(f"!{_SECRET_BYTES}sI")  # the secret of who is called, the rank that calls
 _HEADER = struct.Struct("!qq")  # topic and bytes of a message
-_HELLO_TIMEOUT_S = 5.0
 
 
 class SocketTransport(GroupTransport):
@@ -60,7 +58,7 @@ class SocketTransport(GroupTransport):
     def _open(self) -> None:
         self._lines: _Lines | None = None
         if self.world_size > 1:
-            self._lines = _Lines(*own_address(self._store), self._timeout_s)
+            self._lines = _Lines(*own_address(self._store), self.rank, self.world_size, self._timeout_s)
             self._forget = weakref.finalize(self, self._lines.close)
             self._store.set(_key(self.rank), json.dumps([*self._lines.address, self._lines.secret.hex()]))
             self._store.wait([_key(rank) for rank in range(self.world_size)])
@@ -73,8 +71,8 @@ class SocketTransport(GroupTransport):
             line = self._lines.outgoing.get(to)
             if line is None:
                 host, port, secret = json.loads(self._store.get(_key(to)))
-                line = self._lines.call(to, host, port, _HELLO.pack(bytes.fromhex(secret), self.rank))
-        except (OSError, RuntimeError) as error:  # the store's errors are RuntimeErrors
+                line = self._lines.call(to, host, port, bytes.fromhex(secret))
+        except (OSError, RuntimeError, ValueError, TypeError) as error:  # the store's errors are RuntimeErrors
             raise self.lost(to, error) from None
         return line.send(_HEADER.pack(self.topic, message.nbytes), message, self)
 
@@ -97,24 +95,28 @@ class SocketTransport(GroupTransport):
 
 
 class _Lines:
-    """A rank's connections, and the door at which others connect."""
+    """A rank's connections, and the listener to which others connect."""
 
-    def __init__(self, family: socket.AddressFamily, host: str, timeout_s: float) -> None:
+    def __init__(self, family: socket.AddressFamily, host: str, rank: int, world_size: int, timeout_s: float) -> None:
         self.outgoing: dict[int, _Outgoing] = {}
-        self.secret = secrets.token_bytes(_SECRET_BYTES)
-        self._timeout_s = timeout_s
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self._rank, self._timeout_s = rank, timeout_s
         self._incoming: dict[int, socket.socket] = {}
         self._came = threading.Condition()
         self._is_closed = False
-        self._server = socket.create_server((host, 0), family=family)
-        self.address: tuple[str, int] = self._server.getsockname()[:2]
-        threading.Thread(target=self._let_in, name="ring-door", daemon=True).start()
+        server = socket.create_server((host, 0), family=family, backlog=MOST_STRANGERS)
+        self.address: tuple[str, int] = server.getsockname()[:2]
+        self._listener = Listener(server, self.secret, rank, world_size, self._keep)
 
-    def call(self, rank: int, host: str, port: int, hello: bytes) -> _Outgoing:
+    def call(self, rank: int, host: str, port: int, secret: bytes) -> _Outgoing:
         """Connect to ``rank``."""
         line = socket.create_connection((host, port), timeout=self._timeout_s)
-        line.sendall(hello)
-        _settle(line, socket.SO_SNDTIMEO, self._timeout_s)
+        try:
+            introduce(line, secret, self._rank, rank, self._timeout_s)
+            _settle(line, socket.SO_SNDTIMEO, self._timeout_s)
+        except BaseException:
+            line.close()
+            raise
         self.outgoing[rank] = _Outgoing(line, rank)
         return self.outgoing[rank]
 
@@ -132,8 +134,9 @@ class _Lines:
         """Hang up, and wake whoever waits; harmless twice."""
         with self._came:
             self._is_closed = True
-            lines = [self._server, *self._incoming.values(), *(line.socket for line in self.outgoing.values())]
+            lines = [*self._incoming.values(), *(line.socket for line in self.outgoing.values())]
             self._came.notify_all()
+        self._listener.close()
         for line in lines:
             with contextlib.suppress(OSError):  # the other side was faster
                 line.shutdown(socket.SHUT_RDWR)  # wakes a thread that sits in it; what was sent still arrives
@@ -141,31 +144,16 @@ class _Lines:
         for outgoing in self.outgoing.values():
             outgoing.end()
 
-    def _let_in(self) -> None:
-        """On a thread: keep the connections that begin with our secret."""
-        while True:
-            try:
-                line, _ = self._server.accept()
-            except OSError:  # closed
-                return
-            hello = bytearray(_HELLO.size)
-            line.settimeout(_HELLO_TIMEOUT_S)
-            try:
-                _fill(line, memoryview(hello))
-            except OSError:
-                line.close()
-                continue
-            secret, rank = _HELLO.unpack(hello)
-            if not hmac.compare_digest(secret, self.secret):
-                line.close()
-                continue
+    def _keep(self, rank: int, line: socket.socket) -> None:
+        """On the listener's thread: keep the connection on which ``rank`` sends."""
+        with contextlib.suppress(OSError):  # it is gone already, which who reads from it will be told
             _settle(line, socket.SO_RCVTIMEO, self._timeout_s)
-            with self._came:
-                if self._is_closed:
-                    line.close()
-                    continue
-                self._incoming[rank] = line
-                self._came.notify_all()
+        with self._came:
+            if self._is_closed:
+                line.close()
+                return
+            self._incoming[rank] = line
+            self._came.notify_all()
 
 
 class _Outgoing:

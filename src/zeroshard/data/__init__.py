@@ -9,8 +9,9 @@ The names are loaded on first use, so that preparing data or checking a spec doe
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from zeroshard.lazily import loaded
 
 if TYPE_CHECKING:
     from zeroshard.data.base import Batches, EvalBatches, TokenBatches, Tokens, num_rows, require_enough
@@ -64,4 +65,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return loaded(f"{__name__}.{_HOME[name]}", name)

@@ -93,18 +93,19 @@ class TokenBatches:
 
 
 class EvalBatches:
-    """Evaluation batches of one rank: in corpus order, never shuffled, the same global set at any world size.
+    """Evaluation batches of one rank: in corpus order, never shuffled, the same rows at any world size.
 
-    The global set is ``num_batches`` batches of ``micro_batch_size`` rows, or as many whole ones as the corpus holds
-    (one smaller batch if it holds less than one), spread evenly over the corpus: neighbouring rows are often alike,
-    so that a stretch of them would stand for little. Rank ``r`` reads batches ``r``, ``r + world_size``, and so on.
+    The set is ``max_rows`` rows, or all that the corpus holds, spread evenly over it: neighbouring rows are often
+    alike, so that a stretch of them would stand for little. It is cut into batches of ``micro_batch_size`` rows, the
+    last one maybe shorter; rank ``r`` reads batches ``r``, ``r + world_size``, and so on.
 
     Every rank yields the same number of batches, because at stage 3 each forward is a collective: where the world
     does not divide the set, the ranks that ran out repeat the last batch with weight 0. The mean loss of the set is
 
-        sum over ranks and batches of weight * loss  /  num_batches
+        sum over ranks and batches of weight * loss  /  sum of weights
 
-    Iterating yields ``(tokens_BT, targets_BT, weight)`` with ``weight`` 1 or 0; it may be iterated again and again.
+    Iterating yields ``(tokens_BT, targets_BT, weight)`` with ``weight`` the rows of the batch, or 0; it may be iterated
+    again and again.
 
     Raises:
         ValueError: a size below 1, a rank outside its world, or fewer than ``seq_len + 1`` tokens.
@@ -115,20 +116,20 @@ class EvalBatches:
         tokens: Tokens,
         seq_len: int,
         micro_batch_size: int,
-        num_batches: int,
+        max_rows: int,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        _check_sizes(rank, world_size, seq_len=seq_len, micro_batch_size=micro_batch_size, num_batches=num_batches)
+        _check_sizes(rank, world_size, seq_len=seq_len, micro_batch_size=micro_batch_size, max_rows=max_rows)
         available = num_rows(tokens, seq_len)
         if available < 1:
             raise ValueError(f"{tokens.num_tokens} tokens hold no row of seq_len {seq_len}: {seq_len + 1} are needed")
         self.tokens, self.seq_len = tokens, seq_len
-        self.micro_batch_size = min(micro_batch_size, available)
-        self.num_batches = min(num_batches, available // self.micro_batch_size)
+        self.num_rows = min(max_rows, available)
+        self.micro_batch_size = min(micro_batch_size, self.num_rows)
+        self.num_batches = -(-self.num_rows // self.micro_batch_size)
         self.rank, self.world_size = rank, world_size
-        chosen = self.num_batches * self.micro_batch_size
-        self._rows = np.arange(chosen, dtype=np.int64) * available // chosen
+        self._rows = np.arange(self.num_rows, dtype=np.int64) * available // self.num_rows
 
     def __len__(self) -> int:
         """Batches that each rank yields, those of weight 0 included."""
@@ -137,9 +138,9 @@ class EvalBatches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         for turn in range(len(self)):
             batch = turn * self.world_size + self.rank
-            weight = int(batch < self.num_batches)
             first = min(batch, self.num_batches - 1) * self.micro_batch_size
             rows = self._rows[first : first + self.micro_batch_size]
+            weight = rows.size if batch < self.num_batches else 0
             yield *_read_rows(self.tokens, rows, self.seq_len), weight
 
 

@@ -1,8 +1,9 @@
 """Tokens that others have written: nanoGPT's ``train.bin`` and ``val.bin``, llm.c's files with their header.
 
 nanoGPT: uint16 ids and nothing else. llm.c: 256 int32 (magic, version, number of tokens, zeros), then uint16 ids
-(20240520, version 1: GPT-2's) or uint32 ids (20240801, version 7: Llama 3's). Both little-endian. A file with ``val``
-in its name validates. Beside its files nanoGPT has ``meta.pkl``, which is a pickle and is not read.
+(20240520, version 1: GPT-2's) or uint32 ids (20240801, version 7: Llama 3's). Both little-endian. A file validates that
+has ``val``, ``valid`` or ``validation`` as a word of its name: ``val.bin``, ``edu_val_000.bin``, not ``retrieval.bin``.
+Beside its files nanoGPT has ``meta.pkl``, which is a pickle and is not read.
 
 https://github.com/karpathy/nanoGPT/tree/master/data, https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,10 +25,13 @@ from zeroshard.data.documents import Fingerprint
 from zeroshard.data.files import FileFacts, facts_of
 from zeroshard.data.tables import corpus_identity
 from zeroshard.errors import UserError
+from zeroshard.regular_files import open_binary
 
 _HEADER_INTS = 256
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # magic, version -> ids
 _BLOCK_TOKENS = 1 << 22
+_VALIDATES = frozenset({"val", "valid", "validation"})
+BIN_SPLIT = "words-1"  # the rule by which files validate, in `meta.json`
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class _Bin:
 
     @property
     def validates(self) -> bool:
-        return "val" in Path(self.facts.path).name.lower()
+        return not _VALIDATES.isdisjoint(re.split("[^a-z]+", Path(self.facts.path).stem.lower()))
 
     def ids(self) -> NDArray[np.unsignedinteger]:
         return np.memmap(self.facts.path, dtype=self.dtype, mode="r", offset=self.offset_bytes)
@@ -76,6 +81,11 @@ class TokenBins:
         digest = hashlib.sha256(corpus_identity(facts).encode()).hexdigest()
         return Fingerprint(sum(each.num_bytes for each in facts), 0, digest)
 
+    @property
+    def earlier_rule_differs(self) -> bool:
+        """Whether a file changed sides since any ``val`` in a name made it validate."""
+        return any(file.validates != ("val" in Path(file.facts.path).name.lower()) for file in self._files)
+
     def split(self, val_fraction: float) -> Iterator[tuple[str, NDArray[np.unsignedinteger]]]:
         """``("train" | "val", ids)`` a block at a time; where no file validates, the last ``val_fraction`` does."""
         if any(file.validates for file in self._files):
@@ -111,7 +121,7 @@ def _files_of(path: str) -> list[Path]:
 
 
 def _look_at(facts: FileFacts) -> _Bin:
-    with open(facts.path, "rb") as file:
+    with open_binary(facts.path) as file:
         start = file.read(4 * _HEADER_INTS)
     header = np.frombuffer(start, dtype="<i4") if len(start) == 4 * _HEADER_INTS else np.zeros(1, "<i4")
     if int(header[0]) in (magic for magic, _ in _LLM_C):

@@ -23,7 +23,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -36,11 +36,13 @@ from numpy.typing import NDArray
 from zeroshard.data.meta import DTYPES, SPLITS, ShardMeta, SplitMeta
 from zeroshard.data.parts import PartMaker, read_part, write_whole
 from zeroshard.data.pool import Workers
-from zeroshard.data.tables import Part, PartReader, Tables, validates
+from zeroshard.data.split import Holdout
+from zeroshard.data.tables import Part, PartReader, Tables
 from zeroshard.data.tokenizer import BpeTokenizer, Tokenizer, make_tokenizer, read_tokenizer
 from zeroshard.errors import UserError
+from zeroshard.regular_files import open_regular, read_text
 
-TRAINING_BYTES = 256 << 20  # of text that a tokenizer learns from
+TRAINING_BYTES = 256 << 20  # of text that a tokenizer learns from, a character for a byte
 _SAVE_BYTES, _SAVE_S = 256 << 20, 10.0  # of work that an interruption may cost, beside parts that are finished
 
 
@@ -99,7 +101,7 @@ def work_folder(out: Path, plan: dict[str, Any]) -> Generator[Path]:
     text = json.dumps(plan, indent=2, sort_keys=True) + "\n"
     try:
         (work / "parts").mkdir(parents=True, exist_ok=True)
-        lock = (work / "lock").open("w")
+        lock = os.fdopen(open_regular(work / "lock", os.O_RDWR | os.O_CREAT, follow=False), "r+")
     except OSError as error:
         todo = "name a folder that can be written, by --data.dir"
         raise UserError("data.dir", f"cannot write {work}: {error.strerror}", todo) from None
@@ -110,19 +112,19 @@ def work_folder(out: Path, plan: dict[str, Any]) -> Generator[Path]:
             todo = "wait for it, or name another folder by --data.dir"
             raise UserError("data.dir", f"another process is preparing {out}", todo) from None
         begun = work / "plan.json"
-        if begun.exists() and begun.read_text(encoding="utf-8") != text:
-            what = f"{work} holds the half of something else: {_difference(json.loads(begun.read_text()), plan)}"
+        if begun.exists() and read_text(begun) != text:
+            what = f"{work} holds the half of something else: {_difference(json.loads(read_text(begun)), plan)}"
             raise UserError("data.dir", what, "finish that, delete it, or name another folder by --data.dir")
         write_whole(begun, text.encode())
         yield work
 
 
-def tokenizer_of(name: str, tables: Tables, val_fraction: float, work: Path) -> Tokenizer:
+def tokenizer_of(name: str, tables: Tables, holdout: Holdout, work: Path) -> Tokenizer:
     """The tokenizer; ``bpe:N`` is trained once, on the first `TRAINING_BYTES` of what trains."""
     kept = work / "tokenizer.json"
     if kept.exists():
         return read_tokenizer(kept, name if name.startswith("bpe:") else "json")
-    tokenizer = make_tokenizer(name, _training_texts(tables, val_fraction))
+    tokenizer = make_tokenizer(name, at_most(_training_texts(tables, holdout), TRAINING_BYTES))
     if isinstance(tokenizer, BpeTokenizer):
         write_whole(kept, tokenizer.to_json().encode())
     return tokenizer
@@ -132,7 +134,7 @@ def join_parts(
     tables: Tables,
     tokenizer_name: str,
     dtype: str,
-    val_fraction: float,
+    holdout: Holdout,
     max_tokens: int,
     shard_tokens: int,
     work: Path,
@@ -150,13 +152,13 @@ def join_parts(
     state = _State(**_read_json(work / "state.json"))
     limits = {"train": -1, "val": -1}
     if max_tokens:
-        limits["val"] = int(max_tokens * val_fraction)
+        limits["val"] = int(max_tokens * holdout.val_fraction)
         limits["train"] = max_tokens - limits["val"]
     shards = {
         split: _Shards(draft, split, DTYPES[dtype], shard_tokens, limits[split], getattr(state, split))
         for split in SPLITS
     }
-    make = (work, tables.column, tokenizer_name, dtype, val_fraction)
+    make = (work, tables.column, tokenizer_name, dtype, holdout)
     began, began_with = time.monotonic(), state.train + state.val
     saved_at, unsaved = began, 0
     with ExitStack() as stack:
@@ -301,16 +303,22 @@ def _size_of(tables: Tables, path: str) -> int:
     return next((file.num_bytes for file in tables.files if file.path == path), 0)
 
 
-def _training_texts(tables: Tables, val_fraction: float) -> Iterator[str]:
-    reader, left = PartReader(tables.column), TRAINING_BYTES
+def at_most(texts: Iterable[str], num_chars: int) -> Iterator[str]:
+    """As many of ``texts`` as have ``num_chars`` characters, and the rest of the last one."""
+    for text in texts:
+        if num_chars <= 0:
+            return
+        num_chars -= len(text)
+        yield text
+
+
+def _training_texts(tables: Tables, holdout: Holdout) -> Iterator[str]:
+    """What a tokenizer may learn from: never a word of validation."""
+    reader = PartReader(tables.column)
     try:
         for part in tables.parts():
-            for row, text in enumerate(reader.texts(part)):
-                if left <= 0:
-                    return
-                if not validates(part.index, row, val_fraction):
-                    left -= len(text)
-                    yield text
+            for text in reader.texts(part):
+                yield from (piece for split, piece in holdout.texts(text) if split == "train")
     finally:
         reader.close()
 
@@ -323,4 +331,4 @@ def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return json.loads(read_text(path)) if path.exists() else {}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from zeroshard.errors import UserError
+from zeroshard.regular_files import open_binary
 
 CHUNK_BYTES = 1 << 20  # fixed, because a trained tokenizer sees no further than the end of its chunk
 
@@ -88,7 +89,7 @@ def read_chunks(path: Path) -> Iterator[str]:
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset, carry = 0, ""
-    with path.open("rb") as file:
+    with _open(path) as file:
         while True:
             block = file.read(CHUNK_BYTES)
             undecoded = len(decoder.getstate()[0])
@@ -110,7 +111,7 @@ def read_chunks(path: Path) -> Iterator[str]:
 
 
 def _json_lines(path: Path) -> Iterator[Document]:
-    with path.open("rb") as file:
+    with _open(path) as file:
         for number, line in enumerate(file, start=1):
             if line.isspace():
                 continue
@@ -128,7 +129,7 @@ def _json_lines(path: Path) -> Iterator[Document]:
 
 def _open(path: Path) -> BinaryIO:
     try:
-        return path.open("rb")
+        return open_binary(path)
     except OSError as error:
         raise UserError("data.path", f"cannot read {path}: {error.strerror}", "check the file") from None
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
+from zeroshard import regular_files
 from zeroshard.errors import UserError
 
 Result = TypeVar("Result")
@@ -64,7 +65,7 @@ def open_binary(path: str, *, whole_ranges: bool = False) -> BinaryIO:
         UserError: its kind of address needs a package that is not installed.
     """
     if not is_address(path):
-        return open(path, "rb")
+        return regular_files.open_binary(path)
     try:
         filesystem, inner = _filesystem(path)
         options: dict[str, Any] = {"cache_type": "none"} if whole_ranges else {"block_size": 4 * EDGE_BYTES}

@@ -15,15 +15,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from zeroshard.errors import UserError
+from zeroshard.regular_files import read_text
 
 FORMAT_VERSION = 1
 META_NAME = "meta.json"
 SPLITS = ("train", "val")
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+_KNOWN = ConfigDict(extra="forbid")  # nothing but what is declared here
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -31,8 +35,9 @@ DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtyp
 class ShardMeta:
     """One file of tokens: its path under the folder, and what it must hold."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
     file: str
-    num_tokens: int
+    num_tokens: Count
     sha256: str
 
 
@@ -40,7 +45,8 @@ class ShardMeta:
 class SplitMeta:
     """The files of one split, in order."""
 
-    num_tokens: int
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
+    num_tokens: Count
     shards: tuple[ShardMeta, ...]
 
 
@@ -48,9 +54,10 @@ class SplitMeta:
 class SourceMeta:
     """Where the text came from. The sha256 is the truth about its content; see `documents.Fingerprint`."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
     description: str
-    num_bytes: int
-    num_documents: int
+    num_bytes: Count
+    num_documents: Count
     sha256: str
 
 
@@ -63,14 +70,15 @@ class DataMeta:
     ends each document; None where nothing does, or in a folder of an earlier version.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
     spec: Mapping[str, Any]
     source: SourceMeta
     tokenizer: str
     tokenizer_sha256: str
-    vocab_size: int
+    vocab_size: Count
     dtype: str
     splits: Mapping[str, SplitMeta]
-    eos_id: int | None = None
+    eos_id: Count | None = None
     format_version: int = FORMAT_VERSION
 
     @property
@@ -98,27 +106,28 @@ def read_meta(folder: Path) -> DataMeta:
     """
     path = Path(folder) / META_NAME
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             "data.dir", f"{folder} holds no prepared tokens (no {META_NAME})", "run `zeroshard prepare` first"
         ) from None
-    except ValueError as error:
-        raise _damaged(path, str(error)) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, (isinstance(error, OSError) and error.strerror) or str(error)) from None
     version = found.get("format_version") if isinstance(found, dict) else None
     if version != FORMAT_VERSION:
         raise _damaged(path, f"format version {version!r} where {FORMAT_VERSION} is read")
     try:
-        splits = {
-            name: SplitMeta(split["num_tokens"], tuple(ShardMeta(**shard) for shard in split["shards"]))
-            for name, split in found.pop("splits").items()
-        }
-        meta = DataMeta(source=SourceMeta(**found.pop("source")), splits=splits, **found)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, f"unexpected content ({error})") from None
-    if meta.dtype not in DTYPES or set(splits) != set(SPLITS):
-        raise _damaged(path, f"unexpected dtype {meta.dtype!r} or splits {sorted(splits)}")
+        meta = _META.validate_python(found, strict=False)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise _damaged(path, f"unexpected content ({where}: {first['msg']})") from None
+    if meta.dtype not in DTYPES or set(meta.splits) != set(SPLITS):
+        raise _damaged(path, f"unexpected dtype {meta.dtype!r} or splits {sorted(meta.splits)}")
     return meta
+
+
+_META = TypeAdapter(DataMeta)
 
 
 def _damaged(path: Path, why: str) -> UserError:

@@ -17,9 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroshard.data.files import patiently
+from zeroshard.data.joining import document_ids
 from zeroshard.data.meta import DTYPES, SPLITS
-from zeroshard.data.tables import Part, PartReader, validates
-from zeroshard.data.tokenizer import Tokenizer, make_tokenizer, read_tokenizer
+from zeroshard.data.split import Holdout
+from zeroshard.data.tables import Part, PartReader
+from zeroshard.data.tokenizer import make_tokenizer, read_tokenizer
 from zeroshard.errors import UserError
 
 _HEADER = struct.Struct("<6q")  # magic; tokens that train, that validate; documents; bytes of text, bytes of the file
@@ -56,13 +58,13 @@ class PartMaker:
         column: of tables, that holds the text.
         tokenizer_name: of the tokenizer, where there is no file of it.
         dtype: of ids, as `zeroshard.data.meta.DTYPES` names it.
-        val_fraction: share of documents that validate.
+        holdout: which text validates.
     """
 
-    def __init__(self, work: Path, column: str, tokenizer_name: str, dtype: str, val_fraction: float) -> None:
+    def __init__(self, work: Path, column: str, tokenizer_name: str, dtype: str, holdout: Holdout) -> None:
         kept = work / "tokenizer.json"
         self._tokenizer = read_tokenizer(kept) if kept.exists() else make_tokenizer(tokenizer_name, ())
-        self._work, self._dtype, self._val_fraction = work, DTYPES[dtype], val_fraction
+        self._work, self._dtype, self._holdout = work, DTYPES[dtype], holdout
         self._reader = PartReader(column)
 
     def __call__(self, part: Part) -> str:
@@ -88,21 +90,14 @@ class PartMaker:
     def _tokens(self, part: Part) -> tuple[bytes, list[Any]]:
         ids: dict[str, list[NDArray[np.unsignedinteger]]] = {split: [] for split in SPLITS}
         num_documents = num_bytes = 0
-        for row, text in enumerate(self._reader.texts(part)):
-            split = "val" if validates(part.index, row, self._val_fraction) else "train"
-            ids[split].append(document_ids(self._tokenizer, text).astype(self._dtype))
+        for text in self._reader.texts(part):
+            for split, piece in self._holdout.texts(text):
+                ids[split].append(document_ids(self._tokenizer, piece).astype(self._dtype))
             num_documents += 1
             num_bytes += len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
         counts = [sum(each.size for each in ids[split]) for split in SPLITS]
         header = _HEADER.pack(_MAGIC, *counts, num_documents, num_bytes, self._reader.position(part))
         return header, [each.data for split in SPLITS for each in ids[split]]
-
-
-def document_ids(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
-    """A document's ids with what ends it: the end-of-text id, or a newline where the tokenizer has none."""
-    if tokenizer.eos_id is None:
-        return tokenizer.encode(text if text.endswith("\n") else text + "\n")
-    return np.append(tokenizer.encode(text), tokenizer.eos_id)
 
 
 def read_part(path: str, dtype: np.dtype[Any]) -> MadePart:

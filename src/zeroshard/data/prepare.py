@@ -1,6 +1,7 @@
 """Prepare tokens once: read a source, split it, encode it, and let the folder appear whole or not at all.
 
-Of several processes that prepare the same folder at once, one wins, and the others use what it wrote (see `publish`).
+Several processes encode text, that of tables (`bulk`) and that of other files (`encode`). Of several that prepare
+the same folder at once, one wins, and the others use what it wrote (see `publish`).
 A folder that is there already is used if it was made by the same choices from the same content, by sha256; else the
 difference is an error.
 """
@@ -11,23 +12,24 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from zeroshard.data import bulk
-from zeroshard.data.bins import TokenBins
+from zeroshard.data.bins import BIN_SPLIT, TokenBins
 from zeroshard.data.documents import Fingerprint
+from zeroshard.data.encode import encode_pieces, keep_for_workers, pieces_of, train_texts
 from zeroshard.data.hub import is_hub_name
+from zeroshard.data.joining import put_around
 from zeroshard.data.meta import META_NAME, SPLITS, DataMeta, SourceMeta, dtype_for, read_meta, write_meta
+from zeroshard.data.prepared import is_prepared, warn_of_earlier_rules, without_rules
 from zeroshard.data.publish import draft_of, publish
-from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, TextSource, check_source, open_source
-from zeroshard.data.split import split_documents
-from zeroshard.data.tables import PART_BYTES, Tables, corpus_identity
+from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, check_source, open_source
+from zeroshard.data.split import BY_CONTENT, BY_TAIL, MANY_DOCUMENTS, Holdout
+from zeroshard.data.tables import PART_BYTES, Tables, corpus_identity, count_documents
 from zeroshard.data.tokenizer import (
     TOKENIZER_FILE,
     BpeTokenizer,
@@ -41,6 +43,7 @@ from zeroshard.data.tokenizer import (
 )
 from zeroshard.data.tokens import DEFAULT_SHARD_TOKENS, TokenWriter
 from zeroshard.errors import UserError
+from zeroshard.process import num_cpus
 
 Progress = Callable[[int, int], None]
 
@@ -133,8 +136,8 @@ def prepare(
         out: the folder, made with its parents.
         progress: called now and then with ``(done, total)``: bytes of the source, or tokens of one without text.
         shard_tokens: tokens per file.
-        num_workers: processes for tables; 0 for as many as there are cores, and work for. The files do not depend on
-            it.
+        num_workers: processes that encode; 0 for as many as there are cores, and work for. The files do not depend
+            on it.
         told: called now and then while tables are read.
 
     Returns:
@@ -146,18 +149,22 @@ def prepare(
         OSError: the disk failed or is full; nothing is left behind, but what can be gone on with.
     """
     out = Path(out)
-    if is_hub_name(spec.source) and (out / META_NAME).exists() and read_meta(out).spec == spec.identity():
+    is_there = is_hub_name(spec.source) and (out / META_NAME).exists()
+    if is_there and without_rules(read_meta(out).spec) == spec.identity():
+        warn_of_earlier_rules(out, (BY_CONTENT, BY_TAIL) if spec.val_fraction else (), _around(spec))
         return out  # without a question to the hub: a commit was read, and that does not change
     source = _open(spec)
     if isinstance(source, Tables):
-        # A process costs a second to start: for a few megabytes this one does.
-        num_workers = num_workers or min(len(os.sched_getaffinity(0)), max(1, source.num_bytes // PART_BYTES))
+        num_workers = num_workers or _workers_for(source.num_bytes)
         return _prepare_tables(spec, source, out, shard_tokens, num_workers, told or _untold)
     fingerprint = source.fingerprint()
-    if _is_prepared(spec, fingerprint, out):
+    if is_prepared(spec.identity(), fingerprint, out):
+        warn_of_earlier_rules(out, _rules_that_matter(spec, source, fingerprint), _around(spec))
         return out
     with draft_of(out) as draft:
-        _write(spec, source, fingerprint, draft, progress or _silent, shard_tokens)
+        is_encoded = spec.source not in ("bin", "synthetic") and spec.tokenizer != "bytes"  # what takes time
+        num_workers = num_workers or (_workers_for(fingerprint.num_bytes) if is_encoded else 1)
+        _write(spec, source, fingerprint, draft, progress or _silent, shard_tokens, num_workers)
         if source.fingerprint() != fingerprint:
             raise UserError("data.path", f"{source.description} changed while it was read", "try again")
         _publish(draft, out, spec, fingerprint)
@@ -173,8 +180,39 @@ def _open(spec: DataSpec) -> Source:
 
 
 def _publish(draft: Path, out: Path, spec: DataSpec, fingerprint: Fingerprint) -> None:
-    if not publish(draft, out, META_NAME) and not _is_prepared(spec, fingerprint, out):
+    if not publish(draft, out, META_NAME) and not is_prepared(spec.identity(), fingerprint, out):
         raise UserError("data.dir", f"{out} was removed while it was prepared", "try again")
+
+
+def holdout_of(tables: Tables, val_fraction: float) -> Holdout:
+    """The rule that splits ``tables``; reads a few documents. A UserError where they cannot be read."""
+    return Holdout(val_fraction, count_documents(tables, MANY_DOCUMENTS))
+
+
+def _rules_that_matter(spec: DataSpec, source: Source, fingerprint: Fingerprint) -> tuple[str, ...]:
+    """By which ``source`` would be split now; none where an earlier version split it alike."""
+    if isinstance(source, TokenBins):
+        return (BIN_SPLIT,) if source.earlier_rule_differs else ()
+    few = isinstance(source, SyntheticTokens) or fingerprint.num_documents < MANY_DOCUMENTS
+    return () if few or not spec.val_fraction else (BY_CONTENT,)
+
+
+def _around(spec: DataSpec) -> list[list[int]]:
+    """What stands around documents, see `put_around`; none where the tokenizer has yet to be trained."""
+    if spec.source in ("bin", "synthetic") or not spec.tokenizer.startswith("json:"):
+        return []
+    return put_around(read_tokenizer(Path(spec.tokenizer.removeprefix("json:"))))
+
+
+def _recorded(spec: DataSpec, rule: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The choices, and the rules that nobody chose, by which text was split and documents joined."""
+    around = put_around(tokenizer) if tokenizer is not None else []
+    return spec.identity() | ({"split": rule} if rule else {}) | ({"around": around} if around else {})
+
+
+def _workers_for(num_bytes: int) -> int:
+    """A process costs a second to start: for a few megabytes this one does."""
+    return min(num_cpus(), max(1, num_bytes // PART_BYTES))
 
 
 def tables_fingerprint(tables: Tables) -> Fingerprint:
@@ -192,20 +230,23 @@ def _prepare_tables(
     told: Callable[[bulk.Told], None],
 ) -> Path:
     fingerprint = tables_fingerprint(tables)
-    if _is_prepared(spec, fingerprint, out):
+    if is_prepared(spec.identity(), fingerprint, out):
+        warn_of_earlier_rules(out, (BY_CONTENT, BY_TAIL) if spec.val_fraction else (), _around(spec))
         return out
-    plan = {**spec.identity(), "shard_tokens": shard_tokens, "files": corpus_identity(tables.files).splitlines()}
+    holdout = holdout_of(tables, spec.val_fraction)
+    files = corpus_identity(tables.files).splitlines()
+    plan = {**spec.identity(), "split": holdout.rule, "shard_tokens": shard_tokens, "files": files}
     with bulk.work_folder(out, plan) as work:
-        if _is_prepared(spec, fingerprint, out):  # by who had the folder before us
+        if is_prepared(spec.identity(), fingerprint, out):  # by who had the folder before us
             bulk.remove(work)
             return out
-        tokenizer = bulk.tokenizer_of(spec.tokenizer, tables, spec.val_fraction, work)
+        tokenizer = bulk.tokenizer_of(spec.tokenizer, tables, holdout, work)
         dtype = dtype_for(tokenizer.vocab_size)
         joined = bulk.join_parts(
             tables,
             spec.tokenizer,
             dtype,
-            spec.val_fraction,
+            holdout,
             spec.max_tokens,
             shard_tokens,
             work,
@@ -222,7 +263,7 @@ def _prepare_tables(
         write_meta(
             draft,
             DataMeta(
-                spec.identity(),
+                _recorded(spec, holdout.rule, tokenizer),
                 source,
                 tokenizer.name,
                 tokenizer_sha256,
@@ -251,47 +292,29 @@ def _silent(done: int, total: int) -> None:
     """Progress that nobody watches."""
 
 
-def _is_prepared(spec: DataSpec, fingerprint: Fingerprint, out: Path) -> bool:
-    """Whether ``out`` holds these tokens already; a UserError where it holds something else."""
-    if not (out / META_NAME).exists():
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(
-                "data.dir", f"{out} exists and is not prepared data (no {META_NAME})", "name another folder"
-            )
-        return False
-    meta = read_meta(out)
-    wanted, found = spec.identity(), dict(meta.spec)
-    differences = [
-        f"{key} {found.get(key)!r} where {wanted.get(key)!r} is asked for"
-        for key in sorted(wanted.keys() | found.keys())
-        if wanted.get(key) != found.get(key)
-    ]
-    if not differences and meta.source.sha256 != fingerprint.sha256:
-        differences = [
-            f"another text: {meta.source.num_bytes:,} bytes of {meta.source.description}, sha256 "
-            f"{meta.source.sha256[:12]}…, where the source now has {fingerprint.num_bytes:,} bytes, sha256 "
-            f"{fingerprint.sha256[:12]}…"
-        ]
-    if differences:
-        raise UserError(
-            "data.dir", f"{out} was prepared with {', '.join(differences)}", "name another folder or delete this one"
-        )
-    return True
-
-
 def _write(
-    spec: DataSpec, source: Source, fingerprint: Fingerprint, draft: Path, progress: Progress, shard_tokens: int
+    spec: DataSpec,
+    source: Source,
+    fingerprint: Fingerprint,
+    draft: Path,
+    progress: Progress,
+    shard_tokens: int,
+    num_workers: int,
 ) -> None:
     assert not isinstance(source, Tables)
     tokenizer: Tokenizer | None = None
+    holdout = Holdout(spec.val_fraction, fingerprint.num_documents)
+    rule = BIN_SPLIT if isinstance(source, TokenBins) else ""
     if isinstance(source, SyntheticTokens | TokenBins):
         name, vocab_size = "none", source.vocab_size
         if isinstance(source, TokenBins) and spec.tokenizer != "none":
             name = "json" if spec.tokenizer.startswith("json:") else spec.tokenizer
             tokenizer = read_tokenizer(Path(spec.tokenizer[5:])) if name == "json" else None
     else:
-        tokenizer = make_tokenizer(spec.tokenizer, _train_texts(spec, source, fingerprint))
-        name, vocab_size = tokenizer.name, tokenizer.vocab_size
+        texts = bulk.at_most(train_texts(source, holdout), bulk.TRAINING_BYTES)
+        tokenizer = make_tokenizer(spec.tokenizer, texts)
+        name, vocab_size, rule = tokenizer.name, tokenizer.vocab_size, holdout.rule
+        keep_for_workers(draft, tokenizer)
     dtype = dtype_for(vocab_size)
     limits: dict[str, int | None] = dict.fromkeys(SPLITS)
     if spec.max_tokens:
@@ -308,45 +331,18 @@ def _write(
             _write_bins(spec, source, fingerprint, writers, progress)
         else:
             assert tokenizer is not None
-            _write_text(spec, source, fingerprint, tokenizer, writers, progress)
+            done, num_bytes = 0, fingerprint.num_bytes
+            pieces = pieces_of(source, holdout, writers)
+            for piece in encode_pieces(pieces, tokenizer, writers, draft, spec.tokenizer, dtype, num_workers):
+                done += len(piece.text.encode())
+                progress(min(done, num_bytes), num_bytes)
         splits = {split: writer.finish() for split, writer in writers.items()}
     _require_tokens({split: meta.num_tokens for split, meta in splits.items()}, spec.val_fraction)
     tokenizer_sha256 = _write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
     source_meta = SourceMeta(source.description, **asdict(fingerprint))
     eos_id = eos_id_of(name) if tokenizer is None else tokenizer.eos_id
-    write_meta(draft, DataMeta(spec.identity(), source_meta, name, tokenizer_sha256, vocab_size, dtype, splits, eos_id))
-
-
-def _write_text(
-    spec: DataSpec,
-    source: TextSource,
-    fingerprint: Fingerprint,
-    tokenizer: Tokenizer,
-    writers: dict[str, TokenWriter],
-    progress: Progress,
-) -> None:
-    done_bytes = 0
-    documents = split_documents(source.documents(), fingerprint.num_documents, spec.val_fraction)
-    for split, document in documents:
-        writer = writers[split]
-        if writer.is_full:
-            if all(each.is_full for each in writers.values()):
-                break
-            continue
-        ends_line: bool | None = None  # None: not a character, as of a tiny document's head: nothing to end
-        for chunk in document.chunks():
-            writer.write(tokenizer.encode(chunk))
-            ends_line = chunk.endswith("\n")
-            done_bytes += len(chunk.encode())
-            progress(min(done_bytes, fingerprint.num_bytes), fingerprint.num_bytes)
-            if writer.is_full:
-                break
-        if ends_line is None:
-            continue
-        if tokenizer.eos_id is not None:
-            writer.write(np.array([tokenizer.eos_id]))
-        elif not ends_line:
-            writer.write(tokenizer.encode("\n"))
+    recorded = _recorded(spec, rule, None if isinstance(source, TokenBins) else tokenizer)
+    write_meta(draft, DataMeta(recorded, source_meta, name, tokenizer_sha256, vocab_size, dtype, splits, eos_id))
 
 
 def _write_synthetic(
@@ -370,13 +366,6 @@ def _write_bins(
         writers[split].write(ids)
         done += ids.nbytes
         progress(min(done, fingerprint.num_bytes), fingerprint.num_bytes)
-
-
-def _train_texts(spec: DataSpec, source: TextSource, fingerprint: Fingerprint) -> Iterator[str]:
-    """What a tokenizer may learn from: never a word of validation."""
-    for split, document in split_documents(source.documents(), fingerprint.num_documents, spec.val_fraction):
-        if split == "train":
-            yield from document.chunks()
 
 
 def _require_tokens(num_tokens: dict[str, int], val_fraction: float) -> None:

@@ -1,171 +1,85 @@
-"""Training straight from tables, local or far: batches as a pure function of (seed, step), with nothing prepared.
+"""Training straight from tables, local or far: exact epochs at any world size, with nothing prepared.
 
-A *block* is the tokens of one part (`tables`). Blocks are visited in a shuffled order, another one in each epoch
-(`order`), and dealt out to *lanes* as cards are: lane ``l`` reads blocks ``l``, ``l + L``, ``l + 2L`` ... of that
-order, the rows of each in a shuffled order of its own. A step of ``G`` rows takes ``G / L`` of them from each lane:
+The documents that train are read in *turns* (`lanes`): each brings the next documents of up to 16 parts that lie far
+from each other. Their tokens, after what the turn before left over, are cut into rows, and the rows are shuffled:
 
-    global batch   | lane 0 | lane 1 | ... | lane L-1 |        rank r reads [r, r + 1) * G / world_size of it
+    turn    | left over | lane 0's documents | lane 1's ... |   -> rows of T + 1 tokens, in a shuffled order
+    run     | turn 0    | turn 1        | turn 2            |   -> row ``step * G + j`` is the j-th of a step
 
-``L`` depends on ``G`` alone, so the rows of a step are the same at any world size, and a rank reads and encodes the
-blocks of its own lanes only. What a block gives is known when it has been read; the sizes of blocks are noted in the
-run folder, so that a run which goes on at step k opens the blocks of step k and no others. Without the notes they are
-counted again: slower, and the same batches.
+So an epoch has each row once, as many as the same text has when it is prepared: only its last tokens, too few for a
+row, are left out, others in each epoch. Turns know nothing of ranks or batches, so a step has the same rows at any
+world size, and the rows of all steps follow each other whatever a step takes.
 
-A block's last tokens, too few for a row, are left out, and so are blocks of less than a row.
+Early turns are small (a run begins with 16 KiB of text from each lane), later ones grow to 256 KiB a lane, which is the
+reach of the shuffle: 4 MiB of text from 16 parts.
+
+How long a turn is, is known when its text was encoded. So a batch is a function of (seed, step), but it takes reading
+all turns before it; a checkpoint therefore keeps where its turn began (`StreamBatches.position`): epoch, the place of
+each lane, the tokens left over. It fits any world. Without it the turns are read again: slower, and the same rows. A
+run that goes on with another batch size goes on at the next row.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import threading
-from bisect import bisect_right
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from zeroshard.data import order
-from zeroshard.data.files import patiently, suffix_of
-from zeroshard.data.meta import DTYPES, dtype_for
-from zeroshard.data.parts import document_ids
-from zeroshard.data.tables import PART_BYTES, Part, PartReader, Tables, corpus_identity
-from zeroshard.data.tokenizer import Tokenizer
+from zeroshard.data.lanes import Gather, Ids, Lanes, Place, Places, StreamedText
 from zeroshard.data.tokens import TokenDataset
 from zeroshard.errors import UserError
 
-MAX_LANES = 16  # blocks that a step mixes; each is held in memory by the rank that reads it, and the next one too
-READ_THREADS = 2  # of a rank, that read and encode ahead
+FIRST_BYTES, MOST_BYTES = 16 << 10, 256 << 10  # of text, from each lane in a turn
+_GOLDEN = 0x9E3779B97F4A7C15
+_VAL_SEED = 0  # every run validates on the same text
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """The parts of a corpus as token ids: which train, which validate, and how to make them.
+class Beginning:
+    """Where a turn begins: all that it takes to read on from there, in any world.
 
     Attributes:
-        parts: all of them, in order.
-        tokenizer: makes ids.
-        column: holds the text.
-        identity: equal where all ids are.
-        num_val: parts that validate, spread over the corpus.
+        epoch: from 0.
+        turn: from the beginning of the run.
+        first_row: of the turn, from the beginning of the run.
+        epoch_row: the epoch's first.
+        places: of the lanes.
+        left_over: tokens that the turn before has not made rows of, [n].
     """
 
-    parts: tuple[Part, ...]
-    tokenizer: Tokenizer
-    column: str
-    identity: str
-    num_val: int
+    epoch: int
+    turn: int
+    first_row: int
+    epoch_row: int
+    places: Places
+    left_over: Ids
 
     @property
-    def val(self) -> list[Part]:
-        """The parts that validate, in order; never trained on."""
-        return [self.parts[place * len(self.parts) // self.num_val] for place in range(self.num_val)]
-
-    @property
-    def train(self) -> list[Part]:
-        """The others, in order."""
-        validates = {part.index for part in self.val}
-        return [part for part in self.parts if part.index not in validates]
-
-    def ids(self, part: Part) -> NDArray[np.unsignedinteger]:
-        """All tokens of a part, [n], documents ended as `prepare` ends them. A UserError where it cannot be read."""
-        dtype = DTYPES[dtype_for(self.tokenizer.vocab_size)]
-
-        def read() -> NDArray[np.unsignedinteger]:
-            reader = PartReader(self.column)
-            try:
-                pieces = [document_ids(self.tokenizer, text).astype(dtype) for text in reader.texts(part)]
-            finally:
-                reader.close()
-            return np.concatenate(pieces) if pieces else np.empty(0, dtype)
-
-        return patiently(read, part.file.path, "start again with --resume auto")
-
-    def validation(self, num_tokens: int) -> TokenDataset:
-        """At least ``num_tokens`` tokens of the parts that validate, or all of them."""
-        pieces, have = [], 0
-        for part in self.val:
-            if have >= num_tokens:
-                break
-            pieces.append(self.ids(part))
-            have += pieces[-1].size
-        return TokenDataset(pieces, self.tokenizer.vocab_size)
+    def num_bytes(self) -> int:
+        """Text that the turn takes from each lane."""
+        return min(FIRST_BYTES << min(self.turn, 32), MOST_BYTES)
 
 
-def blocks_of(tables: Tables, tokenizer: Tokenizer, tokenizer_identity: str, val_fraction: float) -> Blocks:
-    """Look at every file and cut it into parts.
+@dataclass(frozen=True)
+class _Turn:
+    """A turn that was read: its rows are ``[begin.first_row, end_row)``."""
 
-    Raises:
-        UserError: compressed lines, which can only be read from front to back; fewer than two parts.
-    """
-    for file in tables.files:
-        if suffix_of(file.path) in (".gz", ".zst"):
-            todo = "use `zeroshard prepare`, or write it as .parquet"
-            raise UserError("data.streaming", f"{file.path} can only be read from its beginning", todo)
-    parts = tuple(tables.parts())
-    if len(parts) < 2:
-        what = f"{len(parts)} part of about {PART_BYTES >> 20} MiB of text cannot both train and validate"
-        raise UserError("data.streaming", what, "leave it out: so little text is prepared in seconds")
-    choices = [corpus_identity(tables.files), tables.column, tokenizer_identity, val_fraction, len(parts)]
-    digest = hashlib.sha256(json.dumps(choices).encode()).hexdigest()
-    num_val = min(max(1, round(len(parts) * val_fraction)), len(parts) - 1)
-    return Blocks(parts, tokenizer, tables.column, digest, num_val)
-
-
-class BlockSizes:
-    """Tokens of each block that any rank of a run has read: noted in its folder, one file a rank.
-
-    Args:
-        folder: of the notes; None to keep them in memory.
-        identity: of the blocks; notes on others are passed over.
-        rank: writes its own file.
-    """
-
-    def __init__(self, folder: Path | None, identity: str, rank: int = 0) -> None:
-        self._sizes: dict[int, int] = {}
-        self._lock = threading.Lock()
-        self._path, self._identity = (folder / f"sizes-{rank:05d}.jsonl" if folder else None), identity
-        for path in sorted(folder.glob("sizes-*.jsonl")) if folder else ():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError, KeyError):  # the last line may be torn; it is counted again
-                    note = json.loads(line)
-                    if note["blocks"] == identity:
-                        self._sizes[int(note["part"])] = int(note["num_tokens"])
-
-    def get(self, part: Part) -> int | None:
-        """Tokens of a block; None where nobody has read it."""
-        return self._sizes.get(part.index)
-
-    def note(self, part: Part, num_tokens: int) -> None:
-        """Remember a block's size."""
-        with self._lock:
-            if part.index in self._sizes:
-                return
-            self._sizes[part.index] = num_tokens
-            if self._path is not None:
-                line = json.dumps({"blocks": self._identity, "part": part.index, "num_tokens": num_tokens})
-                with suppress(OSError):  # a note that is lost is counted again
-                    self._path.parent.mkdir(parents=True, exist_ok=True)
-                    with self._path.open("a", encoding="utf-8") as file:
-                        file.write(f"\n{line}\n")  # a torn line before it stays alone
-
-
-@dataclass
-class _Lane:
-    """One lane's visits so far: ``starts[k]`` is the first row of its k-th block; at the last it goes on."""
-
-    starts: list[int] = field(default_factory=lambda: [0])
-    opened: dict[int, Future[NDArray[np.unsignedinteger]]] = field(default_factory=dict)
+    begin: Beginning
+    tokens: TokenDataset
+    end_row: int
 
 
 class StreamBatches:
     """Training batches of one rank, read as they are needed; implements `zeroshard.data.Batches`.
+
+    With a ``gather`` all ranks call it for the same steps in the same order, as a training loop does: the first call
+    for a step may be a collective.
 
     Raises:
         ValueError: a size below 1, or a rank outside its world.
@@ -173,8 +87,7 @@ class StreamBatches:
 
     def __init__(
         self,
-        blocks: Blocks,
-        sizes: BlockSizes,
+        text: StreamedText,
         *,
         seq_len: int,
         micro_batch_size: int,
@@ -182,102 +95,158 @@ class StreamBatches:
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
+        gather: Gather | None = None,
     ) -> None:
         if min(seq_len, micro_batch_size, grad_accum_steps, world_size) < 1 or not 0 <= rank < world_size:
             raise ValueError(f"sizes must be at least 1 and rank in [0, world_size), got rank {rank} of {world_size}")
-        self._blocks, self._sizes, self._train = blocks, sizes, blocks.train
-        self._seq_len, self._micro_batch_size, self._seed = seq_len, micro_batch_size, seed
-        self._grad_accum_steps = grad_accum_steps
-        rows_of_rank = micro_batch_size * grad_accum_steps
-        self._first_slot = rank * rows_of_rank
-        self.num_lanes = num_lanes(rows_of_rank * world_size)
-        self._rows_of_lane = rows_of_rank * world_size // self.num_lanes
-        self._lanes: dict[int, _Lane] = {}
-        self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="stream")
+        self._text, self._seq_len, self._seed = text, seq_len, seed
+        self._micro_batch_size, self._grad_accum_steps = micro_batch_size, grad_accum_steps
+        self._rank, self._world_size = rank, world_size
+        self._lanes = Lanes(text, "train", seed, rank, world_size, gather)
+        self._origin = self._next = self._start()
+        self._turns: list[_Turn] = []  # that follow each other, up to `_next`
+        self._base_step = self._base_row = 0
 
     def __call__(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
         """``(tokens_BT, targets_BT)``, int64, on the CPU; the same for the same arguments, always.
 
         Raises:
-            ValueError: ``micro_step`` is out of range.
-            UserError: a file failed, or no block has as much as a row.
+            ValueError: ``micro_step`` is out of range, or ``step`` before the one that the run went on from.
+            UserError: a file failed, or the text that trains is less than a row.
         """
         if not 0 <= micro_step < self._grad_accum_steps:
             raise ValueError(f"micro_step must be in [0, {self._grad_accum_steps}), got {micro_step}")
-        first = self._first_slot + micro_step * self._micro_batch_size
-        slots = range(first, first + self._micro_batch_size)
-        for number in sorted({slot // self._rows_of_lane for slot in slots}):  # all at once, and then one by one
-            lane = self._lanes.setdefault(number, _Lane())
-            visit = len(lane.starts) - 1
-            if lane.starts[-1] <= step * self._rows_of_lane and self._sizes.get(self._part(number, visit)) is None:
-                self._open(number, lane, visit)
-        rows = []
-        for slot in slots:
-            lane, place = divmod(slot, self._rows_of_lane)
-            rows.append(self._row(lane, step * self._rows_of_lane + place))
-        window = torch.from_numpy(np.stack(rows).astype(np.int64))  # [B, T + 1]
-        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+        first = self._row_of(step)
+        self._hold(first, self._row_of(step + 1))
+        block = micro_step * self._world_size + self._rank
+        rows = np.arange(self._micro_batch_size) + first + block * self._micro_batch_size
+        window = np.empty((rows.size, self._seq_len + 1), np.int64)  # [B, T + 1]
+        for turn in self._turns:
+            inside = (rows >= turn.begin.first_row) & (rows < turn.end_row)
+            if inside.any():
+                seed = self._seed ^ (turn.begin.turn + 1) * _GOLDEN
+                places = rows[inside] - turn.begin.first_row
+                shuffled = order.rows(seed, places, turn.end_row - turn.begin.first_row)
+                window[inside] = turn.tokens.gather(shuffled * self._seq_len, self._seq_len + 1)
+        both = torch.from_numpy(window)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def position(self, step: int) -> dict[str, Any]:
+        """Where the rows of ``step`` begin, as JSON holds it: what `go_on` takes."""
+        row = self._row_of(step)
+        begins = [self._origin, *(turn.begin for turn in self._turns), self._next]
+        begin = max((each for each in begins if each.first_row <= row), key=lambda each: each.first_row)
+        return {
+            "row": row,
+            "seq_len": self._seq_len,
+            "seed": self._seed,
+            "epoch": begin.epoch,
+            "turn": begin.turn,
+            "first_row": begin.first_row,
+            "epoch_row": begin.epoch_row,
+            "places": [list(place) if place else None for place in begin.places],
+            "left_over": base64.b64encode(begin.left_over.tobytes()).decode(),
+        }
+
+    def go_on(self, saved: Mapping[str, Any] | None, step: int) -> None:
+        """Have the rows of ``step`` be those that a run was to take next when it was saved.
+
+        Args:
+            saved: what `position` gave, of the same text in any world; None: all turns before are read again.
+            step: the first that will be asked for.
+
+        Raises:
+            UserError: ``saved`` is damaged, or of another seed.
+        """
+        if saved is None:
+            return
+        try:
+            places = tuple(None if place is None else Place(*map(int, place)) for place in saved["places"])
+            left_over = np.frombuffer(base64.b64decode(saved["left_over"], validate=True), self._text.dtype)
+            names = ("epoch", "turn", "first_row", "epoch_row")
+            begin = Beginning(*(int(saved[name]) for name in names), places=places, left_over=left_over)
+            row, seq_len, seed = (int(saved[name]) for name in ("row", "seq_len", "seed"))
+            if len(places) != len(self._next.places) or not 0 <= begin.epoch_row <= begin.first_row <= row:
+                raise ValueError("it contradicts itself")
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"the checkpoint's place in the stream cannot be read ({error})"
+            raise UserError("resume", what, "take another checkpoint") from None
+        if seed != self._seed:
+            raise UserError("seed", f"the stream's order was drawn from {seed}, not {self._seed}", f"use --seed {seed}")
+        if seq_len != self._seq_len:
+            row = begin.first_row  # rows are cut anew, from where the turn began
+        self._origin = self._next = begin
+        self._turns = []
+        self._base_step, self._base_row = step, row
 
     def close(self) -> None:
-        """Let go of threads and blocks; what is being read is not waited for."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._lanes.clear()
+        """Let go of threads and files; what is being read is not waited for."""
+        self._lanes.close()
+        self._turns = []
 
-    def _row(self, number: int, row: int) -> NDArray[np.unsignedinteger]:
-        """Row ``row`` of lane ``number``, [T + 1]."""
-        lane = self._lanes.setdefault(number, _Lane())
-        num_empty = 0
-        while lane.starts[-1] <= row:
-            visit = len(lane.starts) - 1
-            num_rows = self._num_rows(number, lane, visit)
-            num_empty = 0 if num_rows else num_empty + 1
-            if num_empty > 2 * len(self._train):
-                what = f"no part of the corpus has the {self._seq_len + 1} tokens of a row"
-                raise UserError("data.streaming", what, "use `zeroshard prepare`, or lower seq_len")
-            lane.starts.append(lane.starts[-1] + num_rows)
-        visit = bisect_right(lane.starts, row) - 1
-        ids = self._open(number, lane, visit).result()
-        self._open(number, lane, visit + 1)  # read while this one is used
-        for old in [each for each in lane.opened if not visit <= each <= visit + 1]:
-            lane.opened.pop(old).cancel()
-        start = lane.starts[visit]
-        num_rows = lane.starts[visit + 1] - start
-        seed = self._seed ^ (self._visited(number, visit) + 1) * 0x9E3779B97F4A7C15
-        shuffled = int(order.rows(seed, [row - start], num_rows)[0])
-        return ids[shuffled * self._seq_len : (shuffled + 1) * self._seq_len + 1]
+    def _row_of(self, step: int) -> int:
+        """The first row of a step."""
+        rows = self._micro_batch_size * self._grad_accum_steps * self._world_size
+        if step < self._base_step:
+            raise ValueError(f"step {step} is before step {self._base_step}, which the stream went on from")
+        return self._base_row + (step - self._base_step) * rows
 
-    def _num_rows(self, number: int, lane: _Lane, visit: int) -> int:
-        num_tokens = self._sizes.get(self._part(number, visit))
-        if num_tokens is None:
-            num_tokens = self._open(number, lane, visit).result().size
-        return max(0, num_tokens - 1) // self._seq_len
+    def _start(self) -> Beginning:
+        return Beginning(0, 0, 0, 0, self._lanes.start(), np.empty(0, self._text.dtype))
 
-    def _open(self, number: int, lane: _Lane, visit: int) -> Future[NDArray[np.unsignedinteger]]:
-        if visit not in lane.opened:
-            lane.opened[visit] = self._pool.submit(self._read, self._part(number, visit))
-        return lane.opened[visit]
+    def _hold(self, first: int, end: int) -> None:
+        """Have `_turns` cover rows ``[first, end)``, and few others."""
+        if first < (self._turns[0].begin if self._turns else self._next).first_row:
+            self._turns, self._next = [], self._origin  # an earlier step is read again
+        while self._next.first_row < end:
+            self._turns.append(self._read_turn())
+            self._turns = [turn for turn in self._turns if turn.end_row > first]
+        self._turns = [turn for turn in self._turns if turn.end_row > first]
 
-    def _read(self, part: Part) -> NDArray[np.unsignedinteger]:
-        ids = self._blocks.ids(part)
-        self._sizes.note(part, ids.size)
-        return ids
-
-    def _part(self, number: int, visit: int) -> Part:
-        place = order.rows(self._seed, [self._visited(number, visit)], len(self._train))
-        return self._train[int(place[0])]
-
-    def _visited(self, number: int, visit: int) -> int:
-        """The place of a lane's visit among those of all lanes."""
-        return visit * self.num_lanes + number
+    def _read_turn(self) -> _Turn:
+        begin = self._next
+        ids, places = self._lanes.take(begin.epoch, begin.places, begin.num_bytes)
+        tokens = np.concatenate([begin.left_over, ids])
+        num_rows = max(0, tokens.size - 1) // self._seq_len
+        end_row = begin.first_row + num_rows
+        following = replace(begin, turn=begin.turn + 1, first_row=end_row, places=places)
+        if any(places):
+            following = replace(following, left_over=tokens[num_rows * self._seq_len :].copy())
+        elif end_row == begin.epoch_row:
+            what = f"the text that trains has {tokens.size:,} tokens, and a row takes {self._seq_len + 1:,}"
+            raise UserError("data", what, "use more text, or lower seq_len")
+        else:
+            fresh = self._start()
+            following = replace(fresh, epoch=begin.epoch + 1, turn=begin.turn + 1, first_row=end_row, epoch_row=end_row)
+        self._next = following
+        self._lanes.read_ahead(following.epoch, following.places, following.num_bytes)
+        return _Turn(begin, TokenDataset([tokens], self._text.tokenizer.vocab_size), end_row)
 
 
-def num_lanes(global_batch_size: int) -> int:
-    """The largest divisor of a step's rows that is at most `MAX_LANES`."""
-    return max(lanes for lanes in range(1, MAX_LANES + 1) if global_batch_size % lanes == 0)
+def validation_tokens(
+    text: StreamedText, num_tokens: int, rank: int = 0, world_size: int = 1, gather: Gather | None = None
+) -> TokenDataset:
+    """At least ``num_tokens`` tokens of what validates, from parts far from each other, or all of them; collective.
+
+    At a small ``val_fraction`` much is read to find them: the others' text, which is not encoded.
+
+    Raises:
+        UserError: a file failed.
+    """
+    lanes = Lanes(text, "val", _VAL_SEED, rank, world_size, gather)
+    try:
+        places, pieces, have = lanes.start(), [], 0
+        while any(places) and have < num_tokens:
+            ids, places = lanes.take(0, places, FIRST_BYTES)
+            pieces.append(ids)
+            have += ids.size
+    finally:
+        lanes.close()
+    return TokenDataset(pieces, text.tokenizer.vocab_size)
 
 
 def global_batch(ranks: Sequence[StreamBatches], step: int, grad_accum_steps: int) -> tuple[Tensor, Tensor]:
-    """All rows of a step in order, [G, T] each, from the batches of every rank of a world: for tests."""
-    micro = [batches(step, micro_step) for batches in ranks for micro_step in range(grad_accum_steps)]
+    """All rows of a step in order, [G, T] each, of every rank of a world without a gather: for tests."""
+    micro = [batches(step, micro_step) for micro_step in range(grad_accum_steps) for batches in ranks]
     tokens, targets = zip(*micro, strict=True)
     return torch.cat(tokens), torch.cat(targets)

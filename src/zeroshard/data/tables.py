@@ -5,7 +5,7 @@
     .jsonl.gz, .jsonl.zst     the same of what they hold uncompressed; who reads parts in order reads the file once
 
 A part is all that a process needs to know to make its tokens, so tokens depend neither on who makes them nor on when.
-Rows that are null or empty are no documents. Which documents validate is decided inside a part, see `validates`.
+Rows that are null or empty are no documents.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -30,7 +30,6 @@ PART_BYTES = 8 << 20  # of text
 ROW_BATCH = 256
 TABLE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson")
 _MOST_COMPRESSED = 16  # times that a compressed file may grow before its last part becomes longer than the others
-_WEYL = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the multiples mod 2^64 are spread most evenly
 _BLOCK_BYTES = 1 << 20
 
 
@@ -54,15 +53,6 @@ def is_table(path: str) -> bool:
     """Whether a path names a file with a text in each row."""
     name = Path(path).name.lower().partition("?")[0] if is_address(path) else path.lower()
     return name.endswith(TABLE_SUFFIXES)
-
-
-def validates(part: int, row: int, val_fraction: float) -> bool:
-    """Whether document ``row`` of part ``part`` validates: spread evenly inside parts, and over parts of one document.
-
-    ``floor(row * f + phase)`` steps up at the rows that validate, and the phases of parts are a Weyl sequence.
-    """
-    phase = (part * _WEYL % (1 << 64)) / (1 << 64)
-    return int((row + 1) * val_fraction + phase) > int(row * val_fraction + phase)
 
 
 @dataclass(frozen=True)
@@ -190,6 +180,28 @@ class _Lines:
                 left -= skipped
         self._position = before + len(self._file.readline())
         self._no_line_from = begin
+
+
+def count_documents(tables: Tables, at_most: int) -> int:
+    """How many documents there are, and ``at_most`` where there are more: no more than that are read.
+
+    Raises:
+        UserError: a file or a row cannot be read.
+    """
+
+    def count() -> int:
+        reader, found = PartReader(tables.column), 0
+        try:
+            for part in tables.parts():
+                for _ in islice(reader.texts(part), at_most - found):
+                    found += 1
+                if found == at_most:
+                    break
+        finally:
+            reader.close()
+        return found
+
+    return patiently(count, tables.files[0].path, "try again")
 
 
 def open_parquet(path: str) -> pyarrow.parquet.ParquetFile:

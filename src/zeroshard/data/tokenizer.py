@@ -1,42 +1,37 @@
 """Text to ids and back: ``bytes`` (our own), ``gpt2`` and others of tiktoken, ``bpe:N`` (trained on the train split),
 ``json:PATH`` (somebody else's ``tokenizer.json``, such as an imported model's).
 
-How documents are joined: tiktoken's, `bpe:N` and most of `json:PATH` end each with their end-of-text id. `bytes` has no
-id to spare, so it ends each document with a newline unless it has one already.
+A ``tokenizer.json`` may say what it puts around a text (its post-processor: LLaMA's begin with BOS): `encode` follows
+it and `encode_piece` leaves it out. How documents are joined stands in `zeroshard.data.joining`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, read_meta, write_meta
 from zeroshard.data.names import unknown_name
+from zeroshard.data.tiktokens import TIKTOKEN, TiktokenTokenizer
 from zeroshard.data.tokens import check_sha256
 from zeroshard.errors import UserError
+from zeroshard.regular_files import read_bytes, require_regular
 
 if TYPE_CHECKING:
-    import tiktoken
     import tokenizers
 
-# tiktoken's name -> ids, end of text; known here, because tables are fetched from the network
-TIKTOKEN = {
-    "gpt2": (50_257, 50_256),
-    "r50k_base": (50_257, 50_256),
-    "p50k_base": (50_281, 50_256),
-    "cl100k_base": (100_277, 100_257),
-    "o200k_base": (200_019, 199_999),
-}
+_JSON_BYTES = 1 << 30  # of a tokenizer.json; those of 256,000 entries have 33 MB
 TOKENIZERS = ("bytes", *TIKTOKEN, "bpe:N", "json:PATH")
 TOKENIZER_FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # what others call it
+_MOST_PROBES = 100  # texts to learn from what a file puts around one
 _MIN_BPE, _MAX_BPE = 257, 1 << 20  # 256 bytes and the end-of-text id; more than a million is a slip of the finger
 
 Ids = Sequence[int] | NDArray[np.integer]
@@ -60,8 +55,17 @@ class Tokenizer(Protocol):
         """The id that ends a document, where there is one."""
         ...
 
+    @property
+    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids that `encode` puts before a text and after it; mostly none."""
+        ...
+
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Ids of ``text``, [n]. Text that spells a special token is text."""
+        """Ids of ``text``, [n], with those `around` it. Text that spells a special token is text."""
+        ...
+
+    def encode_piece(self, text: str) -> NDArray[np.int64]:
+        """Ids of a piece of text, [n], with nothing around them."""
         ...
 
     def decode(self, ids: Ids) -> str:
@@ -75,54 +79,17 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 256
     eos_id = None
+    around: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Ids of ``text``, [num_bytes]."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
+    encode_piece = encode
+
     def decode(self, ids: Ids) -> str:
         """The text of ids; ValueError for an id above 255."""
         return bytes(np.asarray(ids, dtype=np.int64).tolist()).decode(errors="replace")
-
-
-class TiktokenTokenizer:
-    """OpenAI's vocabularies, by tiktoken, which downloads their tables at first use.
-
-    Args:
-        name: a key of `TIKTOKEN`; ``gpt2`` is GPT-2's 50,257 ids (Radford et al. 2019).
-        timeout_s: for the download.
-
-    Raises:
-        UserError: tiktoken is not installed, or the tables cannot be fetched within ``timeout_s``.
-    """
-
-    def __init__(self, name: str = "gpt2", timeout_s: float = 20.0) -> None:
-        self.name = name
-        self._encoding = _load_tiktoken(name, timeout_s)
-        self.vocab_size, self.eos_id = self._encoding.n_vocab, self._encoding.eot_token
-
-    def encode(self, text: str) -> NDArray[np.int64]:
-        """Ids of ``text``, [n]."""
-        return np.asarray(self._encoding.encode_ordinary(text), dtype=np.int64)
-
-    @property
-    def ranks(self) -> Mapping[bytes, int]:
-        """The byte string of each id but the special ones."""
-        return self._encoding._mergeable_ranks
-
-    @property
-    def pattern(self) -> str:
-        """The regular expression whose matches are encoded one by one."""
-        return self._encoding._pat_str
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """The ids that no text has."""
-        return self._encoding._special_tokens
-
-    def decode(self, ids: Ids) -> str:
-        """The text of ids."""
-        return self._encoding.decode(np.asarray(ids, dtype=np.int64).tolist())
 
 
 class BpeTokenizer:
@@ -137,17 +104,39 @@ class BpeTokenizer:
     def __init__(self, inner: tokenizers.Tokenizer, name: str | None = None) -> None:
         self._inner = inner
         self._inner.encode_special_tokens = True  # a document that spells <|endoftext|> does not end there
+        self._inner.no_truncation()  # a file may say so, and would cut each document after so many ids
+        self._inner.no_padding()
         # Ids of what was read may have holes.
         self.vocab_size = max(inner.get_vocab().values()) + 1 if name else inner.get_vocab_size()
         self.name = name or f"bpe:{self.vocab_size}"
         self.eos_token = next((text for text in _ENDS if inner.token_to_id(text) is not None), None)
         self.eos_id: int | None = None if self.eos_token is None else inner.token_to_id(self.eos_token)
+        self.around = self._find_around()
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Ids of ``text``, [n]."""
+        """Ids of ``text``, [n], as the file says: with what its post-processor puts around them."""
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_piece(self, text: str) -> NDArray[np.int64]:
+        """Ids of a piece of text, [n]."""
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int64]:
         # The batch of one has no use for where each token lies in the text, and takes half the time.
-        (encoded,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
+        (encoded,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return np.asarray(encoded.ids, dtype=np.int64)
+
+    def _find_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        for probe in ("a", *islice(self.ordinary_tokens, _MOST_PROBES)):  # one that is no mark, whatever there is
+            piece, whole = self.encode_piece(probe).tolist(), self.encode(probe).tolist()
+            if piece and len(whole) >= len(piece):
+                places = [at for at in range(len(whole) - len(piece) + 1) if whole[at : at + len(piece)] == piece]
+                if len(places) == 1:
+                    return tuple(whole[: places[0]]), tuple(whole[places[0] + len(piece) :])
+        if not self.encode("").size:
+            return (), ()
+        what = "its post-processor does something else than to put ids around a text"
+        raise UserError("data.tokenizer", what, "give another tokenizer.json")
 
     def decode(self, ids: Ids) -> str:
         """The text of ids."""
@@ -232,7 +221,14 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     return make_tokenizer(meta.tokenizer, ())
 
 
-def keep_tokenizer(folder: Path, tokenizer: Tokenizer, vocab_size: int, description: str) -> None:
+def keep_tokenizer(
+    folder: Path,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    description: str,
+    spec: Mapping[str, Any] | None = None,
+    sha256: str = "",
+) -> None:
     """Make ``folder`` what `load_tokenizer` reads: a prepared folder with no tokens.
 
     Args:
@@ -240,6 +236,8 @@ def keep_tokenizer(folder: Path, tokenizer: Tokenizer, vocab_size: int, descript
         tokenizer: what it will give back.
         vocab_size: of the model; at least the tokenizer's.
         description: where the tokenizer comes from.
+        spec: the choices by which text was split, where there was any.
+        sha256: of that text.
     """
     folder.mkdir()
     digest = ""
@@ -248,8 +246,8 @@ def keep_tokenizer(folder: Path, tokenizer: Tokenizer, vocab_size: int, descript
         (folder / TOKENIZER_FILE).write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
     no_tokens = {split: SplitMeta(0, ()) for split in SPLITS}
-    source, dtype = SourceMeta(description, 0, 0, ""), dtype_for(vocab_size)
-    meta = DataMeta({}, source, tokenizer.name, digest, vocab_size, dtype, no_tokens, eos_id=tokenizer.eos_id)
+    source, dtype = SourceMeta(description, 0, 0, sha256), dtype_for(vocab_size)
+    meta = DataMeta(spec or {}, source, tokenizer.name, digest, vocab_size, dtype, no_tokens, eos_id=tokenizer.eos_id)
     write_meta(folder, meta)
 
 
@@ -266,6 +264,7 @@ def read_tokenizer(path: Path, name: str = "json") -> BpeTokenizer:
     import tokenizers  # here, as it is needed for such vocabularies alone
 
     try:
+        require_regular(path)
         inner = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 -- the library raises nothing more precise
         raise UserError("data.tokenizer", f"{path} cannot be read ({error})", "give another tokenizer.json") from None
@@ -282,6 +281,8 @@ def read_byte_level(vocabulary: Path, merges: Path) -> BpeTokenizer:
     from tokenizers import decoders, models, pre_tokenizers
 
     try:
+        require_regular(vocabulary)
+        require_regular(merges)
         inner = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
     except Exception as error:  # noqa: BLE001 -- the library raises nothing more precise
         raise UserError("data.tokenizer", f"{vocabulary} cannot be read ({error})", "fetch it again") from None
@@ -295,7 +296,11 @@ def tokenizer_identity(name: str) -> str:
     """What decides the ids: the name, and for ``json:PATH`` the file's content in place of its path."""
     if not name.startswith("json:"):
         return name
-    content = Path(name.removeprefix("json:")).read_bytes()
+    path = name.removeprefix("json:")
+    try:
+        content = read_bytes(path, _JSON_BYTES)
+    except OSError as error:
+        raise UserError("data.tokenizer", f"{path} cannot be read ({error.strerror})", "check the path") from None
     return f"json:{hashlib.sha256(content).hexdigest()[:16]}"
 
 
@@ -325,61 +330,3 @@ def train_bpe(vocab_size: int, texts: Iterable[str]) -> BpeTokenizer:
             f"use bpe:{learned} or less, or more text",
         )
     return BpeTokenizer(inner)
-
-
-def num_text_bytes(tokenizer: Tokenizer, ids: NDArray[np.integer]) -> int:
-    """Bytes of UTF-8 that ``ids``, [n], stand for; what only marks an end stands for none.
-
-    Exact where the tokenizer works on bytes. Elsewhere documents are decoded one by one, and a character that is cut
-    at either end of ``ids`` counts as the three bytes of U+FFFD.
-    """
-    lengths = _byte_lengths(tokenizer)
-    if lengths is not None:
-        return int(lengths[ids].sum())
-    ends = np.flatnonzero(ids == tokenizer.eos_id) if tokenizer.eos_id is not None else np.empty(0, np.int64)
-    pieces = np.split(ids, ends)
-    return sum(len(tokenizer.decode(piece[piece != tokenizer.eos_id]).encode()) for piece in pieces)
-
-
-def _byte_lengths(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
-    """Bytes of each id, [vocab_size]; None where they depend on what stands beside it."""
-    lengths = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    if isinstance(tokenizer, ByteTokenizer):
-        return lengths + 1
-    if isinstance(tokenizer, TiktokenTokenizer):
-        for token, id_ in tokenizer.ranks.items():
-            lengths[id_] = len(token)
-        return lengths
-    if isinstance(tokenizer, BpeTokenizer) and tokenizer.is_byte_level:
-        for text, id_ in tokenizer.ordinary_tokens.items():
-            lengths[id_] = len(text)  # a character for each byte
-        return lengths
-    return None
-
-
-def _load_tiktoken(name: str, timeout_s: float) -> tiktoken.Encoding:
-    try:
-        import tiktoken
-    except ImportError:
-        raise UserError("data.tokenizer", f"{name} needs the package tiktoken", "pip install tiktoken") from None
-    loaded: list[tiktoken.Encoding] = []
-    failed: list[Exception] = []
-
-    def load() -> None:
-        try:
-            loaded.append(tiktoken.get_encoding(name))
-        except (OSError, ValueError) as error:  # no connection; a table with the wrong checksum
-            failed.append(error)
-
-    # In a thread, because tiktoken sets no time limit on its download, and an unreachable host may take minutes.
-    thread = threading.Thread(target=load, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not loaded:
-        why = type(failed[0]).__name__ if failed else f"no answer in {timeout_s:g} s"
-        raise UserError(
-            "data.tokenizer",
-            f"the tables of {name} cannot be fetched ({why})",
-            "go online once, or use bytes or bpe:N",
-        )
-    return loaded[0]

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from zeroshard.data.meta import DTYPES, SPLITS, ShardMeta, SplitMeta, read_meta
 from zeroshard.errors import UserError
+from zeroshard.regular_files import open_binary
 
 DEFAULT_SHARD_TOKENS = 100_000_000
 
@@ -193,10 +194,12 @@ def verify(folder: Path | str) -> None:
 def check_sha256(path: Path, wanted: str) -> None:
     """See that a file of a prepared folder has the content it was written with; else a UserError that names it."""
     try:
-        with path.open("rb") as file:
+        with open_binary(path) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         raise _broken(path, "is missing") from None
+    except OSError as error:
+        raise _broken(path, f"cannot be read ({error.strerror})") from None
     if found != wanted:
         raise _broken(path, f"has sha256 {found[:12]}… where {wanted[:12]}… was written")
 

@@ -401,6 +401,8 @@ def cross_entropy(
         return cross_entropy_reference(logits, targets, *options)
     if backend == "liger":
         return liger.cross_entropy(logits, targets, *options)
+    if not torch.is_grad_enabled():  # autograd tells a function what takes gradients elsewhere, not whether any is due
+        logits = logits.detach()
     inplace = inplace and not torch.compiler.is_compiling()  # there the compiler decides what lies where
     if inplace and logits.requires_grad:
         if logits.is_leaf:

@@ -171,7 +171,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy` of the logits ``hidden @ weight.T``, which our kernels never hold all at once.
 
-    Where a gradient is wanted it is computed with the loss, in forward; `backward` may run again.
+    Where a gradient is wanted it is computed with the loss, in forward; `backward` may run again. Under `torch.no_grad`
+    and `torch.inference_mode` none is wanted, and no memory is taken for one.
 
     Args:
         hidden: [..., width], fp16, bf16, fp32 or fp64; under `torch.autocast` the two are cast to its dtype.
@@ -200,6 +201,8 @@ def linear_cross_entropy(
     check_loss_options(targets, hidden.shape[:-1], ignore_index, label_smoothing, z_loss, reduction)
     if check_targets:
         check_target_range(targets, weight.shape[0], ignore_index)
+    if not torch.is_grad_enabled():  # autograd tells a function what takes gradients elsewhere, not whether any is due
+        hidden, weight = hidden.detach(), weight.detach()
     options = (ignore_index, label_smoothing, z_loss, reduction)
     backend = choose("linear_cross_entropy", hidden.device, kernels)
     if backend == "reference":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroshard.zero.layout import FlatLayout
+from zeroshard.zero.layout import ALIGNMENT, FlatLayout
 from zeroshard.zero.partition import partition
 
 
@@ -70,7 +70,7 @@ def buffers_of(
         for index, (kind, named) in enumerate(flat.items()):
             name = f"{spec.name}#{index}" if index else spec.name
             if named:
-                here.append(Buffer(spec.name, name, FlatLayout.of(named, world_size), *kind))
+                here.append(Buffer(spec.name, name, FlatLayout.of(named, world_size, ALIGNMENT), *kind))
             if kind in tensors:
                 layout = FlatLayout.whole(tensors[kind], world_size, loads)
                 loads = [load + sum(p.numel for p in layout.owned(rank)) for rank, load in enumerate(loads)]

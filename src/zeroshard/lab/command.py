@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.lab.advice import describe
+from zeroshard.lab.advice import describe, recommended
 from zeroshard.lab.config import PlanConfig
 from zeroshard.lab.dry_run import dry_run
 from zeroshard.lab.explain import explain
 from zeroshard.lab.hardware import find_device, this_machine
 from zeroshard.lab.inverse import Answer, crossover, fewest, largest_micro_batch, largest_model, lowest_bandwidth
 from zeroshard.lab.planner import Planner, plan, planner_for
-from zeroshard.lab.rows import Row
+from zeroshard.lab.rows import Plan, Row
 from zeroshard.lab.show import seconds, size, text
 from zeroshard.models import LanguageModel
 from zeroshard.train.assemble import model_overrides
@@ -29,6 +29,16 @@ def run_plan(config: PlanConfig) -> int:
     Raises:
         UserError: what cannot be planned.
     """
+    try:
+        return _answer(config)
+    except RuntimeError as error:
+        if "overflow" not in str(error):  # torch's word for a size that 64 bits do not hold
+            raise
+        what = f"one of its tensors has more bytes than 64 bits count ({' '.join(str(error).split())})"
+        raise UserError("model", what, "choose smaller sizes, seq_len or micro_batch") from None
+
+
+def _answer(config: PlanConfig) -> int:
     given = arguments(config)
     if config.ask != "none":
         answer = ask(config, planner_for(**given))
@@ -38,7 +48,7 @@ def run_plan(config: PlanConfig) -> int:
     found = plan(**given, stage=stage, shard_size=config.shard_size or None, micro_batch=config.micro_batch or None)
     if config.explain or config.dry_run:
         planner = planner_for(**given)
-        row = found.best or min(found.rows, key=lambda row: row.needed_bytes)
+        row = chosen_row(config, found)
         if config.explain:
             _print(config, found.as_dict(), explain(planner, row))
         if config.dry_run:
@@ -48,6 +58,17 @@ def run_plan(config: PlanConfig) -> int:
     else:
         _print(config, found.as_dict(), text(found))
     return ExitStatus.OK if found.fits else ExitStatus.CHECK_FAILED
+
+
+def chosen_row(config: PlanConfig, found: Plan) -> Row:
+    """The row to explain or to run: the one advised, or of the stage that was asked for; else what needs least memory.
+
+    A stage by its number, with no ``shard_size``, shards over all GPUs: groups of fewer are advice, and not asked for.
+    """
+    rows = list(found.rows)
+    if config.stage != "all" and not config.shard_size:
+        rows = [row for row in rows if row.shard_size == found.cluster.world_size]
+    return recommended(rows) or min(rows, key=lambda row: row.needed_bytes)
 
 
 def arguments(config: PlanConfig) -> dict[str, Any]:
@@ -69,6 +90,7 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         "prefetch": config.prefetch,
         "reshard_after_forward": config.reshard_after_forward,
         "kernels": config.kernels,
+        "document_mask": config.document_mask,
         "headroom": config.headroom,
     }
 

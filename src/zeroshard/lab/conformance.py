@@ -22,7 +22,7 @@ by the number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -172,7 +172,7 @@ def train(comm: Communicator, cell: Cell, *, on_grid: bool, each_step: bool = Fa
             strategy.clip_grad_norm_(MAX_NORM)
         return loss.detach()
 
-    return _steps(cell, strategy.optimizer, backward, lambda: dict(strategy.state_dict()), each_step)
+    return _steps(cell, strategy.optimizer, backward, lambda: compared(cell, net, strategy.state_dict()), each_step)
 
 
 def one_process(cell: Cell, *, on_grid: bool, each_step: bool = False) -> list[State]:
@@ -203,9 +203,17 @@ def one_process(cell: Cell, *, on_grid: bool, each_step: bool = False) -> list[S
         return loss.detach()
 
     def weights() -> State:
-        return {name: value.clone() for name, value in net.state_dict().items()}
+        return {name: value.clone() for name, value in compared(cell, net, net.state_dict()).items()}
 
     return _steps(cell, optimizer, backward, weights, each_step)
+
+
+def compared(cell: Cell, net: nn.Module, state: Mapping[str, Tensor]) -> State:
+    """What is compared of a model's weights: in bfloat16 not the frozen ones, which strategies keep in either dtype."""
+    if FEATURES[cell.feature].compute_dtype == torch.float32:
+        return dict(state)
+    frozen = {name for name, param in net.named_parameters() if not param.requires_grad}
+    return {name: value for name, value in state.items() if name not in frozen}
 
 
 def difference(found: Sequence[State], expected: Sequence[State]) -> float:

@@ -10,7 +10,7 @@ from zeroshard.comm.throttle import bytes_per_link, num_hops
 from zeroshard.errors import UserError
 from zeroshard.lab.buffers import Buffer, buffers_of
 from zeroshard.lab.hardware import Calibration, Link, read_calibration
-from zeroshard.lab.memory import OPTIMIZER_STATES, state_bytes
+from zeroshard.lab.memory import OPTIMIZER_STATES, ema_bytes, state_bytes
 from zeroshard.lab.step import Settings, Step, step_of
 from zeroshard.lab.timeline import Cluster, Timing, simulate
 from zeroshard.lab.trace import trace_language_model
@@ -19,7 +19,6 @@ from zeroshard.models import LanguageModel
 from zeroshard.train.contract import Job, Planned, Sent
 from zeroshard.train.links import Links
 from zeroshard.zero import MixedPrecision, ShardingStrategy
-from zeroshard.zero.strategy import SHARD
 
 NOBODY = Link("none", 0.0, 1.0, "one rank talks to nobody")
 
@@ -41,7 +40,7 @@ def predict(job: Job) -> Planned:
     num_replicas = job.world_size // job.shard_size
     held = state_bytes(buffers, job.row, rank, optimizer, precision, device_type=job.device_type)
     if job.keeps_ema:
-        held["ema"] = sum(_master_bytes(buffer, job, rank) for buffer in buffers)
+        held["ema"] = ema_bytes(buffers, job.row, rank)
     found = messages(
         buffers,
         job.row,
@@ -129,11 +128,3 @@ def _step(model: LanguageModel, buffers: list[Buffer], micro_batch_size: int, se
 def _timing(step: Step, calibration: Calibration, world_size: int) -> Timing:
     link = calibration.link or NOBODY
     return simulate(step, calibration.device, Cluster(world_size, world_size, link, link))
-
-
-def _master_bytes(buffer: Buffer, job: Job, rank: int) -> int:
-    """What the optimizer sees of a buffer, without padding."""
-    layout = buffer.layout
-    sharded = job.row.optim is SHARD and layout.world_size > 1
-    numel = sum(piece.numel for piece in layout.owned(rank)) if sharded else layout.numel
-    return numel * buffer.dtype.itemsize

@@ -52,7 +52,8 @@ class GroupDouble:
         several = self.world_size > 1
         self.shard_params = settings.strategy.params is SHARD and several
         self.shard_optim = settings.strategy.optim is SHARD and several
-        self.compute, self.master = precision.compute_dtype(buffer.dtype), buffer.dtype
+        self.compute = precision.compute_dtype(buffer.dtype)
+        self.master = buffer.dtype if buffer.trained else self.compute
         self.reduce = precision.gradient_dtype(buffer.dtype)
         self.full_bytes = layout.padded_numel * self.compute.itemsize
         self.seen_numel = layout.shard_numel if self.shard_optim else layout.padded_numel
@@ -222,13 +223,14 @@ class GroupDouble:
     def _let_local_go(self) -> None:
         if self.has_local:
             self.has_local = False
-            self.engine.change("unit_buffers", -self.local_bytes)
+            self.engine.change("grads" if self.keep_local else "unit_buffers", -self.local_bytes)
 
     def clear(self) -> None:
         """As `FlatGrads.clear`, of all slots."""
         if self.reduced == "own":
             self.engine.change("grads", -self.reduced_bytes)
         self.reduced = None
+        self._let_local_go()
 
 
 class UnitDouble:

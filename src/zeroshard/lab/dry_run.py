@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroshard.comm import CONTROL, CommRecord, NullCommunicator, ObservedCommunicator
 from zeroshard.lab.trace import Inputs
 from zeroshard.profiling.memory import AllocationRecorder
-from zeroshard.zero import MixedPrecision, ShardingStrategy, Zero
+from zeroshard.zero import MixedPrecision, ShardingStrategy, Zero, loaded_later
 from zeroshard.zero.engine import Accumulate
 
 NUM_STEPS = 3  # the first makes states, the second finds gradient buffers of the first
@@ -88,12 +88,14 @@ def dry_run(
         units=units,
         comm=comm,
         precision=precision,
-        init=_small if meta else None,
+        init=loaded_later if meta else None,
         prefetch=prefetch,
         accumulate=accumulate,
         device=device,
         shard_size=shard_size,
     )
+    if meta:
+        _fill(zero)
     make = optimizer or (lambda zero: [zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)])
     optimizers = make(zero)
     given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs(micro_batch))
@@ -146,6 +148,9 @@ def _loss(model: nn.Module, given: tuple[Any, ...]) -> Tensor:
     return loss
 
 
-def _small(name: str, tensor: Tensor) -> None:
+def _fill(zero: Zero) -> None:
+    """Small numbers for weights that nobody has drawn."""
     with torch.no_grad():
-        tensor.normal_(0.0, 0.02)
+        for holding in zero.holdings():
+            if holding.tensor.untyped_storage().nbytes():  # else it is freed until it is used
+                holding.tensor.normal_(0.0, 0.02)

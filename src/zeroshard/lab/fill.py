@@ -30,6 +30,7 @@ def largest_micro_batch(config: TrainConfig, num_bytes: int) -> int:
         dtype=config.dtype,
         reshard_after_forward=config.reshard_after_forward,
         kernels=config.kernels,
+        document_mask=config.data.document_mask,
         headroom=0.0,
     )
     return int(inverse.largest_micro_batch(planner, _STAGES[config.strategy]).value or 1)

@@ -7,14 +7,18 @@ Latencies are per step of a ring, those that NCCL itself reckons with.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zeroshard.errors import UserError
+from pydantic import TypeAdapter, ValidationError
+
+from zeroshard.errors import UserError, shown
 from zeroshard.profiling.devices import DEVICES, GIGA, Device, device_by_driver_name
+from zeroshard.regular_files import read_text
 from zeroshard.train.sizes import parse_bandwidth, parse_duration, parse_size
 from zeroshard.train.validate import nearest
 
@@ -36,6 +40,8 @@ __all__ = [
 ]
 
 FORMAT = "zeroshard device 1"
+# Of a measured device: outside of these nothing was measured, and sums would leave what a double holds.
+LONGEST_S, LEAST_RATE, MOST_RATE = 1e6, 1e-6, 1e24
 # NCCL's protocol takes a fifth of NVLink: its ring reaches 370 of 450 GB/s on 8 H100 (NVIDIA/nccl-tests, issue 212).
 BANDWIDTH_SHARE = 0.8
 # NCCL, src/graph/tuning.cc: hwLat of ring, protocol Simple, by kind of link; baseLat of a call.
@@ -174,29 +180,34 @@ def read_calibration(path: str | Path, field: str = "gpu") -> Calibration:
     """
     todo = "give a file that `zeroshard bench device` wrote"
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except OSError as error:
         raise UserError(field, f"cannot read {path} ({error.strerror})", todo) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(field, f"{path} is not JSON", todo) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(field, f"{path} is not a {FORMAT!r} file", todo)
     try:
-        device = Device(**content["device"])
-        link = None if content["link"] is None else _read_link(content["link"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(field, f"{path} is damaged ({error})", todo) from None
+        found = _CALIBRATION.validate_python({"device": content.get("device"), "link": content.get("link")})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(field, f"{path} is damaged ({where}: {first['msg']})", todo) from None
+    device, link = found.device, found.link
     facts = [device.memory_bytes, device.bytes_per_s, *device.matmul_flops_per_s.values()]
-    facts += [] if link is None else [link.bytes_per_s]
-    if not device.matmul_flops_per_s or not all(isinstance(fact, int | float) and fact > 0 for fact in facts):
-        raise UserError(field, f"{path} has a rate or size that is not a positive number", todo)
+    facts += [device.matmul_share, device.attention_share, device.memory_share]
+    times = [device.kernel_s]
+    if link is not None:
+        facts += [link.bytes_per_s, link.share]
+        costs = (cost for table in (link.collectives, link.beside) for cost in table.values())
+        times += [link.latency_s, link.call_s, *itertools.chain.from_iterable(costs)]
+    if not all(0 <= time <= LONGEST_S for time in times):
+        raise UserError(field, f"{path} has a time that is not a number of seconds, 0 to {LONGEST_S:g}", todo)
+    if not device.matmul_flops_per_s or not all(LEAST_RATE <= fact <= MOST_RATE for fact in facts):
+        raise UserError(field, f"{path} has a rate, size or share that is not a positive number", todo)
+    if device.link and device.link not in LINKS:
+        raise UserError(field, f"{path} names a link that is not known, {shown(device.link)}", todo)
     return Calibration(replace(device, matmul_flops_per_s=dict(device.matmul_flops_per_s)), link)
 
 
-def _read_link(content: dict[str, Any]) -> Link:
-    """JSON knows no tuples."""
-    costs: dict[str, Any] = {
-        key: {op: (float(constant), float(rate)) for op, (constant, rate) in content.get(key, {}).items()}
-        for key in ("collectives", "beside")
-    }
-    return Link(**{**content, **costs})
+_CALIBRATION = TypeAdapter(Calibration)

@@ -3,7 +3,7 @@
 With N elements of a buffer, padded to P = W * S, and itemsizes c (compute), m (master), g (reduction):
 
     params      P c, whole;  S m, sharded, where c is m's dtype, and else nothing between uses
-    master      P m or S m by the `optim` column, where compute has another dtype; else it is the weights
+    master      P m or S m by the `optim` column, where compute has another dtype and they are trained; else the weights
     grads       S m, sharded;  P g, whole, and what the optimizer sees beside it where that is no view of it
     optimizer   per element of the pieces that the rank owns, without padding; and scalars per piece
 
@@ -100,7 +100,8 @@ def state_bytes(
         shard_params = strategy.params is SHARD and world_size > 1
         shard_optim = strategy.optim is SHARD and world_size > 1
         seen = layout.shard_numel if shard_optim else layout.padded_numel  # by the optimizer
-        compute, master = precision.compute_dtype(buffer.dtype), buffer.dtype
+        compute = precision.compute_dtype(buffer.dtype)
+        master = buffer.dtype if buffer.trained else compute
         if not shard_params:
             total["params"] += layout.padded_numel * compute.itemsize
         if compute != master:
@@ -113,6 +114,17 @@ def state_bytes(
             )
             kept = optimizer if layout.longest is None or whole_optimizer is None else whole_optimizer
             total["optimizer"] += _optimizer_bytes(buffer, rank if shard_optim else None, kept, device_type)
+    return total
+
+
+def ema_bytes(buffers: Iterable[Buffer], strategy: ShardingStrategy, rank: int) -> int:
+    """Resident bytes on ``rank`` of a moving average: one number for each that the optimizer updates, unpadded."""
+    total = 0
+    for buffer in buffers:
+        layout = buffer.layout
+        sharded = strategy.optim is SHARD and layout.world_size > 1
+        numel = sum(piece.numel for piece in layout.owned(rank)) if sharded else layout.numel
+        total += numel * buffer.dtype.itemsize
     return total
 
 

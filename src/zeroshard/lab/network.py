@@ -41,6 +41,7 @@ import psutil
 
 from zeroshard.comm.launch import Nodes
 from zeroshard.errors import UserError
+from zeroshard.regular_files import open_regular
 
 LOCKS = Path("/run/zeroshard")
 MAX_NETWORKS, MAX_NODES = 250, 250  # of an octet each
@@ -197,7 +198,7 @@ def _claim() -> tuple[int, int]:
 def _lock(number: int) -> int | None:
     """The lock on a number; None while somebody holds it."""
     LOCKS.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(LOCKS / f"network-{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_regular(LOCKS / f"network-{number}", os.O_RDWR | os.O_CREAT, 0o600, follow=False)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -148,6 +148,7 @@ def plan(
     prefetch: int = 1,
     reshard_after_forward: bool = True,
     kernels: Choice = "auto",
+    document_mask: bool = False,
     headroom: float = HEADROOM,
     units: Iterable[nn.Module] | None = None,
     inputs: Callable[[int], tuple[Any, ...]] | None = None,
@@ -172,6 +173,7 @@ def plan(
         optimizer: by name, as torch calls it.
         accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
         kernels: as models take it.
+        document_mask: whether attention stays inside a document, of our models; it costs a mask.
         headroom: share of memory that must stay free for a row to fit.
         units: as `zeroshard.Zero` takes them; None: the model's blocks.
         inputs: for a module that is no language model of ours: from rows to the arguments of one micro-batch.
@@ -196,6 +198,7 @@ def plan(
         prefetch=prefetch,
         reshard_after_forward=reshard_after_forward,
         kernels=kernels,
+        document_mask=document_mask,
         headroom=headroom,
         units=units,
         inputs=inputs,
@@ -225,6 +228,7 @@ def planner_for(
     prefetch: int = 1,
     reshard_after_forward: bool = True,
     kernels: Choice = "auto",
+    document_mask: bool = False,
     headroom: float = HEADROOM,
     units: Iterable[nn.Module] | None = None,
     inputs: Callable[[int], tuple[Any, ...]] | None = None,
@@ -251,6 +255,7 @@ def planner_for(
         precision=precision,
         optimizer=optimizer,
         kernels=kernels,
+        document_mask=document_mask,
         units=units,
         inputs=inputs,
         overrides=overrides,

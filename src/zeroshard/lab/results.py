@@ -23,44 +23,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from zeroshard.lab.metrics_log import Evaluation, MetricsLog, Step, number_of, why_unread
+from zeroshard.regular_files import read_text
 from zeroshard.train.lock import LOCK
 
 State = Literal["done", "failed", "running", "unfinished", "damaged"]
 CONFIG, METRICS, SUMMARY = "config.toml", "metrics.jsonl", "summary.json"
 WARM_UP_STEPS = 2  # of a run, left out of its medians: the first allocates, the second still settles
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step, as `zeroshard.train.record.StepRecord` was written; NaN where the log has null.
-
-    Attributes:
-        exposed_s: seconds that rank 0 stood still for communication, by kind ("weights/forward", ...).
-        comm_bytes: that rank 0 took part in moving, by operation.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    step_s: float
-    tokens: int
-    tokens_per_s: float
-    mfu: float
-    memory_bytes: Mapping[str, int]
-    comm_bytes: Mapping[str, int]
-    exposed_s: Mapping[str, float]
-    spans_s: Mapping[str, float]
-    skipped: bool
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Validation loss after a step, in nats per token; ``ema_loss``: of averaged weights, NaN where there are none."""
-
-    step: int
-    loss: float
-    ema_loss: float
 
 
 @dataclass(frozen=True)
@@ -163,17 +132,22 @@ class RunResult:
         return value
 
 
-def read_run(folder: str | Path, held: frozenset[tuple[int, int, int]] | None = None) -> RunResult:
+def read_run(
+    folder: str | Path, held: frozenset[tuple[int, int, int]] | None = None, log: MetricsLog | None = None
+) -> RunResult:
     """What ``folder`` says; never fails, whatever is in it.
 
     Args:
         folder: of a run.
         held: `locks_held`, to ask only once for many folders.
+        log: of the folder, from an earlier reading: lines that it has taken are not read again.
     """
     folder = Path(folder)
     problems: list[str] = []
     config = _read_config(folder / CONFIG, problems)
-    log = _Log(folder / METRICS, problems)
+    log = MetricsLog(folder / METRICS) if log is None else log
+    log.read()
+    problems += [log.problem] if log.problem else []
     summary = read_object(folder / SUMMARY, problems)
     damaged = bool(problems) or not config
     if not config and not problems:
@@ -249,93 +223,27 @@ def _state(summary: Mapping[str, Any], *, running: bool, damaged: bool) -> State
 
 def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name}: {_why(error)}")
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name}: {why_unread(error)}")
         return {}
 
 
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     """The JSON object in a file; empty where there is none, or where it cannot be read, which is a problem."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name}: {_why(error)}")
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name}: {why_unread(error)}")
         return {}
     if isinstance(found, dict):
         return found
     problems.append(f"{path.name}: is not an object")
     return {}
-
-
-class _Log:
-    """``metrics.jsonl``, line by line.
-
-    Attributes:
-        torn: whether the last line is a piece of one, as a run leaves it that was killed while it wrote.
-    """
-
-    def __init__(self, path: Path, problems: list[str]) -> None:
-        self.start: dict[str, Any] = {}
-        self.steps: dict[int, Step] = {}
-        self.evaluations: dict[int, Evaluation] = {}
-        self.torn = False
-        try:
-            *lines, rest = path.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            problems.append(f"{path.name}: {_why(error)}")
-            return
-        self.torn = bool(rest)
-        bad = [number for number, line in enumerate(lines, 1) if not self._take(line)]
-        if bad:
-            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-            problems.append(f"{path.name}: line {bad[0]}{more} cannot be read")
-
-    def _take(self, line: bytes) -> bool:
-        """Take what a line says; whether it could be read."""
-        try:
-            entry = json.loads(line)
-            match entry["event"]:
-                case "start":
-                    self.start, step = entry, int(entry.get("step", 0))
-                    # a run that goes on from an earlier step has left the later ones behind
-                    self.steps = {number: each for number, each in self.steps.items() if number <= step}
-                    self.evaluations = {number: each for number, each in self.evaluations.items() if number <= step}
-                case "step":
-                    self.steps[int(entry["step"])] = _step(entry)
-                case "eval":
-                    self.evaluations[int(entry["step"])] = _evaluation(entry)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return False
-        return True
-
-
-def _step(entry: Mapping[str, Any]) -> Step:
-    return Step(
-        step=int(entry["step"]),
-        loss=_number(entry["loss"]),
-        grad_norm=_number(entry["grad_norm"]),
-        lr=_number(entry["lr"]),
-        step_s=_number(entry["step_s"]),
-        tokens=int(entry["tokens"]),
-        tokens_per_s=_number(entry["tokens_per_s"]),
-        mfu=_number(entry.get("mfu")),
-        memory_bytes=dict(entry.get("memory_bytes") or {}),
-        comm_bytes=dict(entry.get("comm") or {}),
-        exposed_s=dict(entry.get("exposed_s") or {}),
-        spans_s=dict(entry.get("spans_s") or {}),
-        skipped=bool(entry.get("skipped")),
-    )
-
-
-def _evaluation(entry: Mapping[str, Any]) -> Evaluation:
-    return Evaluation(int(entry["step"]), _number(entry["loss"]), _number(entry.get("ema_loss")))
 
 
 def _link(found: Any, problems: list[str]) -> LinkFacts | None:
@@ -347,25 +255,17 @@ def _link(found: Any, problems: list[str]) -> LinkFacts | None:
             mode=str(found["mode"]),
             node_size=int(found["node_size"]),
             asked_bytes_per_s=math.inf if asked is None else float(asked),
-            achieved_bytes_per_s=_number(found["achieved_bytes_per_s"]),
-            asked_latency_s=_number(found["asked_latency_s"]),
-            achieved_latency_s=_number(found["achieved_latency_s"]),
+            achieved_bytes_per_s=number_of(found["achieved_bytes_per_s"]),
+            asked_latency_s=number_of(found["asked_latency_s"]),
+            achieved_latency_s=number_of(found["achieved_latency_s"]),
             comparable=bool(found["comparable"]),
             why_not_comparable=str(found["why_not_comparable"]),
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         problems.append(f"{METRICS}: the link's facts cannot be read ({type(error).__name__}: {error})")
         return None
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
 
 
 def _median(values: Iterable[float]) -> float:
     found = spread(values)
     return math.nan if found is None else found.median
-
-
-def _why(error: Exception) -> str:
-    return f"cannot be read ({error.strerror})" if isinstance(error, OSError) else f"does not parse ({error})"

@@ -24,7 +24,7 @@ from zeroshard.lab.spans import ROOT as ROOT_PLACE
 from zeroshard.lab.spans import Span, Trace
 from zeroshard.lab.traffic import Accumulate, Message
 from zeroshard.lab.work import Work, dtype_name
-from zeroshard.zero.runtime import MAX_REDUCTIONS_IN_FLIGHT
+from zeroshard.zero.reductions import MAX_REDUCTIONS_IN_FLIGHT
 from zeroshard.zero.schedule import ROOT, Cursor, Op, backward_ops, forward_ops
 from zeroshard.zero.strategy import SHARD
 
@@ -122,13 +122,9 @@ class _Engine:
     # -- what is written down ---------------------------------------------------------------------------------
 
     def hold(self, resident: dict[str, int]) -> None:
-        """Have what outlives a step; reduced gradients come by themselves."""
+        """Have what outlives a step; gradients come by themselves."""
         for category in ("params", "master", "optimizer"):
             self.change(category, resident[category])
-        for unit in self.all_units():
-            for group in unit.trained:
-                if group.keep_local:
-                    group.have_local()
         self.change("others", self.trace.input_bytes)
 
     def change(self, category: str, num_bytes: int) -> None:

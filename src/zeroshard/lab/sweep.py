@@ -32,6 +32,7 @@ from zeroshard.lab.results import METRICS, RunResult, read_run
 from zeroshard.lab.search import Crossover, crossover, largest_that_fits, rounded
 from zeroshard.lab.sweep_board import Board
 from zeroshard.lab.sweep_results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, read_sweep, run_folder
+from zeroshard.regular_files import open_binary, open_regular
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.sizes import parse_bandwidth, parse_size
 from zeroshard.train.toml import dump_toml
@@ -166,7 +167,7 @@ class Runner:
         settings = target.with_name(f"{target.name}.toml")
         write_whole(settings, dump_toml(config.model_copy(update={"out": str(target)})))
         began = time.monotonic()
-        with target.with_name(f"{target.name}.log").open("ab") as log:
+        with open(target.with_name(f"{target.name}.log"), "ab", opener=open_regular) as log:
             log.write(f"# {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n".encode())
             log.flush()
             start = log.tell()
@@ -277,7 +278,7 @@ def _held(folder: Path) -> Generator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / METRICS).exists():
             raise UserError("out", f"{folder} holds a run", "choose another folder for the sweep")
-        descriptor = os.open(folder / "sweep.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_regular(folder / "sweep.lock", os.O_RDWR | os.O_CREAT, follow=False)
     except OSError as error:
         what = f"{folder} cannot be written ({error.strerror})"
         raise UserError("out", what, "choose a folder that you may write") from None
@@ -310,7 +311,7 @@ def _end(child: subprocess.Popen[bytes]) -> int:
 
 def _last_words(log: Path, start: int) -> str:
     """The last line that says ``error``, else the last line of all."""
-    with log.open("rb") as file:
+    with open_binary(log) as file:
         file.seek(start)
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.lower().startswith("error")]

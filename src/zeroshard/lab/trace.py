@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -30,7 +31,7 @@ from zeroshard.lab.work import Work, bytes_read, dtype_name, work_of, work_of_pr
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.presets import nearest_preset
 from zeroshard.zero import MixedPrecision
-from zeroshard.zero.hooks import attach, in_backward
+from zeroshard.zero.hooks import ForwardRun, attach, in_backward
 from zeroshard.zero.partition import UnitSpec, partition
 
 Inputs = Callable[[int], tuple[Any, ...]]  # from the rows of a micro-batch to the model's arguments, on any device
@@ -48,22 +49,45 @@ def trace_language_model(
         precision: the dtype policy.
         device_type: ``"cpu"``, or ``"cuda"`` for the kernels that a GPU would run.
     """
-    inputs = tokens_and_targets(seq_len)
+    if any(not param.requires_grad or param.dtype != torch.float32 for param in model.parameters()):
+        inputs = tokens_and_targets(seq_len)
+        return trace_model(model, micro_batch, list(model.blocks), inputs, precision, device_type=device_type)
     name, changes = nearest_preset(cast("Any", model.config))
+    of_depth = partial(
+        _traced,
+        name,
+        tuple(sorted(changes.items())),
+        model.kernels,
+        model.eos_id,
+        micro_batch,
+        seq_len,
+        precision,
+        device_type,
+    )
     num_blocks, period = len(model.blocks), _period(model.config.activation_checkpointing)
     few = 2 * period + 2
     few += (num_blocks - few) % period
+    deeper = repeat_blocks(of_depth(few), num_blocks, period) if num_blocks > few else None
+    return of_depth(num_blocks) if deeper is None else deeper
 
-    def traced_with(depth: int) -> Trace:
-        with torch.device("meta"):
-            shallow = build_model(name, overrides={**changes, "n_layer": depth}, kernels=model.kernels)
-        return trace_model(shallow, micro_batch, list(shallow.blocks), inputs, precision, device_type=device_type)
 
-    frozen = any(not param.requires_grad for param in model.parameters())
-    if num_blocks <= few or frozen:
-        return trace_model(model, micro_batch, list(model.blocks), inputs, precision, device_type=device_type)
-    deeper = repeat_blocks(traced_with(few), num_blocks, period)
-    return traced_with(num_blocks) if deeper is None else deeper
+@lru_cache(maxsize=256)  # a plan, and a page of plans, ask for the same micro-batch again and again
+def _traced(
+    name: str,
+    changes: tuple[tuple[str, Any], ...],
+    kernels: Any,
+    eos_id: int | None,
+    micro_batch: int,
+    seq_len: int,
+    precision: MixedPrecision,
+    device_type: str,
+    depth: int,
+) -> Trace:
+    with torch.device("meta"):
+        model = build_model(name, overrides={**dict(changes), "n_layer": depth}, kernels=kernels)
+    model.eos_id = eos_id  # a mask, and what each block's attention makes of it
+    inputs = tokens_and_targets(seq_len)
+    return trace_model(model, micro_batch, list(model.blocks), inputs, precision, device_type=device_type)
 
 
 def tokens_and_targets(seq_len: int) -> Inputs:
@@ -182,6 +206,7 @@ class _Log:
         self._places: dict[int, int] = {}  # of units, by the order of their first call
         self._units = [_Unit(spec, index) for index, spec in enumerate(specs)]
         self._pass: object | None = None
+        self.forward_run = ForwardRun(0)
         for unit in self._units:
             attach(cast("Any", unit), self, None)
             for name, param in unit.params:
@@ -225,11 +250,14 @@ class _Log:
     def forward_ends(self, unit: Any, *, grads_flow: bool, keep: bool) -> None:
         self._event("forward_ends", unit, grads_flow=grads_flow, keep=keep)
 
-    def backward_begins(self, unit: Any) -> None:
+    def views(self, unit: Any, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return []
+
+    def backward_begins(self, unit: Any, forward_run: int | None) -> None:
         self._backward()
         self._event("backward_begins", unit)
 
-    def backward_ends(self, unit: Any) -> None:
+    def backward_ends(self, unit: Any, forward_run: int | None) -> None:
         self._backward()
         self._event("backward_ends", unit)
 

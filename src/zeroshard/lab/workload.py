@@ -127,6 +127,7 @@ class Workload:
             precision=self.precision,
             optimizer=self.optimizer,
             kernels=self.kernels,
+            document_mask=self.model.eos_id is not None,
             label=self.name,
         )
 
@@ -139,9 +140,12 @@ def language_model(
     precision: MixedPrecision,
     optimizer: str = "AdamW",
     kernels: Choice = "auto",
+    document_mask: bool = False,
     label: str = "",
 ) -> Workload:
     """A preset, with fields changed; ``seq_len`` None: the longest that it is made for.
+
+    ``document_mask``: attention stays inside a document.
 
     Raises:
         UserError: no such preset or field, or values that do not go together.
@@ -152,6 +156,7 @@ def language_model(
         config = model_config(name, overrides={**overrides, "seq_len": length})
     with torch.device("meta"):
         model = build_model(name, overrides={**overrides, "seq_len": config.seq_len}, kernels=kernels)
+    model.eos_id = 0 if document_mask else None
     model.check_seq_len(length)
     return Workload(
         model,
@@ -173,6 +178,7 @@ def workload_of(
     precision: MixedPrecision,
     optimizer: str,
     kernels: Choice,
+    document_mask: bool = False,
     units: Iterable[nn.Module] | None,
     inputs: Callable[[int], tuple[Any, ...]] | None,
     overrides: Mapping[str, object] = MappingProxyType({}),
@@ -180,13 +186,21 @@ def workload_of(
     """From what `zeroshard.lab.plan` is given; arguments and errors are its own."""
     if isinstance(model, str):
         return language_model(
-            model, overrides=overrides, seq_len=seq_len, precision=precision, optimizer=optimizer, kernels=kernels
+            model,
+            overrides=overrides,
+            seq_len=seq_len,
+            precision=precision,
+            optimizer=optimizer,
+            kernels=kernels,
+            document_mask=document_mask,
         )
     if not isinstance(model, nn.Module):
         what = f"{model!r} is a {type(model).__name__} and no nn.Module"
         raise UserError("model", what, "give a module, or a preset's name")
     if not any(param.requires_grad for param in model.parameters()):
         raise UserError("model", f"{type(model).__name__} has no parameters to train", "give a module that has some")
+    if document_mask:
+        raise UserError("document_mask", "a module is what it is", "set its eos_id, or give a preset's name")
     if overrides:
         raise UserError("overrides", "a module is what it is", "build it so, or give a preset's name")
     chosen = None if units is None else list(units)

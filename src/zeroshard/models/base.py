@@ -190,10 +190,12 @@ def shapes_only() -> Generator[None]:
         yield
 
 
-def materialize(model: LanguageModel, device: torch.device | str) -> None:
+def materialize(model: LanguageModel, device: torch.device | str, *, draw: bool = True) -> None:
     """Move a model from the meta device to ``device``, made and initialised one parameter at a time.
 
     Tied parameters stay tied. On ``"meta"`` nothing happens: there is nowhere to put values yet.
+
+    ``draw``: False leaves NaN where initial values would be, for what is loaded or received over them.
     """
     if torch.device(device).type == "meta":
         return
@@ -202,5 +204,9 @@ def materialize(model: LanguageModel, device: torch.device | str) -> None:
         for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if param not in made:
                 made[param] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
-                model.init_parameter(f"{module_name}.{key}" if module_name else key, made[param])
+                name = f"{module_name}.{key}" if module_name else key
+                if draw:
+                    model.init_parameter(name, made[param])
+                else:
+                    fill_constant_(made[param], float("nan"))
             setattr(module, key, made[param])

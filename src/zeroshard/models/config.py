@@ -5,10 +5,25 @@ A wrong shape is refused here, in one line that names the field, long before a t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Protocol
 
 from zeroshard.errors import UserError
+
+# Beyond the sizes of any model, and small enough for each of its tensors, and all of them, to be counted in 64 bits.
+MOST: Mapping[str, int] = MappingProxyType(
+    {
+        "vocab_size": 2**27,
+        "seq_len": 2**27,
+        "n_layer": 2**13,
+        "n_head": 2**20,
+        "n_kv_head": 2**20,
+        "n_embd": 2**20,
+        "ffn_hidden": 2**22,
+    }
+)
 
 
 class ModelConfig(Protocol):
@@ -46,11 +61,19 @@ class ModelConfig(Protocol):
 
 
 def check_counts(config: ModelConfig, *names: str) -> None:
-    """Raise UserError for the first of these fields of ``config`` that is below 1."""
+    """Raise UserError for the first of these fields of ``config`` that is below 1, or above `MOST`."""
     for name in names:
         value = getattr(config, name)
         if value < 1:
             raise UserError(f"model.{name}", f"{value} is below 1", "give a positive integer")
+        check_most(config, name)
+
+
+def check_most(config: ModelConfig, name: str) -> None:
+    """Raise UserError where a field of ``config`` is above `MOST`."""
+    value, most = getattr(config, name), MOST[name]
+    if value > most:
+        raise UserError(f"model.{name}", f"{value} is above {most:,}", "give a size that a model has")
 
 
 def check_divides(config: ModelConfig, divisor: str, dividend: str) -> None:

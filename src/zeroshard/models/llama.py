@@ -31,7 +31,7 @@ from zeroshard.models.base import (
     shapes_only,
 )
 from zeroshard.models.cache import KVCache, LayerCache
-from zeroshard.models.config import check_counts, check_divides, check_types
+from zeroshard.models.config import check_counts, check_divides, check_most, check_types
 from zeroshard.models.documents import separate
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
 
@@ -85,6 +85,7 @@ class LlamaConfig:
             raise UserError("model.n_head", what, "choose n_head and n_embd so that n_embd / n_head is even")
         if self.ffn_hidden < 0:
             raise UserError("model.ffn_hidden", f"{self.ffn_hidden} is below 0", "give a width, or 0 for 8/3 n_embd")
+        check_most(self, "ffn_hidden")
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
             if not 0.0 < value < float("inf"):

@@ -33,7 +33,7 @@ class Setup:
             makes the parameters of a model on the meta device makes new ones.
         optimizer_kwargs: the optimizer's defaults (``lr``, ``betas``, ...).
         compute_dtype: dtype of forward and backward; masters, optimizer states and reductions stay fp32.
-        init: fills parameter ``name`` of a model on the meta device.
+        init: fills parameter ``name`` of a model on the meta device; as `zeroshard.Zero` takes it.
         device: where the parameters live; None for where they are.
         shard_size: over how many neighbouring ranks state is sharded; None for all (ZeRO strategies only).
         reshard_after_forward: where weights are sharded, free whole ones between forward and backward; False keeps

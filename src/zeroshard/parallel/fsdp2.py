@@ -11,7 +11,7 @@ https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any
@@ -26,9 +26,10 @@ from zeroshard.comm import Communicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import is_grouped, require_group
 from zeroshard.zero.ema import EMA, Ema
+from zeroshard.zero.flat import loaded_later
 from zeroshard.zero.full_state import named_state, tied_names
 from zeroshard.zero.shards import persistent_buffers
-from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group, restore_settings
 
 
 class Fsdp2:
@@ -157,6 +158,12 @@ class Fsdp2:
         groups = self.optimizer.param_groups
         return [named_group(group, [names[id(param)] for param in group["params"]]) for group in groups]
 
+    def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer's groups the settings of `named_param_groups`, where those have the same parameters."""
+        names = {id(param): name for name, param in self._params.items()}
+        groups = self.optimizer.param_groups
+        restore_settings(groups, [[names[id(param)] for param in group["params"]] for group in groups], saved)
+
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read this rank's rows of every tensor; an average that was not saved starts from the weights.
 
@@ -237,10 +244,14 @@ class Fsdp2:
 
     @torch.no_grad()
     def _fill(self, init: Callable[[str, Tensor], None], device: torch.device) -> None:
-        """Each rank makes each parameter whole, and keeps its rows: values do not depend on the world's size."""
+        """Rank 0 makes each parameter whole, and each rank keeps its rows: values do not depend on the world's size."""
         for name, param in self._params.items():
+            if init is loaded_later:
+                loaded_later(name, param.to_local())
+                continue
             whole = torch.empty(param.shape, dtype=param.dtype, device=device)
-            init(name, whole)
+            if self.comm.rank == 0:
+                init(name, whole)
             self._take_from_rank_zero(whole, device)
             start, stop = self._interval(param)
             param.to_local().copy_(whole.view(-1)[start:stop].view(param.to_local().shape))

@@ -8,7 +8,7 @@ https://arxiv.org/abs/2006.15704
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any
@@ -24,7 +24,7 @@ from zeroshard.parallel.base import Setup
 from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.full_state import named_state, tied_names
 from zeroshard.zero.shards import persistent_buffers
-from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group, restore_settings
 
 
 class Replica:
@@ -127,6 +127,12 @@ class Replica:
         names = {id(param): name for name, param in self.module.named_parameters()}
         groups = self.optimizer.param_groups
         return [named_group(group, [names[id(param)] for param in group["params"]]) for group in groups]
+
+    def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer's groups the settings of `named_param_groups`, where those have the same parameters."""
+        names = {id(param): name for name, param in self.module.named_parameters()}
+        groups = self.optimizer.param_groups
+        restore_settings(groups, [[names[id(param)] for param in group["params"]] for group in groups], saved)
 
     def tied_names(self) -> dict[str, str]:
         """Each further name of a tied tensor -> the name that it is saved under."""

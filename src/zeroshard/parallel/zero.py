@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -71,6 +71,10 @@ class ZeroStrategy:
     def named_param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's param groups, ``params`` by their ordinary names."""
         return self.zero.named_param_groups()
+
+    def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer's groups the settings of `named_param_groups`."""
+        self.zero.load_param_groups(saved)
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read whatever this rank holds."""

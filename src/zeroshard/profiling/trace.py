@@ -34,6 +34,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.profiling.overlap import Flight
+from zeroshard.regular_files import LOG_BYTES, read_text
 
 Trace = dict[str, Any]
 UNDER_WAY = 1 << 20  # the thread id of the track of communication, which no thread has
@@ -218,7 +219,7 @@ def merged(traces: Mapping[int, Trace], offsets_s: Sequence[float] = ()) -> Trac
 
 def merge_files(paths: Mapping[int, Path], target: Path, offsets_s: Sequence[float] = ()) -> None:
     """Write `merged` of the ranks' files to ``target``, and remove them."""
-    traces = {rank: json.loads(path.read_text(encoding="utf-8")) for rank, path in paths.items()}
+    traces = {rank: json.loads(read_text(path, LOG_BYTES)) for rank, path in paths.items()}
     unfinished = target.with_suffix(".tmp")
     unfinished.write_text(json.dumps(merged(traces, offsets_s)), encoding="utf-8")
     unfinished.replace(target)

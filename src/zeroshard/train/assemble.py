@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
 from zeroshard.kernels import choose, describe
-from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig, build_model, nearest_preset
+from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig, build_model, materialize, nearest_preset
 from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
 from zeroshard.train.agree import agree_on, model_facts
 from zeroshard.train.compiled import compile_blocks
 from zeroshard.train.config import ModelConfig, TrainConfig
+from zeroshard.zero import loaded_later
 
 PLAIN_PIECES = ("zero0", "zero1", "zero2", "zero3", "ddp")  # whose optimizer sees tensors and no DTensors
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,11 +85,25 @@ def separating_id(config: TrainConfig, eos_id: int | None) -> int | None:
 
 
 def sharded(
-    config: TrainConfig, vocab_size: int, eos_id: int | None, comm: Communicator, device: torch.device
+    config: TrainConfig,
+    vocab_size: int,
+    eos_id: int | None,
+    comm: Communicator,
+    device: torch.device,
+    *,
+    draw: bool = True,
 ) -> tuple[LanguageModel, Strategy]:
     """The model of ``config`` and the strategy that holds it, on this rank's ``device``; collective.
 
-    ``eos_id`` is the id that attention does not cross, None where it sees everything.
+    Rank 0 draws the initial weights, one parameter at a time, and the others receive them.
+
+    Args:
+        config: of the run.
+        vocab_size: of the tokens.
+        eos_id: the id that attention does not cross; None where it sees everything.
+        comm: the ranks.
+        device: of this rank.
+        draw: False before a load: nothing is drawn, and weights are NaN until then.
 
     Raises:
         UserError: the model has fewer ids than ``vocab_size``, or ranks have different models.
@@ -97,7 +112,9 @@ def sharded(
         what = f"{config.model.vocab_size} is below the {vocab_size} ids of the tokens"
         raise UserError("model.vocab_size", what, "use tokens made for this model, or 0 for a vocabulary of their size")
     from_meta = config.strategy in FROM_META
-    model = make_model(config, vocab_size, "meta" if from_meta else device)
+    model = make_model(config, vocab_size, "meta")
+    if not from_meta:
+        materialize(model, device, draw=draw and comm.rank == 0)
     model.eos_id = eos_id
     if config.compile:
         compile_blocks(model.blocks, config.compile_backend, device)
@@ -123,7 +140,7 @@ def sharded(
         param_groups=groups,
         optimizer_kwargs=optimizer_kwargs,
         compute_dtype=DTYPES[config.dtype],
-        init=init if from_meta else None,
+        init=(init if draw else loaded_later) if from_meta else None,
         device=device,
         shard_size=config.shard_size or None,
         reshard_after_forward=config.reshard_after_forward,

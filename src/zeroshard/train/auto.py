@@ -16,13 +16,15 @@ from pathlib import Path
 import torch
 
 from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.errors import UserError
 from zeroshard.models import LanguageModel
+from zeroshard.regular_files import read_text
 from zeroshard.train.config import TrainConfig
 
 HIGHEST_STAGE = 3
-# From a model on the meta device, the number of ranks, the dtype that computes, the device, and rows and tokens of a
-# micro-batch: stage, and why.
-ChooseStage = Callable[[LanguageModel, int, torch.dtype, torch.device, int, int], tuple[int, str]]
+# From a model on the meta device, the number of ranks, the dtype that computes, the device, rows and tokens of a
+# micro-batch, and whether there is an average and whether stage 3 frees weights after forward: stage, and why.
+ChooseStage = Callable[[LanguageModel, int, torch.dtype, torch.device, int, int, bool, bool], tuple[int, str]]
 
 
 def lowest_stage(chosen: tuple[int, str], comm: Communicator, folder: Path, *, resuming: bool) -> tuple[int, str]:
@@ -36,9 +38,9 @@ def lowest_stage(chosen: tuple[int, str], comm: Communicator, folder: Path, *, r
     """
     stage, why = chosen
     if resuming and _word(folder).exists():
-        left = json.loads(_word(folder).read_text(encoding="utf-8"))
-        if left["stage"] > stage:
-            stage, why = left["stage"], left["why"]
+        left_stage, left_why = _read_word(_word(folder))
+        if left_stage > stage:
+            stage, why = left_stage, left_why
     message = torch.tensor([stage], device=comm.control_device)
     with scope(CONTROL):
         comm.all_reduce(message, op="max").wait()
@@ -54,6 +56,14 @@ def move_up(config: TrainConfig, stage: int, rank: int, world_size: int) -> str:
     unfinished.write_text(json.dumps({"stage": stage + 1, "why": why}), encoding="utf-8")
     unfinished.replace(_word(Path(config.out)))
     return f"{why}; zero{stage + 1} is next"
+
+
+def _read_word(path: Path) -> tuple[int, str]:
+    try:
+        left = json.loads(read_text(path))
+        return int(left["stage"]), str(left["why"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError("strategy", f"{path} cannot be read ({error})", "delete it, or name a stage") from None
 
 
 def _word(folder: Path) -> Path:

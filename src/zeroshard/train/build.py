@@ -6,6 +6,7 @@ data, make the run folder) while the others learn how it went; then every rank b
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from collections.abc import Generator
@@ -23,11 +24,13 @@ from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.comm.launch import World, num_restarts, world_from_env
 from zeroshard.errors import UserError
 from zeroshard.kernels import describe
+from zeroshard.models import LanguageModel
 from zeroshard.optim import FusedAdamW, LossScaler, learning_rate
 from zeroshard.parallel import Strategy
 from zeroshard.parallel.zero import ZeroStrategy
 from zeroshard.profiling.clock import Clock
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
+from zeroshard.regular_files import require_regular
 from zeroshard.train import resume
 from zeroshard.train.agree import first_rank_does, start_facts
 from zeroshard.train.assemble import DTYPES, check_model, check_shard_size, make_model, separating_id, serving, sharded
@@ -42,9 +45,16 @@ from zeroshard.train.measures import Measures
 from zeroshard.train.ranks import join
 from zeroshard.train.record import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
 from zeroshard.train.run import Run, Schedule, checkpoint_folder
+from zeroshard.train.saved_run import saved_run
 from zeroshard.train.toml import dump_toml
 from zeroshard.train.trackers import require_trackers, trackers
 from zeroshard.zero import STAGES
+
+# Why a folder cannot be written that was asked for; anything else is the disk's.
+ANOTHER_FOLDER_HELPS = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
+}
 
 
 @contextmanager
@@ -95,6 +105,8 @@ def build_run(
     check_shard_size(config, comm.world_size)
     describe(device, config.kernels)  # refuses what cannot be had
     grad_accum_steps = accumulation_steps(config, comm.world_size)
+    if comm.rank == 0 and config.shortened_warmup:
+        print(config.shortened_warmup, file=sys.stderr, flush=True)
     folder = Path(config.out)
     locks: list[RunLock] = []  # rank 0's
     with ExitStack() as undo:
@@ -102,7 +114,8 @@ def build_run(
         resuming = config.resume != "none"
         first_rank_does(comm, lambda: locks.append(claim_folder(folder, resuming=resuming)))
         lock = locks[0] if locks else None
-        run = _build_in(folder, config, comm, device, grad_accum_steps, lock, choose_stage, predict)
+        with checkpoint.parsed_once():
+            run = _build_in(folder, config, comm, device, grad_accum_steps, lock, choose_stage, predict)
         undo.pop_all()
     return run
 
@@ -118,48 +131,50 @@ def _build_in(
     predict: Predict | None,
 ) -> Run:
     resume_from = resume.choose(comm, config.resume, checkpoint_folder(folder))
+    if resume_from is not None:
+        config = resume.with_same_evaluation(saved_run(resume_from), config)
     corpus = open_corpus(config, comm, grad_accum_steps)
     rows_per_step = config.micro_batch_size * grad_accum_steps * comm.world_size
 
     observed = ObservedCommunicator(comm, timed=config.profile.overlap or config.profile.trace_steps > 0)
     as_given, stage = config, None
-    if config.strategy == "auto":
-        stage = _automatic_stage(config, corpus.vocab_size, comm, device, choose_stage)
-        config = config.model_copy(update={"strategy": f"zero{stage}"})
     eos_id = separating_id(config, corpus.eos_id)
-    model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device)
+    if config.strategy == "auto":
+        stage = _automatic_stage(config, _shapes(config, corpus.vocab_size, eos_id), comm, device, choose_stage)
+        config = config.model_copy(update={"strategy": f"zero{stage}"})
+    model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=resume_from is None)
     scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
     guard = StepGuard(config.optim.max_not_finite, config.optim.skip_spikes)
     first_step = first_token = 0
     tokens_per_step = rows_per_step * config.seq_len
     if resume_from is not None:
-        saved = checkpoint.read_manifest(resume_from).extra
-        changes = resume.check_changes(saved, config.model_dump(mode="json"), tokens_per_step, corpus.sha256)
+        saved = saved_run(resume_from)
+        now = config.model_dump(mode="json")
+        changes = resume.check_changes(saved, now, tokens_per_step, corpus.sha256, corpus.earlier_sha256)
         first_step = _load(resume_from, strategy, scaler, guard, verified=config.resume == "auto")
+        corpus.go_on(saved.get("position", {}).get("stream"), first_step)
         first_token = saved.get("position", {}).get("tokens", first_step * tokens_per_step)
         resume.say_start(comm, resume_from, changes)
         if config.resume != "auto":
             first_rank_does(comm, partial(resume.leave_branch, checkpoint_folder(folder), first_step))
     describe_run = partial(_describe, folder, as_given, corpus)
     first_rank_does(comm, describe_run)  # from here on the folder holds a run
+    observers: list[Observer] = []  # rank 0's
+    first_rank_does(comm, lambda: observers.extend(_observers(config, folder)))
     observed.drain()
 
     measures = Measures(config.profile, strategy, observed, _named_units(strategy), folder, device)
     saves = isinstance(strategy.optimizer, FusedAdamW)
-    contract = _contract(config, corpus.vocab_size, observed, device, grad_accum_steps, predict, saves)
+    shapes = _shapes(config, corpus.vocab_size, eos_id)
+    contract = _contract(config, shapes, observed, device, grad_accum_steps, predict, saves)
     return Run(
         strategy=strategy,
         batches=corpus.batches,
+        data_position=corpus.position,
         eval_batches=corpus.eval_batches,
-        learning_rate=partial(
-            learning_rate,
-            lr=config.lr,
-            min_lr=config.min_lr,
-            warmup_steps=config.warmup_steps,
-            max_steps=config.max_steps,
-        ),
+        learning_rate=partial(learning_rate, **resume.schedule_of(config.model_dump())),
         schedule=_schedule(config, grad_accum_steps),
-        observers=_observers(config, folder) if comm.rank == 0 else (),
+        observers=observers,
         folder=folder,
         device=device,
         tokens_per_step=tokens_per_step,
@@ -191,7 +206,8 @@ def _load(path: Path, strategy: Strategy, scaler: LossScaler | None, guard: Step
         UserError: it is not one of this model and optimizer, or cannot be read.
     """
     try:
-        saved = checkpoint.load(path, strategy, verified=verified)
+        # The optimizer's settings are the configuration's; resuming says what of it has changed.
+        saved = checkpoint.load(path, strategy, verified=verified, settings=False)
         if scaler is not None and saved.get("loss_scaler"):
             scaler.load_state_dict(saved["loss_scaler"])
         guard.load_state_dict(saved.get("guard") or guard.state_dict())
@@ -268,12 +284,15 @@ def claim_folder(folder: Path, *, resuming: bool) -> RunLock:
     """Make the run folder, or see that the one that is there may be used, and hold it.
 
     Raises:
-        UserError: another run is writing there; it holds a run and this one does not resume; it cannot be written.
+        UserError: another run is writing there; it holds a run and this one does not resume; it may not be written.
+        OSError: the disk is full, or fails.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = RunLock(folder)
     except OSError as error:
+        if error.errno not in ANOTHER_FOLDER_HELPS:
+            raise
         raise UserError(
             "out", f"{folder} cannot be written ({error.strerror})", "choose a folder that you may write"
         ) from None
@@ -282,6 +301,14 @@ def claim_folder(folder: Path, *, resuming: bool) -> RunLock:
         raise UserError(
             "out", f"{folder} already holds a run", "choose another --out, or go on with it by --resume auto"
         )
+    for path in (folder / "config.toml", folder / "metrics.jsonl"):
+        try:
+            if path.exists():
+                require_regular(path)
+        except OSError as error:
+            lock.close()
+            todo = "remove it, or choose another --out"
+            raise UserError("out", f"{path} cannot be used ({error.strerror})", todo) from None
     return lock
 
 
@@ -299,9 +326,16 @@ def _named_units(strategy: Strategy) -> list[tuple[str, nn.Module]]:
     ]
 
 
+def _shapes(config: TrainConfig, vocab_size: int, eos_id: int | None) -> LanguageModel:
+    """The model of a run without values: what there is to plan with."""
+    model = make_model(config, vocab_size, "meta")
+    model.eos_id = eos_id
+    return model
+
+
 def _contract(
     config: TrainConfig,
-    vocab_size: int,
+    model: LanguageModel,
     comm: Communicator,
     device: torch.device,
     grad_accum_steps: int,
@@ -311,7 +345,7 @@ def _contract(
     if predict is None or config.strategy not in PLANNED or config.optimizer != "adamw":
         return None
     job = Job(
-        model=make_model(config, vocab_size, "meta"),
+        model=model,
         row=replace(STAGES[int(config.strategy[-1])], reshard_after_forward=config.reshard_after_forward),
         rank=comm.rank,
         world_size=comm.world_size,
@@ -332,13 +366,17 @@ def _contract(
 
 
 def _automatic_stage(
-    config: TrainConfig, vocab_size: int, comm: Communicator, device: torch.device, choose_stage: ChooseStage | None
+    config: TrainConfig,
+    model: LanguageModel,
+    comm: Communicator,
+    device: torch.device,
+    choose_stage: ChooseStage | None,
 ) -> int:
     chosen = 0, "where nobody predicts"
     if choose_stage is not None:
-        model = make_model(config, vocab_size, "meta")
         shapes = config.micro_batch_size, config.seq_len
-        chosen = choose_stage(model, comm.world_size, DTYPES[config.dtype], device, *shapes)
+        kept = config.ema_decay > 0, config.reshard_after_forward
+        chosen = choose_stage(model, comm.world_size, DTYPES[config.dtype], device, *shapes, *kept)
     stage, why = lowest_stage(chosen, comm, Path(config.out), resuming=config.resume != "none")
     if comm.rank == 0:
         print(f"strategy auto: zero{stage}: {why}")

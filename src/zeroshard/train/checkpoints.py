@@ -70,12 +70,12 @@ def _show(path: Path) -> ExitStatus:
     folder, manifest = checkpoint.open_manifest(_newest(path))
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     config = manifest.extra.get("config")
-    model = config.get("model", {}).get("name", "") if isinstance(config, dict) else ""
+    model = config.get("model") if isinstance(config, dict) else None
     facts = {
         "checkpoint": str(folder),
         "step": f"{manifest.step:,}",
         "written by": f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''} {_strategy(manifest)}",
-        "model": str(model),
+        "model": str(model.get("name", "")) if isinstance(model, dict) else "",
         "versions": versions,
         "files": f"{len(manifest.files)}, {bytes_in_words(manifest.num_bytes)}",
         "state": _state(folder, manifest),

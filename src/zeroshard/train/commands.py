@@ -65,7 +65,7 @@ class GenerateConfig(Config):
 
     run: str = Field(min_length=1, description="Run folder, as in runs/NAME, or a Hugging Face folder.")
     weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
-    prompt: str = Field("", description="Text to go on from; empty: a line break.")
+    prompt: str = Field("", description="Text to go on from; empty: what begins a document, or a line break.")
     max_new_tokens: int = Field(200, ge=1, description="Tokens to write.")
     temperature: float = Field(0.8, ge=0, allow_inf_nan=False, description="0: always the likeliest token.")
     top_k: int = Field(0, ge=0, description="Draw from the k likeliest; 0: from all.")

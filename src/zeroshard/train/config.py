@@ -10,13 +10,14 @@ This module imports no torch: the command line reads it before it knows whether 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, shown
 from zeroshard.train.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
 from zeroshard.train.toml import read_toml
 from zeroshard.train.validate import validate
@@ -29,6 +30,11 @@ SHARDING = ("zero1", "zero2", "zero3")  # by our engine
 MUON_STRATEGIES = ("ddp", "zero0", *SHARDING)
 PLANNED = ("auto", "zero0", *SHARDING)
 OVER_TORCH = ("ddp", "zero1-torch", "fsdp2")  # they talk through torch.distributed whatever communicator there is
+UNNAMED = "unnamed"  # the data of an imported run: only its user knows which they are
+# Of an imported run: what LLaMA's first public fine-tunings took, https://github.com/tatsu-lab/stanford_alpaca
+FINE_TUNING: Mapping[str, float] = MappingProxyType({"lr": 2e-5, "min_lr": 2e-6})
+MOST_NODES = 65_536
+WARMUP_STEPS = 20  # unless something else is said
 Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M
 CompileBackend = Literal["inductor", "aot_eager", "eager"]
 
@@ -119,7 +125,7 @@ class DataConfig(Config):
         False, description="Train straight from .parquet, .jsonl or the hub, and prepare nothing before."
     )
     document_mask: bool = Field(False, description="Attention stays inside a document; the tokenizer must end them.")
-    workers: int = Field(0, ge=0, description="Processes that make tokens of tables and hub data; 0: one per core.")
+    workers: int = Field(0, ge=0, description="Processes that encode text; 0: one per core, as far as there is work.")
 
     @model_validator(mode="before")
     @classmethod
@@ -293,8 +299,13 @@ class TrainConfig(Config):
     momentum: float = Field(0.95, ge=0, lt=1, description="muon: decay of its mean gradient.")
     fused: bool = Field(True, description="The optimizer's fused kernel.")
     lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="Peak learning rate.")
-    min_lr: float = Field(1e-4, ge=0, allow_inf_nan=False, description="Learning rate at the last step.")
-    warmup_steps: int = Field(20, ge=0, description="Steps of linear warm-up.")
+    min_lr: float = Field(1e-4, ge=0, allow_inf_nan=False, description="Learning rate at the end of its decay.")
+    warmup_steps: int = Field(
+        WARMUP_STEPS, ge=0, description="Steps of linear warm-up; a tenth of a run that is shorter than the default."
+    )
+    decay_steps: int = Field(
+        0, ge=0, description="Steps until the learning rate has come down to min_lr, warm-up included; 0: max_steps."
+    )
     weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False, description="Decay of matrices.")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the mean gradient.")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean squared gradient.")
@@ -322,7 +333,8 @@ class TrainConfig(Config):
     seed: int = Field(0, ge=0, description="Weights, order of data, dropout.")
 
     eval_interval: int = Field(100, ge=0, description="Steps between evaluations; 0: only at the end.")
-    eval_batches: int = Field(20, ge=1, description="Batches in an evaluation.")
+    eval_batches: int = Field(20, ge=1, description="Batches in an evaluation, of micro_batch_size sequences each.")
+    eval_rows: int = Field(0, ge=0, description="Sequences in an evaluation; 0: eval_batches x micro_batch_size.")
     log_interval: int = Field(10, ge=1, description="Steps between console lines.")
     checkpoint_interval: int = Field(0, ge=0, description="Steps between checkpoints; 0: only at the end.")
     checkpoint_async: bool = Field(
@@ -341,9 +353,34 @@ class TrainConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _every_world_can_share_out(self) -> Self:
+        """Machines may be lost or come: what does not divide a world of fewer or more would end the run then."""
+        least, most = parse_nnodes(self.nnodes)
+        if most == 1:
+            return self
+        worlds = [nodes * max(1, self.nproc) for nodes in range(least, most + 1)]
+        allowed = f"which nnodes = {self.nnodes} allows"
+        at_once = self.micro_batch_size
+        bad = [world for world in worlds if self.global_batch_size % (at_once * world)]
+        if bad:
+            what = f"{self.global_batch_size} is no multiple of {at_once} (micro_batch_size) x {_some(bad)} ranks"
+            raise UserError("global_batch_size", f"{what}, {allowed}", "change one of them, nproc or nnodes")
+        bad = [world for world in worlds if self.shard_size and world % self.shard_size]
+        if bad:
+            what = f"{self.shard_size} does not divide a world of {_some(bad)} ranks"
+            raise UserError("shard_size", f"{what}, {allowed}", "change it, nproc or nnodes")
+        return self
+
+    @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.warmup_steps > self.max_steps:
-            raise UserError("warmup_steps", f"{self.warmup_steps} is above max_steps = {self.max_steps}", "lower it")
+            if "warmup_steps" in self.model_fields_set:
+                what = f"{self.warmup_steps} is above max_steps = {self.max_steps}"
+                raise UserError("warmup_steps", what, "lower it")
+            object.__setattr__(self, "warmup_steps", max(1, self.max_steps // 10))
+        if self.decay_steps and self.decay_steps < self.warmup_steps:
+            what = f"{self.decay_steps} is below warmup_steps = {self.warmup_steps}"
+            raise UserError("decay_steps", what, "raise it, or leave it out: max_steps")
         if self.global_batch_size and self.grad_accum_steps > 1:
             what = f"{self.global_batch_size} already sets how many micro-batches a step has"
             raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
@@ -376,6 +413,14 @@ class TrainConfig(Config):
             object.__setattr__(self, "out", f"runs/{name}")
         return self
 
+    @property
+    def shortened_warmup(self) -> str:
+        """What to say of a warm-up that nobody set and that was too long for the run; empty where it is as it was."""
+        if "warmup_steps" in self.model_fields_set or self.warmup_steps == WARMUP_STEPS:
+            return ""
+        what = f"{WARMUP_STEPS}, the default, is above max_steps = {self.max_steps}"
+        return f"warmup_steps: {what}; it is {self.warmup_steps} in this run"
+
     def _link_agrees(self) -> None:
         mode, nproc, node_size = self.link.mode, self.nproc, self.link.node_size
         if mode == "simulated" and self.strategy in OVER_TORCH:
@@ -400,11 +445,24 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     Raises:
         UserError: it is neither, or the first number is above the second.
     """
-    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
+    match = re.fullmatch(r"([1-9][0-9]{0,9})(?::([1-9][0-9]{0,9}))?", text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-    if least > most:
-        raise UserError("nnodes", f"{text!r} is no number of machines", "give it as 2, or as 2:4 for at least 2")
+    if least > most or most > MOST_NODES:
+        raise UserError("nnodes", f"{shown(text)} is no number of machines", "give it as 2, or as 2:4 for at least 2")
     return least, most
+
+
+def require_data(data: DataConfig) -> None:
+    """Raise UserError where the data of an imported run were not named yet."""
+    if data.source == UNNAMED:
+        what = "the run was imported, and only you know what it is to be trained on"
+        raise UserError("data", what, "add --data text --data.path FILES, or another source, see --help")
+
+
+def _some(counts: Sequence[int]) -> str:
+    """The first of them, as ``6, 10 or 14``."""
+    named = [*map(str, counts[:6]), *(["..."] if len(counts) > 6 else [])]
+    return " or ".join([", ".join(named[:-1]), named[-1]]) if len(named) > 1 else named[0]
 
 
 def load_config(path: str | Path) -> TrainConfig:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from zeroshard.comm import Communicator
 from zeroshard.data import Batches, EvalBatches, TokenBatches, TokenDataset, require_enough
+from zeroshard.data.lanes import open_stream
 from zeroshard.data.meta import DataMeta, read_meta
+from zeroshard.data.prepare import tables_fingerprint
 from zeroshard.data.sources import SyntheticSize, open_source
-from zeroshard.data.stream import BlockSizes, StreamBatches, blocks_of
+from zeroshard.data.stream import StreamBatches, validation_tokens
 from zeroshard.data.tables import Tables
 from zeroshard.data.tokenizer import keep_tokenizer, make_tokenizer, tokenizer_identity
 from zeroshard.errors import UserError
-from zeroshard.train.agree import agree_on, first_rank_does
+from zeroshard.train.agree import agree_on, first_rank_does, gather_bytes
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.prepare import data_folder, prepare_data
 
@@ -32,6 +36,9 @@ class Corpus:
         sha256: the same exactly where the same is trained on.
         keep_tokenizer: make a folder that gives the tokenizer back, without the data.
         close: lets go of what is read ahead.
+        position: where the data of a step begin, as JSON holds it; None where the step says it.
+        go_on: have the data of a step be those that were next when the first argument was given by ``position``.
+        earlier_sha256: what an earlier version said of the same text, of which it took other rows; empty: none.
     """
 
     batches: Batches
@@ -41,6 +48,9 @@ class Corpus:
     sha256: str
     keep_tokenizer: Callable[[Path], None]
     close: Callable[[], None] = lambda: None
+    position: Callable[[int], dict[str, Any] | None] = lambda step: None
+    go_on: Callable[[Mapping[str, Any] | None, int], None] = lambda saved, step: None
+    earlier_sha256: str = ""
 
 
 def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
@@ -64,7 +74,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
     return Corpus(
         batches=TokenBatches(train, **shapes, grad_accum_steps=grad_accum_steps, seed=config.seed, **ranks),
-        eval_batches=EvalBatches(val, **shapes, num_batches=config.eval_batches, **ranks),
+        eval_batches=EvalBatches(val, **shapes, max_rows=eval_rows(config), **ranks),
         vocab_size=train.vocab_size,
         eos_id=meta.eos_id,
         sha256=meta.tokens_sha256,
@@ -84,29 +94,40 @@ def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
         todo = "leave it out, or name .parquet or .jsonl files, or a data set of the hub"
         raise UserError("data.streaming", f"the source {data.source} is no table of texts", todo)
     tokenizer = make_tokenizer(data.tokenizer, ())
-    blocks = blocks_of(tables, tokenizer, tokenizer_identity(data.tokenizer), data.val_fraction)
-    agree_on(comm, {"data": blocks.identity})
-    wanted = config.eval_batches * config.micro_batch_size * config.seq_len + 1
-    val = blocks.validation(wanted)
-    require_enough(val, config.seq_len, 1, split="val")
+    text = open_stream(tables, tokenizer, tokenizer_identity(data.tokenizer), data.val_fraction)
+    agree_on(comm, {"data": text.identity})
     ranks = {"rank": comm.rank, "world_size": comm.world_size}
+    gather = partial(gather_bytes, comm)
+    num_rows = eval_rows(config)
+    val = validation_tokens(text, num_rows * config.seq_len + 1, **ranks, gather=gather)
+    require_enough(val, config.seq_len, 1, split="val")
     shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
-    sizes = BlockSizes(Path(config.out) / "stream", blocks.identity, comm.rank)
-    batches = StreamBatches(blocks, sizes, **shapes, grad_accum_steps=grad_accum_steps, seed=config.seed, **ranks)
+    order = {"grad_accum_steps": grad_accum_steps, "seed": config.seed}
+    batches = StreamBatches(text, **shapes, **order, **ranks, gather=gather)
+    rules = {"source": data.source, "val_fraction": data.val_fraction, "split": text.holdout.rule}
+    corpus_sha256 = tables_fingerprint(tables).sha256
 
     def keep(kept: Path) -> None:
         shutil.rmtree(kept, ignore_errors=True)
-        keep_tokenizer(kept, tokenizer, tokenizer.vocab_size, f"streamed from {data.source}")
+        keep_tokenizer(kept, tokenizer, tokenizer.vocab_size, f"streamed from {data.source}", rules, corpus_sha256)
 
     return Corpus(
         batches=batches,
-        eval_batches=EvalBatches(val, **shapes, num_batches=config.eval_batches, **ranks),
+        eval_batches=EvalBatches(val, **shapes, max_rows=num_rows, **ranks),
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
-        sha256=blocks.identity,
+        sha256=text.identity,
         keep_tokenizer=keep,
         close=batches.close,
+        position=batches.position,
+        go_on=batches.go_on,
+        earlier_sha256=text.earlier_identity,
     )
+
+
+def eval_rows(config: TrainConfig) -> int:
+    """Sequences in an evaluation."""
+    return config.eval_rows or config.eval_batches * config.micro_batch_size
 
 
 def data_facts(meta: DataMeta) -> dict[str, object]:

@@ -8,9 +8,11 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, shown
+from zeroshard.regular_files import read_text
 from zeroshard.train.migrate import Migration
-from zeroshard.train.validate import by_dotted_name
+from zeroshard.train.sizes import LARGEST
+from zeroshard.train.validate import by_dotted_name, refuse_unusable
 
 _AUTO = "left to the caller there, and to its default here"
 _NO_OFFLOAD = "states stay on the device; more ranks hold less each"
@@ -41,14 +43,19 @@ def read_deepspeed(words: Sequence[str]) -> Migration:
         raise UserError("import-config", "deepspeed takes one file", "write import-config deepspeed FILE.json")
     path = Path(words[0])
     try:
-        theirs = json.loads(path.read_text(encoding="utf-8"))
+        theirs = json.loads(read_text(path))
     except OSError as error:
         raise UserError(str(path), f"cannot be read ({error.strerror})", "give DeepSpeed's JSON file") from None
     except ValueError as error:
         raise UserError(str(path), f"is no JSON ({error})", "give DeepSpeed's JSON file") from None
+    except RecursionError:
+        raise UserError(str(path), "is nested too deeply", "give DeepSpeed's JSON file") from None
     if not isinstance(theirs, dict):
         raise UserError(str(path), "is not a JSON object", "give DeepSpeed's JSON file")
+    refuse_unusable(theirs)
     flat = by_dotted_name(theirs)
+    for key, value in flat.items():
+        _require_type(key, value)
     to = Migration(f"DeepSpeed: {path}")
     for key, value in flat.items():
         if value == "auto":
@@ -67,6 +74,27 @@ def read_deepspeed(words: Sequence[str]) -> Migration:
         to.set("warmup_steps", 0)
     _fit_steps(to)
     return to
+
+
+def _require_type(key: str, value: Any) -> None:
+    """Raise UserError for a value that is neither ``auto`` nor what DeepSpeed takes there; unknown keys take any."""
+    if value == "auto" or key not in _TYPES:
+        return
+    fits, kind = _TYPES[key]
+    if not fits(value):
+        raise UserError(key, f"{shown(value, 80)} is not {kind}", f"give {kind}, as DeepSpeed takes it")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(_is_number(each) for each in value)
 
 
 def _fit_steps(to: Migration) -> None:
@@ -162,6 +190,42 @@ _SPECIAL: dict[str, Callable[[str, Any, dict[str, Any], Migration], None]] = {
     "scheduler.params.warmup_max_lr": _max_lr,
     **dict.fromkeys(("tensorboard.enabled", "wandb.enabled"), _track),
     "activation_checkpointing.partition_activations": _recompute,
+}
+
+
+_COUNT, _NUMBER, _SWITCH, _NAME = (
+    (_is_count, "a whole number of at least 0"),
+    (_is_number, "a number of at least 0"),
+    (lambda value: isinstance(value, bool), "true or false"),
+    (lambda value: isinstance(value, str), "text"),
+)
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        (
+            *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print"),
+            *("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps", "fp16.loss_scale_window"),
+            *("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"),
+        ),
+        _COUNT,
+    ),
+    **dict.fromkeys(
+        (
+            *("gradient_clipping", "optimizer.params.lr", "optimizer.params.weight_decay", "optimizer.params.eps"),
+            *("scheduler.params.warmup_max_lr", "fp16.loss_scale"),
+        ),
+        _NUMBER,
+    ),
+    **dict.fromkeys(
+        (
+            *("bf16.enabled", "bfloat16.enabled", "fp16.enabled", "tensorboard.enabled", "wandb.enabled"),
+            *("activation_checkpointing.partition_activations", "optimizer.params.adam_w_mode"),
+        ),
+        _SWITCH,
+    ),
+    **dict.fromkeys(("optimizer.type", "scheduler.type", "tensorboard.job_name", "wandb.project"), _NAME),
+    "zero_optimization.stage": (lambda value: _is_count(value) and value <= 3, "a stage, 0 to 3"),
+    "fp16.initial_scale_power": (lambda value: _is_count(value) and value <= 62, "a whole number, 0 to 62"),
+    "optimizer.params.betas": (_is_pair, "a list of two numbers"),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor, int]],
     comm: Communicator,
     device: torch.device,
+    alive: Callable[[], None] = lambda: None,
 ) -> float:
     """Mean loss over every rank's batches, in nats; the same number on every rank. Collective.
 
@@ -27,6 +28,7 @@ def evaluate(
             collective. A batch of weight 0 is run and not counted.
         comm: the ranks.
         device: where the batches go.
+        alive: called after each batch.
     """
     was_training = model.training
     model.eval()
@@ -36,6 +38,7 @@ def evaluate(
         if weight:
             total[0] += weight * loss.to(total)
             total[1] += weight
+        alive()
     model.train(was_training)
     total = total.to(comm.control_device)
     with scope(CONTROL):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from math import exp, inf, log
@@ -17,24 +18,28 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.comm.launch import World, world_from_env
 from zeroshard.data import EvalBatches, TokenDataset, Tokenizer, load_tokenizer, num_rows, read_meta, require_enough
-from zeroshard.data.tokenizer import num_text_bytes
+from zeroshard.data.joining import num_text_bytes
+from zeroshard.data.prepared import rule_of, say
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.models import LanguageModel
+from zeroshard.parallel import Strategy
 from zeroshard.train.assemble import sharded
 from zeroshard.train.build import choose_device, tokenizer_folder
 from zeroshard.train.commands import EvalConfig
-from zeroshard.train.config import TrainConfig, load_config
+from zeroshard.train.config import UNNAMED, TrainConfig, load_config
 from zeroshard.train.evaluate import evaluate
 from zeroshard.train.generate import load_for_text, load_weights, nothing_in
 from zeroshard.train.prepare import data_folder
 from zeroshard.train.ranks import join
 from zeroshard.train.record import finite_or_null
 from zeroshard.train.run import checkpoint_folder
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
 
 MOST_EXPONENT = 709.0  # of what a double can hold e to the power of
 
@@ -89,15 +94,15 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     model, step, seq_len = _model(config, trained, comm, device)
     tokenizer = None if meta.tokenizer == "none" else _tokenizer(tokens_folder, comm)
     _require_same_tokenizer(folder, tokens_folder, meta.vocab_size, model)
+    if config.split == "val" and comm.rank == 0:
+        _warn_of_overlap(folder, tokens_folder)
     seq_len = config.seq_len or seq_len
     model.check_seq_len(seq_len)
     require_enough(tokens, seq_len, 1, split=config.split)
-    available = num_rows(tokens, seq_len)
-    rows_at_once = min(config.micro_batch_size, available)
-    num_batches = min(config.batches or available, available // rows_at_once)
-    batches = EvalBatches(tokens, seq_len, rows_at_once, num_batches, comm.rank, comm.world_size)
-    loss = evaluate(model, batches, comm, device)
-    num_tokens = batches.num_batches * batches.micro_batch_size * seq_len
+    rows = config.batches * config.micro_batch_size or num_rows(tokens, seq_len)
+    batches = EvalBatches(tokens, seq_len, config.micro_batch_size, rows, comm.rank, comm.world_size)
+    loss = evaluate(model, _known_ids(batches, model.config.vocab_size, tokens_folder), comm, device)
+    num_tokens = batches.num_rows * seq_len
     num_bytes = 0 if tokenizer is None else _text_bytes(tokenizer, batches, tokens, seq_len)
     bits = loss * num_tokens / (log(2) * num_bytes) if num_bytes else None
     perplexity = exp(loss) if loss < MOST_EXPONENT else inf
@@ -141,10 +146,41 @@ def _model(
         return model, step, trained.seq_len
     if config.weights == "ema":
         raise UserError("weights", f"{config.strategy} evaluates the last weights", "use --strategy none")
-    spread = trained.model_copy(update={"strategy": config.strategy, "kernels": "auto", "compile": False})
-    model, strategy = sharded(spread, vocab_size, eos_id, comm, device)
-    checkpoint.load(path, strategy)
+    changes = {"strategy": config.strategy, "kernels": "auto", "compile": False, "ema_decay": 0.0}
+    model, strategy = sharded(trained.model_copy(update=changes), vocab_size, eos_id, comm, device, draw=False)
+    checkpoint.load(path, _WithoutStates(strategy), settings=False)
     return model, step, trained.seq_len
+
+
+class _WithoutStates:
+    """A strategy that is loaded without its optimizer's states, which an evaluation has no use for."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.comm = strategy.comm
+
+    def named_shards(self) -> Iterable[NamedShard]:
+        """Nothing is saved from here."""
+        return ()
+
+    def load_named_shards(self, reader: ShardReader) -> None:
+        """Read weights and buffers."""
+        self._strategy.load_named_shards(_WeightsReader(reader))
+
+
+class _WeightsReader:
+    """``reader``, of a checkpoint that seems to hold no more than a model."""
+
+    def __init__(self, reader: ShardReader) -> None:
+        self._reader = reader
+
+    def kinds(self, name: str) -> dict[str, tuple[int, ...]]:
+        """What is saved of it: weights, buffers and averages."""
+        return {kind: shape for kind, shape in self._reader.kinds(name).items() if kind in MODEL_KINDS}
+
+    def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
+        """As the reader does."""
+        return self._reader.read(name, kind, interval)
 
 
 def _tokens_folder(config: EvalConfig, trained: TrainConfig | None) -> Path:
@@ -154,6 +190,8 @@ def _tokens_folder(config: EvalConfig, trained: TrainConfig | None) -> Path:
         raise UserError("data_dir", "a Hugging Face folder says nothing of data", "name a prepared folder")
     if trained.data.streaming:
         raise UserError("data_dir", "the run was streamed, and has no prepared folder", "name one")
+    if trained.data.source == UNNAMED:
+        raise UserError("data_dir", "the run was imported, and its data were not named yet", "name a prepared folder")
     return data_folder(trained.data)
 
 
@@ -190,9 +228,41 @@ def _require_same_tokenizer(folder: Path, tokens_folder: Path, vocab_size: int, 
         )
 
 
+def _warn_of_overlap(folder: Path, tokens_folder: Path) -> None:
+    """Say in a line where the run may have trained on what validates in another folder of the same text."""
+    kept = tokenizer_folder(folder)
+    if not kept.is_dir():
+        return
+    ours, theirs = read_meta(kept), read_meta(tokens_folder)
+    streamed = not ours.splits["train"].num_tokens and ours.source.description.startswith("streamed from")
+    same_text = ours.source.sha256 == theirs.source.sha256
+    if ours.tokens_sha256 == theirs.tokens_sha256 or not (streamed or same_text):
+        return
+    why = ""
+    if not rule_of(ours) or rule_of(ours) != rule_of(theirs):
+        why = "the run held out other text"
+    elif ours.spec.get("val_fraction", 0.0) < theirs.spec.get("val_fraction", 0.0):
+        shares = ours.spec.get("val_fraction"), theirs.spec.get("val_fraction")
+        why = f"the run held out {shares[0]} of its text, and there {shares[1]} validates"
+    if why:
+        say(f"{tokens_folder} may hold for validation what the run was trained on: {why}")
+
+
+def _known_ids(
+    batches: Iterable[tuple[Tensor, Tensor, int]], vocab_size: int, folder: Path
+) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """The batches; a UserError at the first that holds an id beyond the model's, as a damaged file does."""
+    for batch in batches:
+        largest = max(int(tokens_BT.max()) for tokens_BT in batch[:2])
+        if largest >= vocab_size:
+            what = f"{folder} holds token {largest:,} where the model has {vocab_size:,} ids: a file in it is damaged"
+            raise UserError("data_dir", what, "delete the folder and prepare it again")
+        yield batch
+
+
 def _text_bytes(tokenizer: Tokenizer, batches: EvalBatches, tokens: TokenDataset, seq_len: int) -> int:
     """Bytes of all targets of all ranks."""
-    everything = EvalBatches(tokens, seq_len, batches.micro_batch_size, batches.num_batches)
+    everything = EvalBatches(tokens, seq_len, batches.micro_batch_size, batches.num_rows)
     total = 0
     for _, targets_BT, _ in everything:
         total += sum(num_text_bytes(tokenizer, np.asarray(row)) for row in targets_BT)

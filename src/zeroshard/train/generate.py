@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data import Tokenizer, load_tokenizer, read_meta
+from zeroshard.data.joining import prompt_ids
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.models import LanguageModel
+from zeroshard.models import LanguageModel, materialize
 from zeroshard.models.cache import KVCache
 from zeroshard.train.assemble import make_model, separating_id
 from zeroshard.train.build import choose_device, tokenizer_folder
@@ -37,7 +38,8 @@ def run_generate(config: GenerateConfig) -> int:
     """
     model, tokenizer = load_for_text(Path(config.run), config.weights)
     device = next(model.parameters()).device
-    ids = torch.from_numpy(tokenizer.encode(config.prompt or "\n")).to(device)
+    begin = prompt_ids(tokenizer, config.prompt)  # of no prompt: what begins a document
+    ids = torch.from_numpy(begin if begin.size else tokenizer.encode_piece("\n")).to(device)
     tokens = sample(
         model,
         ids,
@@ -94,7 +96,8 @@ def load_weights(trained: TrainConfig, vocab_size: int, path: Path, weights: str
         UserError: the checkpoint is damaged, or has not the weights that were asked for.
     """
     # The kernels that it was trained with may not be had here.
-    model = make_model(trained.model_copy(update={"kernels": "auto"}), vocab_size, choose_device("auto", 0))
+    model = make_model(trained.model_copy(update={"kernels": "auto"}), vocab_size, "meta")
+    materialize(model, choose_device("auto", 0), draw=False)
     kind = EMA if weights == "ema" else "param"
     if all(tensor.kind != kind for tensor in checkpoint.open_manifest(path)[1].tensors):
         todo = "train with --ema-decay, or use --weights last"
@@ -220,5 +223,7 @@ class WeightsOnly:
         ):
             for name, tensor in tensors:
                 if kind not in reader.kinds(name):
-                    continue  # a buffer that is no part of the state
+                    if kind == "buffer":  # one that is no part of the state
+                        continue
+                    raise ValueError(f"{name}: the checkpoint has no {kind} of it, it is another model's")
                 tensor.copy_(reader.read(name, kind, (0, tensor.numel())).view_as(tensor))

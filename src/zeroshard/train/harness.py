@@ -71,11 +71,11 @@ def harness_model(model: LanguageModel, tokenizer: Tokenizer, batch_size: int = 
         @property
         def eot_token_id(self) -> int:
             """What a text begins after: the end of the one before it, else a line break."""
-            return tokenizer.eos_id if tokenizer.eos_id is not None else int(tokenizer.encode("\n")[-1])
+            return tokenizer.eos_id if tokenizer.eos_id is not None else int(tokenizer.encode_piece("\n")[-1])
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            """Ids of a text."""
-            return tokenizer.encode(string).tolist()
+            """Ids of a text, as the harness has Hugging Face's give them: with nothing around unless asked for."""
+            return (tokenizer.encode if add_special_tokens else tokenizer.encode_piece)(string).tolist()
 
         def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
             pairs = [(list(context), list(continuation)) for _, context, continuation in requests]

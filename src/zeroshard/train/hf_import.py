@@ -1,8 +1,9 @@
 """A GPT-2 or LLaMA that Hugging Face's `transformers` wrote, as a run at step 0: ``zeroshard import``.
 
-The run can be trained on (``zeroshard train --config RUN/config.toml --resume auto``), with any strategy and number
-of ranks, and asked for text (``zeroshard generate RUN``). Weights keep the dtype of the files, and are read through
-memory maps; pickles (``pytorch_model.bin``) are never read, and `transformers` is not needed.
+The run can be trained on, with any strategy and number of ranks (``zeroshard train --config RUN/config.toml --resume
+auto --data text --data.path FILES``) at the learning rate of a fine-tuning, and asked for text (``zeroshard generate
+RUN``). Weights keep the dtype of the files, and are read through memory maps; pickles (``pytorch_model.bin``) are never
+read, and `transformers` is not needed.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, keep_tokenize
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.models import GPT2, GPT2Config, LanguageModel, Llama, LlamaConfig
 from zeroshard.models.hf import find_weights, from_hf_config
+from zeroshard.regular_files import read_text, require_regular
 from zeroshard.train.assemble import model_table
 from zeroshard.train.build import tokenizer_folder
 from zeroshard.train.commands import ImportConfig
-from zeroshard.train.config import DataConfig, TrainConfig
+from zeroshard.train.config import FINE_TUNING, UNNAMED, DataConfig, TrainConfig
 from zeroshard.train.nanogpt_weights import import_nanogpt, is_nanogpt
 from zeroshard.train.run import checkpoint_folder
 from zeroshard.train.toml import dump_toml
@@ -46,24 +48,29 @@ def run_import(config: ImportConfig) -> int:
     """
     source, out = Path(config.source), Path(config.out)
     if is_nanogpt(source):
-        print(f"{source} in {out}: {import_nanogpt(source, out)}")
+        print(f"{source} in {out}: {import_nanogpt(source, out)}\n{_next(out)}")
         return int(ExitStatus.OK)
     model = from_hf_config(_read_json(source / "config.json"))
     tokenizer = _tokenizer(source)
     with ExitStack() as stack:
         weights = _Weights(model, _open_files(source, stack))
         draft = stack.enter_context(drafted(out))
-        data = DataConfig()
+        data = DataConfig(source=UNNAMED)
         if tokenizer is not None:
             _keep_tokenizer(tokenizer_folder(draft), tokenizer, model.vocab_size, source)
-            data = DataConfig(tokenizer=f"json:{tokenizer_folder(out) / TOKENIZER_FILE}")
-        run = TrainConfig(model=model_table(model), data=data, seq_len=min(model.seq_len, _SEQ_LEN), out=str(out))
+            data = DataConfig(source=UNNAMED, tokenizer=f"json:{tokenizer_folder(out) / TOKENIZER_FILE}")
+        facts = {"model": model_table(model), "data": data, "seq_len": min(model.seq_len, _SEQ_LEN), "out": str(out)}
+        run = TrainConfig.model_validate({**facts, **FINE_TUNING})
         (draft / "config.toml").write_text(dump_toml(run), encoding="utf-8")
         extra = {"config": run.model_dump(mode="json"), "torch": torch.__version__, "imported_from": source.name}
         checkpoint.save(checkpoint_folder(draft) / "step-00000000", weights, step=0, extra=extra)
     text = f"{tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer that we read, so it writes no text"
-    print(f"{source} in {out}: {weights.num_params:,} parameters, {text}")
+    print(f"{source} in {out}: {weights.num_params:,} parameters, {text}\n{_next(out)}")
     return int(ExitStatus.OK)
+
+
+def _next(out: Path) -> str:
+    return f"to train on: zeroshard train --config {out}/config.toml --resume auto --data text --data.path FILES"
 
 
 def load_hf(folder: Path, device: torch.device) -> tuple[LanguageModel, BpeTokenizer]:
@@ -153,6 +160,7 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         try:
+            require_regular(folder / name)
             opened = stack.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
         except FileNotFoundError:
             raise UserError(str(folder / name), "is missing", "take the folder of a whole model") from None
@@ -183,7 +191,7 @@ def _keep_tokenizer(folder: Path, tokenizer: BpeTokenizer, vocab_size: int, sour
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except OSError as error:
         what = f"{path} cannot be read ({error.strerror})"
         raise UserError("source", what, "give the folder of a Hugging Face model") from None

@@ -7,6 +7,7 @@ lock twice; so the file also counts attempts, and who finds a later attempt than
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import UserError
+from zeroshard.regular_files import open_regular, read_text
 
 LOCK = "run.lock"
+_MOST_BYTES = 4096  # that a holder writes, and more
 
 
 class RunLock:
@@ -46,7 +49,8 @@ class RunLock:
             holder = _read(self._path)
             what = f"{self._path.parent} is in use by process {holder.get('pid')} on {holder.get('host')}"
             raise UserError("out", what, "end that run first, or choose another --out") from None
-        self.attempt = int(_read(self._path).get("attempt", 0)) + 1
+        before = _read(self._path).get("attempt")
+        self.attempt = before + 1 if isinstance(before, int) and before >= 0 else 1
         words = json.dumps({"attempt": self.attempt, "pid": os.getpid(), "host": socket.gethostname()})
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, words.encode() + b"\n", 0)
@@ -98,13 +102,25 @@ class RunLock:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    """The lock's file, made where it is not there; nothing of it is changed.
+
+    Raises:
+        OSError: it cannot be opened, or is something else under that name: a link to another file would have that one
+            overwritten.
+    """
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, follow=False)
+    facts = os.fstat(descriptor)
+    if facts.st_nlink > 1 or facts.st_size > _MOST_BYTES:
+        os.close(descriptor)
+        why = "it has another name, too" if facts.st_nlink > 1 else f"it has {facts.st_size:,} bytes"
+        raise OSError(errno.EINVAL, f"{why}, and no lock of ours has", str(path))
+    return descriptor
 
 
 def _read(path: Path) -> dict[str, Any]:
     """What the holder wrote; nothing where that is cut off."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path, _MOST_BYTES))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -13,6 +13,7 @@ import gc
 import hashlib
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,8 +27,10 @@ from torch import Tensor
 
 from zeroshard import garbage
 from zeroshard.comm import CONTROL, scope
+from zeroshard.comm.launch import World, world_from_env
 from zeroshard.comm.leaving import end_as_peer_lost, end_at_once
-from zeroshard.errors import ExitStatus, is_out_of_memory
+from zeroshard.comm.sentinel import peer_error_of
+from zeroshard.errors import ExitStatus, FirstRankStorageError, is_of_storage, is_out_of_memory, storage_line
 from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
 from zeroshard.train.auto import ChooseStage, move_up
 from zeroshard.train.build import built
@@ -39,7 +42,9 @@ from zeroshard.train.record import Observer, StepRecord
 from zeroshard.train.run import Run
 from zeroshard.train.saving import Saving
 from zeroshard.train.signals import stop_signals_noted
-from zeroshard.train.watchdog import Watchdog
+from zeroshard.train.watchdog import PATIENCE_S, Alive, Watchdog
+
+TIME_TO_SPEAK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -61,35 +66,57 @@ def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None, p
     Raises:
         UserError: something in the configuration cannot be had; on every rank.
         KeyboardInterrupt: passed on, with the log intact.
+
+    A disk or a folder that fails is told in a line, and ends in `ExitStatus.STORAGE`.
     """
-    with (
-        built(config, choose_stage, predict) as run,
-        stop_signals_noted() as stop_wanted,
-        _watched(run, config) as watchdog,
-    ):
-        try:
-            return int(train(run, stop_wanted, watchdog.alive))
-        except OSError as error:
-            if run.strategy.comm.rank == 0:
-                print(f"error: {run.folder}: {error}; free space, then resume", file=sys.stderr)
-            return int(ExitStatus.STORAGE)
-        except (RuntimeError, MemoryError) as error:
-            comm = run.strategy.comm
-            if not is_out_of_memory(error) or run.stage is None:
-                raise
-            next_is = move_up(config, run.stage, comm.rank, comm.world_size)
-            if not next_is:
-                raise
-            # The others may wait for this rank in a collective: no leaving in good order.
-            end_at_once(f"strategy auto: {next_is}", ExitStatus.MOVED_UP)
+    world = world_from_env() or World()
+    try:
+        with (
+            built(config, choose_stage, predict) as run,
+            stop_signals_noted() as stop_wanted,
+            Watchdog(run.folder, world.rank, config.step_timeout_s, end_as_peer_lost) as watchdog,
+        ):
+            return int(_trained(run, config, stop_wanted, watchdog.alive))
+    except OSError as error:
+        if not is_of_storage(error):
+            raise
+        if not isinstance(error, FirstRankStorageError):
+            _say_storage(world.rank, config.out, error)
+        return int(ExitStatus.STORAGE)
+    except RuntimeError as error:  # before there is a run to ask: a rank is lost while the ranks meet
+        lost = peer_error_of(None, error)
+        if lost is None:
+            raise
+        raise lost from error
 
 
-def _watched(run: Run, config: TrainConfig) -> Watchdog:
-    return Watchdog(run.folder, run.strategy.comm.rank, config.step_timeout_s, end_as_peer_lost)
+def _trained(run: Run, config: TrainConfig, stop_wanted: Callable[[], int], alive: Alive) -> ExitStatus:
+    """`train`; where memory runs out on a rank and a higher stage may help, that rank ends."""
+    try:
+        return train(run, stop_wanted, alive)
+    except (RuntimeError, MemoryError) as error:
+        comm = run.strategy.comm
+        lost = peer_error_of(comm, error) if isinstance(error, RuntimeError) else None
+        if lost is not None:  # collectives of torch's strategies go around the communicator
+            raise lost from error
+        if not is_out_of_memory(error) or run.stage is None:
+            raise
+        next_is = move_up(config, run.stage, comm.rank, comm.world_size)
+        if not next_is:
+            raise
+        # The others may wait for this rank in a collective: no leaving in good order.
+        end_at_once(f"strategy auto: {next_is}", ExitStatus.MOVED_UP)
+
+
+def _say_storage(rank: int, out: str, error: OSError) -> None:
+    line = storage_line(out, error, "then start again with --resume auto")
+    if rank:
+        time.sleep(TIME_TO_SPEAK_S)  # where all ranks meet the same, rank 0 has ended, and the launcher ends the others
+    print(f"error: rank {rank}: {line}" if rank else f"error: {line}", file=sys.stderr, flush=True)
 
 
 def train(
-    run: Run, stop_wanted: Callable[[], int] = lambda: False, alive: Callable[[], None] = lambda: None
+    run: Run, stop_wanted: Callable[[], int] = lambda: False, alive: Alive = lambda patience_s: None
 ) -> ExitStatus:
     """Train until ``max_steps``, too many steps in a row that are not finite, or until some rank wants to stop.
 
@@ -97,9 +124,10 @@ def train(
         run: what to train.
         stop_wanted: asked on each rank at each step; one yes stops all after that step, with a checkpoint. The answer
             is the number of the signal that came, or True for any; 0 for none.
-        alive: called whenever a step is done, and what comes after it.
+        alive: of the watchdog; called whenever a step is done, a batch of an evaluation or a part of a save, with the
+            seconds that what comes next may take at the least.
     """
-    saving = Saving(run)
+    saving = Saving(run, alive)
     try:
         return _train(run, saving, stop_wanted, alive)
     finally:
@@ -107,7 +135,7 @@ def train(
         gc.unfreeze()
 
 
-def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Callable[[], None]) -> ExitStatus:
+def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Alive) -> ExitStatus:
     schedule, step, status = run.schedule, run.first_step, ExitStatus.OK
     val_loss: float | None = None
     ema_val_loss: float | None = None
@@ -124,7 +152,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Call
     while step < schedule.max_steps and status == ExitStatus.OK:
         with run.measures.step() if run.measures else nullcontext():
             record, stop = take_step(run, step, stop_wanted)
-        alive()
+        saving.alive()
         if step == run.first_step:
             garbage.as_ever()
         _tell(run, lambda observer, record=record: observer.on_step(record))
@@ -140,11 +168,14 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Call
         step_s.append(record.step_s)
         at_end = step == schedule.max_steps
         if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
-            val_loss, ema_val_loss = _evaluate(run, step, saving.settle)
+            if val_loss is None:
+                alive(PATIENCE_S)  # it may compile
+            val_loss, ema_val_loss = _evaluate(run, step, saving.settle, saving.alive)
         if stop or at_end or _is_due(step, schedule.checkpoint_interval):
             saving.begin(step)
-        alive()
+        saving.alive()
     status = saving.finish(status)
+    alive(inf)  # all is saved, and a tracker may upload for as long as it likes
     summary = {
         "status": status.name.lower(),
         "step": step,
@@ -255,18 +286,21 @@ def _agree(run: Run, loss: Tensor, stop: int) -> _Health:
     return _Health(mean_loss, ExitStatus.PREEMPTED if num_preempted else ExitStatus.OK)
 
 
-def _evaluate(run: Run, step: int, settle: Callable[[], None]) -> tuple[float, float | None]:
+def _evaluate(
+    run: Run, step: int, settle: Callable[[], None], alive: Callable[[], None] = lambda: None
+) -> tuple[float, float | None]:
     """The validation loss of the weights, and of their moving average where there is one.
 
     ``settle``: called before the average takes the weights' place, which a save under way may still read.
+    ``alive``: called after each batch.
     """
     strategy = run.strategy
-    loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device)
+    loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device, alive)
     ema_loss = None
     if strategy.ema is not None:
         settle()
         with strategy.ema.weights():
-            ema_loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device)
+            ema_loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device, alive)
     _tell(run, lambda observer: observer.on_eval(step, loss, ema_loss))
     if run.contract:
         run.contract.interrupt()

@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, shown
+from zeroshard.regular_files import read_text
 from zeroshard.train.migrate import Migration
+from zeroshard.train.sizes import LARGEST
 from zeroshard.train.validate import nearest
 
 # nanoGPT's train.py, in its order.
@@ -71,12 +73,32 @@ def read_nanogpt(words: Sequence[str]) -> Migration:
             if not equals:
                 raise UserError(word, "has no value", f"write {word}=VALUE, as nanoGPT takes it")
             given[key] = _literal(text)
-    for key in given:
+    for key, value in given.items():
         if key not in DEFAULTS:
             raise UserError(key, "nanoGPT has no such setting", nearest(key, DEFAULTS, "remove it"))
+        _require_type(key, value)
     migration = Migration(" ".join(["nanoGPT:", *words]))
     _migrate({**DEFAULTS, **given}, migration)
     return migration
+
+
+def _require_type(key: str, value: Any) -> None:
+    """Raise UserError where nanoGPT too would refuse, or fail over, a value of another type than its default's."""
+    default = DEFAULTS[key]
+    fits = {
+        bool: isinstance(value, int) and value in (0, 1),
+        int: _is_number(value) and (isinstance(value, int) or value.is_integer()),
+        float: _is_number(value),
+        str: isinstance(value, str),
+    }
+    if isinstance(value, _Unknown) or fits[type(default)]:
+        return
+    kind = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}[type(default)]
+    raise UserError(key, f"{shown(value, 80)} is not {kind}", f"give {kind}, as nanoGPT takes it")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def _migrate(theirs: dict[str, Any], to: Migration) -> None:
@@ -163,7 +185,8 @@ def _schedule(key: str, value: Any, theirs: dict[str, Any], to: Migration) -> No
     elif value == theirs["max_iters"]:
         to.map(key, value, {}, "decays until max_steps")
     else:
-        to.map(key, value, {}, "decays until max_steps in place of this", same=False)
+        steps = max(value, to.values.get("warmup_steps", 0), 1)
+        to.map(key, value, {"decay_steps": steps}, "" if steps == value else "not before warm-up", same=steps == value)
 
 
 def _device(key: str, value: Any, theirs: dict[str, Any], to: Migration) -> None:
@@ -205,16 +228,21 @@ class _Unknown:
 
 def _assignments(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         tree = ast.parse(text)
     except OSError as error:
         raise UserError(str(path), f"cannot be read ({error.strerror})", "give one of nanoGPT's config files") from None
     except (SyntaxError, ValueError) as error:
         raise UserError(str(path), f"is no Python ({error})", "give one of nanoGPT's config files") from None
+    except (RecursionError, MemoryError):  # the parser's own limit says MemoryError
+        raise UserError(str(path), "is nested too deeply", "give one of nanoGPT's config files") from None
     found: dict[str, Any] = {}
     for statement in tree.body:
         if isinstance(statement, ast.Assign):
-            value = _value(statement.value, found, text)
+            try:
+                value = _value(statement.value, found, text)
+            except RecursionError:
+                value = _Unknown(statement.lineno, "...")
             for target in statement.targets:
                 if isinstance(target, ast.Name):
                     found[target.id] = value
@@ -225,7 +253,7 @@ def _value(node: ast.expr, known: Mapping[str, Any], text: str) -> Any:
     unknown = _Unknown(node.lineno, ast.get_source_segment(text, node) or "?")
     try:
         return ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError):  # the latter: of a set of lists
         pass
     if isinstance(node, ast.Name):
         return known.get(node.id, DEFAULTS.get(node.id, unknown))
@@ -233,9 +261,11 @@ def _value(node: ast.expr, known: Mapping[str, Any], text: str) -> Any:
         left, right = (_value(side, known, text) for side in (node.left, node.right))
         if isinstance(left, int | float) and isinstance(right, int | float):
             try:
-                return _OPERATIONS[type(node.op)](left, right)
+                result = _OPERATIONS[type(node.op)](left, right)
             except (ArithmeticError, ValueError):
                 return unknown
+            # each product may have twice the digits of its factors: beyond 64 bits none is a setting
+            return result if abs(result) < LARGEST else unknown
     return unknown
 
 
@@ -243,5 +273,5 @@ def _literal(text: str) -> Any:
     """A flag's value as nanoGPT reads it: a literal, else text."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return text

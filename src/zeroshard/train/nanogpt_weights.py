@@ -20,11 +20,12 @@ from zeroshard.checkpoint.stream import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, write_meta
 from zeroshard.data.tokenizer import TIKTOKEN
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, is_out_of_memory
 from zeroshard.models import GPT2, GPT2Config
+from zeroshard.regular_files import require_regular
 from zeroshard.train.assemble import model_table
 from zeroshard.train.build import tokenizer_folder
-from zeroshard.train.config import DataConfig, TrainConfig
+from zeroshard.train.config import FINE_TUNING, UNNAMED, DataConfig, TrainConfig
 from zeroshard.train.nanogpt import GPT2_IDS, PADDED_IDS
 from zeroshard.train.run import checkpoint_folder
 from zeroshard.train.toml import dump_toml
@@ -49,8 +50,9 @@ def import_nanogpt(path: Path, out: Path) -> str:
     weights = _Weights(path, model, found["model"])
     with drafted(out) as draft:
         tokenizer = _keep_tokenizer(tokenizer_folder(draft), model.vocab_size, path)
-        data = DataConfig(tokenizer="gpt2" if tokenizer else "bytes")
-        run = TrainConfig(model=model_table(model), data=data, seq_len=model.seq_len, out=str(out))
+        data = DataConfig(source=UNNAMED, tokenizer="gpt2" if tokenizer else "bytes")
+        facts = {"model": model_table(model), "data": data, "seq_len": model.seq_len, "out": str(out)}
+        run = TrainConfig.model_validate({**facts, **FINE_TUNING})
         (draft / "config.toml").write_text(dump_toml(run), encoding="utf-8")
         extra = {"config": run.model_dump(mode="json"), "torch": torch.__version__, "imported_from": path.name}
         checkpoint.save(checkpoint_folder(draft) / "step-00000000", weights, step=0, extra=extra)
@@ -60,12 +62,15 @@ def import_nanogpt(path: Path, out: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        require_regular(path)
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         first_line = next(iter(str(error).splitlines()), "")
         what = f"{path} holds more than tensors and plain values ({first_line})"
         raise UserError("source", what, "save its model and model_args alone") from None
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # torch's reader and the unpickler raise whatever damaged bytes lead them to
+        if is_out_of_memory(error):
+            raise
         first_line = next(iter(str(error).splitlines()), "")
         raise UserError("source", f"{path} cannot be read ({first_line})", "copy it again") from None
     if not isinstance(found, dict) or not isinstance(found.get("model"), Mapping):
@@ -77,7 +82,7 @@ def _config(path: Path, args: Any) -> GPT2Config:
     if not isinstance(args, Mapping) or any(not isinstance(args.get(key), int) for key in _SIZES):
         raise UserError("source", f"{path} has no `model_args` with {', '.join(_SIZES)}", "give a ckpt.pt of nanoGPT")
     vocab_size, seq_len, n_layer, n_head, n_embd = (args[key] for key in _SIZES)
-    bias, dropout = bool(args.get("bias", True)), float(args.get("dropout", 0.0))
+    bias, dropout = args.get("bias", True), args.get("dropout", 0.0)
     return GPT2Config(vocab_size, seq_len, n_layer, n_head, n_embd, bias=bias, dropout=dropout)
 
 
@@ -89,6 +94,8 @@ class _Weights:
     def __init__(self, path: Path, config: GPT2Config, found: Mapping[str, Tensor]) -> None:
         with torch.device("meta"):
             wanted = {name: param.shape for name, param in GPT2(config).named_parameters()}
+        if not all(isinstance(name, str) and _is_weight(tensor) for name, tensor in found.items()):
+            raise UserError("source", f"{path}: `model` holds more than weights by name", "give a ckpt.pt of nanoGPT")
         self._tensors = {_our_name(name): tensor for name, tensor in found.items() if not name.endswith(".attn.bias")}
         self._tensors.pop("lm_head.weight", None)  # the embedding once more
         for name in sorted(wanted.keys() | self._tensors.keys()):
@@ -107,6 +114,10 @@ class _Weights:
     def tied_names(self) -> dict[str, str]:
         """The output head is the embedding."""
         return {"lm_head.weight": "wte.weight"}
+
+
+def _is_weight(found: Any) -> bool:
+    return isinstance(found, Tensor) and found.is_floating_point() and found.layout == torch.strided
 
 
 def _our_name(name: str) -> str:

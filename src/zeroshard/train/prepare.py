@@ -13,13 +13,14 @@ from zeroshard.data.bulk import Told
 from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import DataSpec, data_dir, prepare
 from zeroshard.errors import ExitStatus
-from zeroshard.train.config import DataConfig
+from zeroshard.train.config import DataConfig, require_data
 
 LINE_S = 10.0  # between lines where there is no terminal
 
 
 def data_spec(data: DataConfig) -> DataSpec:
-    """What to prepare."""
+    """What to prepare; a UserError where nobody has said it."""
+    require_data(data)
     return DataSpec(
         data.source, data.path, data.tokenizer, data.val_fraction, max_tokens=data.max_tokens, column=data.column
     )

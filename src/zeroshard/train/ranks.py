@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -13,17 +14,18 @@ from zeroshard.comm import (
     BlockingCommunicator,
     Communicator,
     LocalCommunicator,
+    PeerError,
     RingCommunicator,
     SharedMemoryCommunicator,
     TorchCommunicator,
 )
-from zeroshard.comm.launch import World, init_process_group, meet, shutdown
+from zeroshard.comm.launch import COLLECTIVE_TIMEOUT_S, World, init_process_group, meet, shutdown
 from zeroshard.comm.leaving import end_as_peer_lost
 from zeroshard.comm.sentinel import SentinelCommunicator, StoreBoard
 from zeroshard.comm.shm import ranks_share_host
 from zeroshard.errors import UserError
 from zeroshard.parallel import NEEDS_GROUP, OVER_TORCH
-from zeroshard.train.agree import agree_at
+from zeroshard.train.agree import MEETING_S, agree_at
 from zeroshard.train.links import Links
 
 
@@ -61,6 +63,7 @@ def join(
     Raises:
         UserError: some rank has other facts; ring or shared memory for tensors on a GPU; shared memory among several
             hosts; links that cannot be had.
+        PeerError: some rank did not come.
     """
     stack.callback(shutdown)
     if world.world_size == 1 and wanted in ("auto", "ring", "shm") and strategy not in NEEDS_GROUP:
@@ -69,7 +72,7 @@ def join(
         raise UserError("comm", f"{wanted} moves CPU tensors, and this run is on {device}", "use auto or torch")
     if links is not None:
         links.enter(world)
-    store = meet(world)
+    store = _met(world)
     if facts is not None and world.world_size > 1:
         agree_at(dist.PrefixStore("agree", store), world.rank, world.world_size, facts)
     init_process_group(world, device, store=store)
@@ -91,6 +94,27 @@ def join(
     if not overlap:
         comm = BlockingCommunicator(comm)
     return Joined(comm, found)
+
+
+def _met(world: World) -> dist.Store:
+    """The store where the ranks meet.
+
+    Raises:
+        PeerError: rank 0, which keeps it, did not come.
+        UserError: its port is in use.
+    """
+    try:
+        store = meet(world, MEETING_S)
+    except dist.DistError as error:
+        if world.rank == 0 and "in use" in str(error):
+            what = f"{world.master_port}, where ranks are to meet, is in use on this machine"
+            raise UserError("port", what, "give another one, as --port or MASTER_PORT") from None
+        if world.rank == 0:
+            raise
+        where = f"{world.master_addr}:{world.master_port}"
+        raise PeerError(f"rank 0 did not come to {where}, where ranks meet, within {MEETING_S:g} s") from error
+    store.set_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    return store
 
 
 def choose(strategy: str, device: torch.device, *, in_kernel: bool = False) -> str:

@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from zeroshard.comm import by_kind
+from zeroshard.regular_files import LOG_BYTES, open_regular, read_bytes
 
 GIB = 2**30
 LINES_OF_THEIR_OWN = ("plan",)  # of what is said at the start
@@ -123,7 +125,7 @@ class JsonlWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(path)
         self._path, self._num_lost = path, 0
-        self._file = path.open("ab", buffering=0)
+        self._file = _for_appending(path)
 
     def on_start(self, info: Mapping[str, Any]) -> None:
         """Write a ``start`` line."""
@@ -175,7 +177,7 @@ class JsonlWriter:
         if not os.fstat(self._file.fileno()).st_nlink:  # removed in mid-run
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file.close()
-            self._file = self._path.open("ab", buffering=0)
+            self._file = _for_appending(self._path)
         before, written = os.fstat(self._file.fileno()).st_size, 0
         try:
             while written < len(line):
@@ -387,11 +389,15 @@ def _drop_torn_line(path: Path) -> None:
     """A process that was killed in the middle of a line leaves a piece of one: cut it off."""
     if not path.exists():
         return
-    whole = path.read_bytes()
+    whole = read_bytes(path, LOG_BYTES)
     end = whole.rfind(b"\n") + 1
     if end != len(whole):
         with path.open("r+b") as file:
             file.truncate(end)
+
+
+def _for_appending(path: Path) -> FileIO:
+    return FileIO(path, "ab", opener=open_regular)
 
 
 def _progress(console: Console) -> Progress:

@@ -73,6 +73,7 @@ class Run:
         measures: what else the run measures of itself; None: nothing.
         contract: the run's plan, and whether it is kept; None where nobody plans.
         release: lets go of data that are read ahead.
+        data_position: where the data of a step begin, for its checkpoint; None where the step says it.
     """
 
     strategy: Strategy
@@ -103,6 +104,7 @@ class Run:
     measures: Measures | None = None
     contract: Contract | None = None
     release: Callable[[], None] = lambda: None
+    data_position: Callable[[int], dict[str, Any] | None] = lambda step: None
 
     def tokens_at(self, step: int) -> int:
         """Tokens seen by all ranks together once ``step`` steps are done."""

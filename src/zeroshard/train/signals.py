@@ -1,7 +1,8 @@
 """Signals that ask a run to stop: it saves after the step that it is in, and ends in a status of its own.
 
-SIGTERM is what `kill`, Kubernetes and SLURM send, SIGUSR1 what SLURM sends ahead of time where it is asked to
-(``#SBATCH --signal=USR1@120``). Either may reach one rank alone or all of them, at different steps: the loop asks
+SIGTERM is what `kill`, Kubernetes and SLURM send; SIGHUP what a terminal sends that is closed (``nohup`` has it
+ignored, and then it is ignored here too); SIGUSR1 what SLURM sends ahead of time where it is asked to
+(``#SBATCH --signal=USR1@120``). Any of them may reach one rank alone or all of them, at different steps: the loop asks
 every rank at each step and one wish is everybody's.
 """
 
@@ -15,7 +16,7 @@ from types import FrameType
 
 from zeroshard.comm.leaving import saves_before_end
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @contextmanager
@@ -32,7 +33,8 @@ def stop_signals_noted() -> Generator[Callable[[], int]]:
     def note(signum: int, frame: FrameType | None) -> None:
         noted.append(signum)
 
-    before = {number: signal.signal(number, note) for number in STOPPING}
+    heard = (number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN)
+    before = {number: signal.signal(number, note) for number in heard}
     try:
         with saves_before_end():
             yield lambda: noted[0] if noted else 0

@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, shown
+
+LARGEST = 2.0**63  # what 64 bits count, and no quantity of ours comes near
 
 _SIZES = {
     "B": 1,
@@ -61,7 +63,10 @@ def _parse(field: str, text: str, units: dict[str, int] | dict[str, float], what
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+(?:/s)?)", text.strip())
     if match is None or match[2] not in units:
         raise UserError(field, f"{text!r} is not {what}", f"write a number and a unit, as {example}")
-    return float(match[1]) * units[match[2]]
+    found = float(match[1]) * units[match[2]]
+    if found >= LARGEST:
+        raise UserError(field, f"{shown(text, 40)} is too large", "give a smaller one")
+    return found
 
 
 def parse_count(value: Any) -> Any:
@@ -69,4 +74,5 @@ def parse_count(value: Any) -> Any:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMBT])", value.strip()) if isinstance(value, str) else None
     if match is None:
         return value
-    return round(float(match[1]) * 1000 ** ("kMBT".index(match[2].replace("K", "k")) + 1))
+    count = float(match[1]) * 1000 ** ("kMBT".index(match[2].replace("K", "k")) + 1)
+    return round(count) if count < LARGEST else value

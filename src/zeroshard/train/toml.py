@@ -11,18 +11,23 @@ from typing import Any
 from pydantic import BaseModel
 
 from zeroshard.errors import UserError
+from zeroshard.regular_files import read_text
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The raw values in a TOML file; a syntax error names its line and column."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise UserError("--config", f"{path} does not parse: {error}", "correct that line") from None
     except FileNotFoundError:
         raise UserError("--config", f"there is no file {path}", "give the path of a TOML file") from None
     except UnicodeDecodeError:
         raise UserError("--config", f"{path} is not UTF-8 text", "give the path of a TOML file") from None
+    except RecursionError:
+        raise UserError("--config", f"{path} is nested too deeply", "give the path of a TOML file") from None
+    except ValueError as error:  # of a number: more digits than Python converts
+        raise UserError("--config", f"{path} does not parse: {error}", "correct that number") from None
     except OSError as error:
         raise UserError("--config", f"cannot read {path} ({error.strerror})", "give a readable file") from None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zeroshard.errors import UserError
+from zeroshard.regular_files import read_text
 from zeroshard.train.config import TrackConfig
 from zeroshard.train.record import StepRecord
 from zeroshard.train.validate import by_dotted_name
@@ -226,7 +227,7 @@ def _run_id(folder: Path) -> str:
     kept = folder / "tracker-id"
     if not kept.exists():
         kept.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
-    return kept.read_text(encoding="utf-8")
+    return read_text(kept)
 
 
 def _lines(facts: Mapping[str, Any]) -> list[str]:

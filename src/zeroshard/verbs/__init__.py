@@ -110,8 +110,9 @@ VERBS: dict[str, Verb] = {
     ),
     "doctor": Verb(
         "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "
-        "optimizers of torch, and classes of your own, may be sharded, and what difference sharding makes. With "
-        "--environment: the variables that steer NCCL and gloo, and what each does.",
+        "optimizers of torch, and classes of your own, may be sharded, and what difference sharding makes; a "
+        "module:Class that you name is imported, so that its code runs: name what you trust. With --environment: the "
+        "variables that steer NCCL and gloo, and what each does.",
         look_around,
         usage="[--optimizers [module:Class ...] | --environment]",
         words=("--optimizers", "--environment"),

@@ -11,10 +11,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, shortened
 from zeroshard.train.config import SHORTHANDS, TrainConfig
 from zeroshard.train.toml import read_toml
 from zeroshard.train.validate import validate
+
+LONGEST_LINE = 1500  # letters of an error's line; a word of it may have 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ def say(line: str, *, all_ranks: bool = False) -> None:
     """One line on stderr, from one rank: the launcher prints for its workers, else rank 0 does, if it still can."""
     from zeroshard.comm import launch
 
-    line = " ".join(line.split())
+    line = shortened(" ".join(map(shortened, line.split())), LONGEST_LINE)
+    line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
     if launch.tell_launcher(line):
         return
     try:

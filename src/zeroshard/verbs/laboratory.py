@@ -76,7 +76,8 @@ def sweep(config: None, words: Sequence[str]) -> int:
         flags[f"--base.{name[2:]}"] = replace(flag, path=("base", *flag.path))
         if flag.says:
             flags[f"--axes.{name[2:]}"] = Flag(("axes", ".".join(flag.path)), "many")
-    return run_sweep(validate(SweepConfig, merge(raw, read_flags(words, flags))), largest_micro_batch=predicted)
+    asked = validate(SweepConfig, merge(raw, read_flags(words, flags)))
+    return written(asked.out, lambda: run_sweep(asked, largest_micro_batch=predicted))
 
 
 def _sweep_help(kind: type[BaseModel]) -> str:

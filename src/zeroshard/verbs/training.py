@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from zeroshard import process
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import flags_of, read_flags, take_option
 from zeroshard.submit import SubmitConfig
 from zeroshard.train.commands import EvalConfig, ExportConfig, GenerateConfig, ImportConfig, PrepareConfig
-from zeroshard.train.config import SHORTHANDS, TrainConfig, merge, parse_nnodes
+from zeroshard.train.config import SHORTHANDS, TrainConfig, merge, parse_nnodes, require_data
 from zeroshard.train.validate import validate
 from zeroshard.verbs.base import read_file, say
 
@@ -22,23 +24,40 @@ if TYPE_CHECKING:
     from zeroshard.comm.launch import Nodes
 
 NUM_STAGES = 4
+# What a rank imports anyhow. torch's optimizers import torch._dynamo at their first step, in seconds.
+TRAINS = ("zeroshard.train.loop", "torch._dynamo")
+OF_STRATEGY = {
+    "fsdp2": ("zeroshard.parallel.fsdp2",),
+    "ddp": ("zeroshard.parallel.ddp",),
+    "zero1-torch": ("zeroshard.parallel.zero_redundancy",),
+}
+LEAST_BYTES_OF_A_RANK = 32 * 2**20  # of its own, even where it was forked from a process that has imported torch
 
 
 def train(config: TrainConfig, argv: Sequence[str]) -> int:
     """A training run: this rank's part of it, or the launcher of all."""
     from zeroshard.comm import launch, leaving, machines
 
+    require_data(config.data)
     process.prepare_torch()
     world = launch.world_from_env()
     several = config.nnodes != "1"
     if world is None and (config.nproc > 1 or several):
+        require_room(config.nproc)
         launch.end_with_starter()
         max_moves = NUM_STAGES - 1 if config.strategy == "auto" else 0
         meeting = machines.meeting_at(config.rdzv_endpoint, *parse_nnodes(config.nnodes)) if several else None
         nproc = max(1, config.nproc)
         with _nodes(config) as nodes:
             ending = launch.launch_workers(
-                argv, nproc, config.port, config.max_restarts, max_moves, meeting=meeting, nodes=nodes
+                argv,
+                nproc,
+                config.port,
+                config.max_restarts,
+                max_moves,
+                meeting=meeting,
+                nodes=nodes,
+                imports=(*TRAINS, *OF_STRATEGY.get(config.strategy, ("zeroshard.parallel.zero",))),
             )
         if ending.line:
             say(ending.line)
@@ -60,6 +79,15 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
             lost_first = str(error).startswith("rank 0")
             say(f"rank {world.rank if world else 0}: {error}; start again with --resume auto", all_ranks=lost_first)
             return ExitStatus.PEER_LOST
+
+
+def require_room(nproc: int) -> None:
+    """Raise UserError for more ranks than this machine could hold if they did nothing but start."""
+    there = psutil.virtual_memory().total + psutil.swap_memory().total
+    most = max(1, there // LEAST_BYTES_OF_A_RANK)
+    if nproc > most:
+        what = f"{nproc:,} ranks do not fit into this machine's {there / 2**30:,.0f} GiB"
+        raise UserError("nproc", what, f"give {most:,} or fewer; plan larger worlds with zeroshard plan --gpus")
 
 
 def _nodes(config: TrainConfig) -> AbstractContextManager[Nodes | None]:
@@ -117,7 +145,8 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
             raise UserError("tasks", "they run in one process, on whole weights", "leave out --nproc and --strategy")
         return run_tasks(config)
     if launch.world_from_env() is None and config.nproc > 1:
-        ending = launch.launch_workers(argv, config.nproc, config.port)
+        require_room(config.nproc)
+        ending = launch.launch_workers(argv, config.nproc, config.port, imports=("zeroshard.train.evaluation",))
         if ending.line:
             say(ending.line)
         return ending.status

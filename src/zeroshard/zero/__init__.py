@@ -2,6 +2,7 @@
 
 from zeroshard.zero.contract import OptimizerKind, Scope, classify
 from zeroshard.zero.engine import Zero
+from zeroshard.zero.flat import loaded_later
 from zeroshard.zero.layout import FlatLayout, Piece, Slot
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
@@ -27,5 +28,6 @@ __all__ = [
     "Unit",
     "Zero",
     "classify",
+    "loaded_later",
     "resolve_strategy",
 ]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeroshard.zero.adoption import has_owner
 from zeroshard.zero.contract import Scope, classify
 
 PER_RANK = ("params", "param_names")  # what differs between a group here and the inner optimizer's
@@ -45,6 +46,11 @@ def check_param(param: Tensor) -> None:
         what = "sparse"
     elif param.is_meta:
         what = "on the meta device"
+    elif has_owner(param):
+        raise ValueError(
+            f"params: a parameter of shape {tuple(param.shape)} is one of a model under Zero(), which shards optimizer "
+            "states itself; use zero.optimizer()"
+        )
     if what is not None:
         raise ValueError(f"params: a parameter of shape {tuple(param.shape)} is {what}; give whole, dense parameters")
 

@@ -114,11 +114,14 @@ def send_bytes(comm: Communicator, content: bytes, src: int) -> bytes:
 def gather_to(comm: Communicator, value: Any, to: int, bucket_bytes: int) -> list[Any]:
     """On rank ``to`` every rank's ``value``, by rank, its tensors copied to the CPU; elsewhere nothing. Collective.
 
-    A value may nest tensors in anything that can be pickled. Its tensors travel in pieces of ``bucket_bytes``, the
-    memory that this takes on each rank. A communicator can only broadcast: ranks other than ``to`` receive and forget.
+    A value may nest tensors in plain values and Python's own containers. Its tensors travel in pieces of
+    ``bucket_bytes``, the memory that this takes on each rank. A communicator can only broadcast: ranks other than
+    ``to`` receive and forget.
+
+    What arrives makes no object of any other class and calls nothing (`_Unpickler`), whoever has sent it.
 
     Raises:
-        RuntimeError: a rank's value cannot be pickled; on every rank.
+        RuntimeError: a rank's value holds something else; on every rank.
     """
     values = []
     for src in range(comm.world_size):
@@ -131,8 +134,10 @@ def gather_to(comm: Communicator, value: Any, to: int, bucket_bytes: int) -> lis
                 failure = error
         skeleton = send_bytes(comm, skeleton, src)
         if not skeleton:
-            raise RuntimeError(f"the values that rank {src} holds cannot be sent: they cannot be pickled") from failure
-        sizes, skeleton = pickle.loads(skeleton)
+            what = f"the values that rank {src} holds cannot be sent"
+            todo = "keep tensors, plain values, lists and dicts in an optimizer's state"
+            raise RuntimeError(f"{what}: {failure or 'see there'}; {todo}") from failure
+        sizes, skeleton = _Unpickler(io.BytesIO(skeleton), []).load()
         if src == to:
             contents = [as_bytes(tensor).to("cpu", copy=True) for tensor in tensors]
         elif comm.rank == src:
@@ -179,6 +184,21 @@ def cut(sizes: Sequence[int], limit: int) -> Iterator[list[tuple[int, int, int]]
         yield message
 
 
+_ALLOWED = {
+    "builtins": frozenset({"bytearray", "complex", "frozenset", "range", "set", "slice"}),
+    "collections": frozenset({"Counter", "OrderedDict", "defaultdict", "deque"}),
+    "torch": frozenset({"Size", "device"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+    "torch._utils": frozenset(
+        {"_rebuild_parameter", "_rebuild_qtensor", "_rebuild_sparse_tensor", "_rebuild_tensor", "_rebuild_tensor_v2"}
+    ),
+}  # by module; dtypes besides
+
+
+def _tensor_bytes(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
 class _Pickler(pickle.Pickler):
     """Takes plain tensors out of what it writes; others (sparse, subclasses) stay in, as pickle writes them."""
 
@@ -195,11 +215,28 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts in tensors on the CPU, of the strides that they had: fused kernels want a state to lie as its weight."""
+    """Puts in tensors on the CPU, of the strides that they had: fused kernels want a state to lie as its weight.
+
+    A pickle may call whatever can be imported. This one is of another process, so that it may make nothing but
+    containers, and tensors that torch itself makes of bytes without calling anything (``weights_only``).
+    """
 
     def __init__(self, file: io.BytesIO, contents: list[Tensor]) -> None:
         super().__init__(file)
         self._contents = contents
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """What the pickle may call.
+
+        Raises:
+            UnpicklingError: it is not among these.
+        """
+        if (module_name, global_name) == ("torch.storage", "_load_from_bytes"):
+            return _tensor_bytes
+        allowed = global_name in _ALLOWED.get(module_name, ())
+        if not allowed and not (module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)):
+            raise pickle.UnpicklingError(f"it holds {module_name}.{global_name}")
+        return super().find_class(module_name, global_name)
 
     def persistent_load(self, pid: Any) -> Tensor:
         """The tensor whose bytes came as number ``pid[0]``."""
@@ -208,10 +245,19 @@ class _Unpickler(pickle.Unpickler):
         return found if found.stride() == stride else torch.empty_strided(shape, stride, dtype=dtype).copy_(found)
 
 
+class _Rehearsal(_Unpickler):
+    """Opens what will be sent, around the sender's own tensors."""
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        """The tensor itself."""
+        return self._contents[pid[0]]
+
+
 def _dump(value: Any, tensors: list[Tensor]) -> bytes:
     """``value`` without its tensors, which are appended to ``tensors``, and their sizes in bytes."""
     file = io.BytesIO()
     _Pickler(file, tensors).dump(value)
+    _Rehearsal(io.BytesIO(file.getvalue()), tensors).load()  # what may not arrive is not sent, and all ranks hear of it
     return pickle.dumps(([tensor.nbytes for tensor in tensors], file.getvalue()))
 
 

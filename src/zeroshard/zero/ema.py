@@ -56,7 +56,9 @@ class Ema:
         """
         self.require_away("update")
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for weight in self.state:
+        for weight, state in self.state.items():
+            if _local(state[EMA]).dtype != weight.dtype:  # it was frozen when the average began
+                state[EMA] = state[EMA].to(weight.dtype)
             by_kind.setdefault((weight.device, weight.dtype), []).append(weight)
         for weights in by_kind.values():
             averages = [_local(self.state[weight][EMA]) for weight in weights]

@@ -8,7 +8,7 @@ loop stays as it was.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -16,25 +16,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, scope
-from zeroshard.zero import full_state, shards
+from zeroshard.zero import adoption, full_state, shards
 from zeroshard.zero import restage as restaging
+from zeroshard.zero.carry import as_bytes, put_bytes
 from zeroshard.zero.ema import EMA, Ema
-from zeroshard.zero.flat import Init
 from zeroshard.zero.guard import Guard, has_engine
 from zeroshard.zero.holdings import Holding, holdings
 from zeroshard.zero.hooks import attach
 from zeroshard.zero.levels import Levels, check_row
-from zeroshard.zero.partition import UnitSpec, materialise, partition
+from zeroshard.zero.module_buffers import BufferSync, ModuleBuffers, check_sync
+from zeroshard.zero.optimizer_state import whole_state
+from zeroshard.zero.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.runtime import Runtime
-from zeroshard.zero.state import NamedShard, ShardReader, named_group
+from zeroshard.zero.state import NamedShard, ShardReader, named_group, restore_settings
 from zeroshard.zero.stepping import Stepping
 from zeroshard.zero.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 from zeroshard.zero.unit import Unit, build_groups, memory_of
 
 Accumulate = Literal["local", "sharded"]
+_OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class Zero:
@@ -50,7 +54,8 @@ class Zero:
             module. None: the elements of the outermost `nn.ModuleList`s.
         comm: among which ranks; None: `torch.distributed` if it is initialised, else one process.
         precision: None: every parameter computes and travels in its own dtype.
-        init: ``init(name, tensor)`` fills a parameter that was on the meta device, in place, in its master's dtype.
+        init: ``init(name, tensor)`` fills what was on the meta device, in place: buffers, and on rank 0, whose values
+            the others receive, parameters in their masters' dtype; or `zeroshard.zero.loaded_later` before a load.
         prefetch: how many units ahead weights are gathered at stage 3.
         accumulate: how several backwards before one step add up: ``"local"``, whole gradients on each rank and one
             reduction at the last, or ``"sharded"``, each reduced at once. None: as the row's `grads` column says.
@@ -58,6 +63,9 @@ class Zero:
         device: where meta parameters are made; None: the current CUDA device if there is one, else the CPU.
         shard_size: over how many neighbouring ranks (a node's, say) training state is sharded; the world is as many
             replicas as that leaves. None: over all ranks. See `zeroshard.zero.levels`.
+        buffers: what becomes of buffers that a forward changes, such as running statistics, at the end of each backward
+            that reduces: every rank takes rank 0's (``"broadcast"``, as DDP does), or the mean over ranks
+            (``"average"``; rank 0's of integers), or each keeps its own (``"keep"``), of which rank 0's are saved.
 
     Attributes:
         levels: the ranks that shard together, and those that hold the same shard.
@@ -69,8 +77,9 @@ class Zero:
 
     Weights are whole and current inside the model's forward, its backward and `full_params`. Other methods of the model
     may call units, and modules outside of units, on every rank alike. What reads parameters otherwise, between a step
-    and the next forward, reads old weights at stages 1 and 2 and NaN at stage 3. What a unit computes reaches the loss
-    by what it returns; where it leaves as an attribute instead, stage 3 needs ``reshard_after_forward=False``.
+    and the next forward, reads old weights at stages 1 and 2, and NaN at stage 3 and where a ``param_dtype`` differs
+    from the parameters' own. To write into weights use ``full_params(write_back=True)``. What a unit computes reaches
+    the loss by what it returns; where it leaves as an attribute instead, stage 3 needs ``reshard_after_forward=False``.
 
     Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054; the vocabulary is FSDP2's.
     """
@@ -88,11 +97,13 @@ class Zero:
         accumulate: Accumulate | None = None,
         device: torch.device | str | None = None,
         shard_size: int | None = None,
+        buffers: BufferSync = "broadcast",
     ) -> None:
         self.strategy = resolve_strategy(stage)
         if shard_size is not None:
             check_row(self.strategy)
         _check_arguments(model, prefetch, accumulate)
+        check_sync(buffers)
         if comm is None:
             comm = TorchCommunicator() if dist.is_available() and dist.is_initialized() else LocalCommunicator()
         self.model = model
@@ -101,9 +112,11 @@ class Zero:
         self.precision = precision or MixedPrecision()
         self._accumulate = accumulate
 
-        meta = materialise(model, _default_device(device)) if any(p.is_meta for p in model.parameters()) else set()
-        if meta and init is None:
+        on_meta = [param for param in model.parameters() if param.is_meta]
+        if on_meta and init is None:
             raise ValueError("init: the model has parameters on the meta device; give a function that fills them")
+        any_meta = on_meta or any(buffer.is_meta for buffer in model.buffers())
+        meta = materialise(model, _default_device(device), init) if any_meta else set()
         fill = dict.fromkeys(meta, init) if init is not None else {}
         root_spec, specs = partition(model, units)
 
@@ -112,14 +125,23 @@ class Zero:
             return Unit(spec.name, spec.module, groups)
 
         root = build(root_spec)
-        self._runtime = Runtime(root, [build(spec) for spec in specs], self.levels, self.strategy, prefetch)
         self._broadcast_buffers()
+        self._runtime = Runtime(
+            root,
+            [build(spec) for spec in specs],
+            self.levels,
+            self.strategy,
+            prefetch,
+            ModuleBuffers(model, self.comm, buffers),
+        )
         self._stepping = Stepping(self._runtime, self.levels)
         cast = self.precision.param_dtype if self.precision.cast_forward_inputs else None
         self._handles: list[Any] = []
         for unit in self._runtime.all_units():
             self._handles += attach(unit, self._runtime, cast if unit is root else None)
-        self._guard = Guard(model, self._runtime, self._stepping.clear_grads)
+        self._guard = Guard(model, self._runtime, self._stepping)
+        adoption.replaced(on_meta)
+        adoption.own(model.parameters(), self._stepping)
 
     # -- the training step ------------------------------------------------------------------------------------
 
@@ -128,8 +150,8 @@ class Zero:
     ) -> Optimizer:
         """An ``optimizer_cls`` over this rank's pieces of the parameters.
 
-        It is a real `torch.optim.Optimizer` of exactly that class: schedulers, hooks and edits of ``param_groups``
-        work on it, `zero_grad` and `add_param_group` speak of the model's parameters.
+        It is a real `torch.optim.Optimizer` of exactly that class, whose ``param_groups`` hold the model's parameters:
+        schedulers, hooks, clipping, `torch.amp.GradScaler` and edits of settings work on it. ``state`` is by `pieces`.
 
         What the class needs is found out on tiny tensors (`zeroshard.zero.contract`). One that works element by
         element, such as `torch.optim.AdamW`, is given 1-D slices. For one that looks at whole tensors, such as
@@ -147,7 +169,7 @@ class Zero:
                 is given twice; an empty list.
             RuntimeError: weights must be laid out anew, but gradients or another optimizer's state are in the way.
         """
-        return self._stepping.optimizer(optimizer_cls, params, kwargs)
+        return self._stepping.optimizer(optimizer_cls, self.model.parameters() if params is None else params, kwargs)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -267,6 +289,33 @@ class Zero:
         self._runtime.require_unpinned("load_state_dict")
         return full_state.load_state_dict(self.model, self._runtime, state, strict=strict)
 
+    def optim_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
+        """The whole state of an optimizer on the CPU, as the unsharded optimizer's ``state_dict()``. Collective.
+
+        Save it beside `state_dict`; ``optimizer.load_state_dict`` takes it, at any stage and world size, and so does
+        the same class over the unsharded model. One group of parameters at a time is whole on the device.
+
+        Args:
+            optimizer: one of this engine's; None: the only one.
+
+        Raises:
+            ValueError: it is not this engine's, or there are several and none is named.
+            RuntimeError: inside `Ema.weights`.
+        """
+        self._stepping.require_weights("optim_state_dict")
+        piecewise = self._stepping.known(optimizer, "optim_state_dict")
+        members = piecewise.members
+        groups = [group for group in self._runtime.groups() if not members.isdisjoint(group.params.params)]
+        return whole_state(piecewise, groups)
+
+    def pieces(self, optimizer: Optimizer | None = None) -> list[nn.Parameter]:
+        """What of its parameters ``optimizer`` updates on this rank; its ``state`` is by these.
+
+        1-D views of the masters, or whole tensors for a class that needs them; arguments and errors of
+        `optim_state_dict`.
+        """
+        return [piece for pieces in self._stepping.known(optimizer, "pieces").pieces for piece in pieces]
+
     def tied_names(self) -> dict[str, str]:
         """Each further name of a tied tensor -> the name that it is saved under."""
         return full_state.tied_names(full_state.named_state(self.model))
@@ -284,14 +333,12 @@ class Zero:
 
     def named_param_groups(self) -> list[dict[str, Any]]:
         """Every optimizer's param groups as JSON can hold them, with the parameters' ordinary names; on every rank."""
-        names = {
-            param: slot.name
-            for group in self._runtime.groups()
-            for param, slot in zip(group.params.params, group.params.layout.slots, strict=True)
-        }
-        return [
-            named_group(group, [names[param] for param in chosen]) for group, chosen in self._stepping.param_groups()
-        ]
+        return [named_group(group, names) for group, names in self._stepping.param_groups()]
+
+    def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizers' groups the settings of `named_param_groups`, where those have the same parameters."""
+        groups = self._stepping.param_groups()
+        restore_settings([group for group, _ in groups], [names for _, names in groups], saved)
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Take this rank's part of parameters, optimizer states, averages and buffers from ``reader``.
@@ -305,7 +352,7 @@ class Zero:
         stepping = self._stepping
         stepping.require_weights("load_named_shards")
         self._runtime.require_unpinned("load_named_shards")
-        shards.load_named_shards(self.model, self._runtime, stepping.optimizers, reader)
+        stepping.missed = shards.load_named_shards(self.model, self._runtime, stepping.piecewise, reader)
         if stepping.ema is not None:
             stepping.ema.load(shards.reader_of(self._runtime, reader, EMA))
 
@@ -343,12 +390,9 @@ class Zero:
     def _broadcast_buffers(self) -> None:
         with scope("buffers/start"):
             for _, buffer in self.model.named_buffers():
-                if buffer.is_contiguous():
-                    self.comm.broadcast(buffer, src=0).wait()
-                else:
-                    copy = buffer.contiguous()
-                    self.comm.broadcast(copy, src=0).wait()
-                    buffer.copy_(copy)
+                content = as_bytes(buffer)
+                self.comm.broadcast(content, src=0).wait()
+                put_bytes(buffer, content)
 
     def remove(self) -> None:
         """Give the module back as an ordinary one: whole, current weights of its own, no hooks. Collective.
@@ -364,12 +408,24 @@ class Zero:
         self._runtime.detach()
         for param, weight in weights.items():
             param.data = weight
+            if param.grad_dtype is None:
+                param.grad_dtype = weight.dtype
         self._guard.remove()
+        adoption.disown(self.model.parameters())
 
 
 def _check_arguments(model: nn.Module, prefetch: int, accumulate: str | None) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} is not an nn.Module")
+    around = next((part for part in model.modules() if isinstance(part, _OTHER_WRAPPERS)), None)
+    if around is not None:
+        raise ValueError(
+            f"model: a {type(around).__name__} averages gradients itself; give Zero() the module inside of it"
+        )
+    if any(is_traceable_wrapper_subclass(param) for param in model.parameters()):
+        raise ValueError(
+            "model: its parameters are sharded already (DTensor, as of fully_shard); give an ordinary module"
+        )
     if has_engine(model):
         raise ValueError("model: it, or a part of it, has an engine already; call remove() on that one first")
     if prefetch < 0:

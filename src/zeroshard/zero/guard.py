@@ -5,14 +5,24 @@ The user goes on to call the model as if it were an ordinary one. Most of it sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from zeroshard.zero.hooks import attach_parts
 from zeroshard.zero.runtime import Runtime
+from zeroshard.zero.stepping import Stepping
 
-_MARK = "_zeroshard"  # on a module that has an engine
+_NO_DDP = (
+    "DistributedDataParallel: the model is under Zero(), which averages gradients itself; use the model without it "
+    "(stage=0 does what DDP does)"
+)
+_MARK = "_zeroshard"  # on modules and parameters that have an engine
 
 
 class Guard:
@@ -21,36 +31,32 @@ class Guard:
     Args:
         model: that the engine has taken over.
         runtime: of the engine.
-        clear_grads: ``clear_grads(None, set_to_none=...)`` forgets all gradients.
+        stepping: of the engine.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, clear_grads: Callable[..., None]) -> None:
+    def __init__(self, model: nn.Module, runtime: Runtime, stepping: Stepping) -> None:
         self._model = model
         self._handles: list[Any] = []
         self._on_model = {
-            "zero_grad": lambda set_to_none=True: clear_grads(None, set_to_none=set_to_none),
-            "_apply": _apply_in_place(model),
-            _MARK: True,
+            "zero_grad": lambda set_to_none=True: stepping.clear_grads(None, set_to_none=set_to_none),
+            "named_parameters": _warns_of_old_weights(model, runtime, stepping),
+            "_ddp_params_and_buffers_to_ignore": _RefusesDdp(),
         }
         model.__dict__.update(self._on_model)
+        params = set(model.parameters())
+        for param in params:
+            setattr(param, _MARK, True)
         for module in model.modules():
+            module.__dict__[_MARK] = True
+            module.__dict__["_apply"] = _apply_in_place(module)
+            module.__dict__["apply"] = _apply_where_whole(module, runtime)
+            module.__dict__["register_parameter"] = _register_known(module, params)
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
             module.__dict__["__deepcopy__"] = _refuse_copy
+        self._handles.append(model.register_forward_pre_hook(_begins(stepping, params)))
         if runtime.levels.shard.world_size > 1:  # else weights are always whole and current
-            self._bring_the_roots_weights(runtime)
-
-    def _bring_the_roots_weights(self, runtime: Runtime) -> None:
-        """Have modules outside of units compute with current weights where another method than forward calls them."""
-
-        def bring(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if not runtime.root.readable:
-                runtime.root.unshard()
-
-        params = {param for group in runtime.root.groups for param in group.params.params}
-        for module in self._model.modules():
-            if module is not self._model and not params.isdisjoint(module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_pre_hook(bring))
+            self._handles += attach_parts(runtime.all_units(), model, runtime.part_begins)
 
     def remove(self) -> None:
         """Give all methods back."""
@@ -58,13 +64,16 @@ class Guard:
             handle.remove()
         for name in self._on_model:
             self._model.__dict__.pop(name, None)
+        for param in self._model.parameters():
+            vars(param).pop(_MARK, None)
         for module in self._model.modules():
-            module.__dict__.pop("__deepcopy__", None)
+            for name in (_MARK, "__deepcopy__", "_apply", "apply", "register_parameter"):
+                module.__dict__.pop(name, None)
 
 
 def has_engine(model: nn.Module) -> bool:
-    """Whether the model, or a part of it, has one already."""
-    return any(_MARK in module.__dict__ for module in model.modules())
+    """Whether the model, a part of it or a parameter that it shares with another model has one already."""
+    return any(_MARK in vars(part) for part in (*model.modules(), *model.parameters()))
 
 
 def _refuse_state(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
@@ -89,16 +98,112 @@ def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
     )
 
 
-def _apply_in_place(model: nn.Module) -> Callable[..., nn.Module]:
-    """``model._apply``, for functions that leave every parameter where it is."""
+def _apply_in_place(module: nn.Module) -> Callable[..., nn.Module]:
+    """``module._apply``, for functions that leave every parameter where it is; buffers they may change."""
 
     def apply(fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        tensors = [param.data for param in model.parameters()]
-        if any(fn(tensor) is not tensor for tensor in tensors):
-            raise RuntimeError(
-                "model: to(), double() and their like would part its parameters from the engine's buffers; "
-                "call them before Zero(), or give it a MixedPrecision"
-            )
-        return type(model)._apply(model, fn, *args, **kwargs)
+        own = (param for part in module.modules() for param in part._parameters.values() if param is not None)
+        kinds = {(param.dtype, param.device, min(param.dim(), 5)) for param in own}
+        for dtype, device, num_dims in kinds:
+            # What it does to a tensor like these: a model's copy would be as large as the model.
+            probe = torch.arange(1, 1 + 2**num_dims, device=device).to(dtype).view([2] * num_dims)
+            _require_in_place(probe, fn(probe))
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = fn(buffer)
+        return module
 
     return apply
+
+
+def _require_in_place(probe: Tensor, found: Tensor) -> None:
+    """Raise RuntimeError unless ``found`` is what ``probe`` is, be it a copy."""
+    if found is probe:
+        return
+    if found.dtype != probe.dtype:
+        what = f"to {found.dtype}: their dtype is {probe.dtype}"
+    elif found.device.type != probe.device.type or (found.device.index or 0) != (probe.device.index or 0):
+        what = f"to {found.device}: they are on {probe.device}"
+    elif found.stride() != probe.stride():
+        what = "to another memory format"
+    elif not torch.equal(found, probe):
+        what = "to empty ones (to_empty())"
+    else:
+        return
+    raise RuntimeError(
+        f"model: it, or a part of it, cannot be moved under an engine, whose buffers hold its parameters: {what}; "
+        "do it before Zero(), or give that a device or a MixedPrecision"
+    )
+
+
+def _apply_where_whole(module: nn.Module, runtime: Runtime) -> Callable[..., nn.Module]:
+    """``module.apply``: what initialises weights by it would be lost, or differ from rank to rank."""
+
+    def apply(fn: Callable[[nn.Module], None]) -> nn.Module:
+        if runtime.levels.world.world_size > 1 and not runtime.is_pinned:
+            raise RuntimeError(
+                "model.apply(): weights that it changes are sharded, or each rank's own; call it before Zero(), or, "
+                "with the same values on every rank, inside zero.full_params(write_back=True)"
+            )
+        return type(module).apply(module, fn)
+
+    return apply
+
+
+def _warns_of_old_weights(model: nn.Module, runtime: Runtime, stepping: Stepping) -> Callable[..., Any]:
+    told = False
+
+    def named_parameters(*args: Any, **kwargs: Any) -> Any:
+        nonlocal told
+        if stepping.stepped and not told and not runtime.weights_readable and not _values_do_not_matter():
+            told = True
+            warnings.warn(
+                "model.parameters(): between step() and the next forward, weights are older than the step, or NaN "
+                "where they are sharded; read them inside zero.full_params()",
+                stacklevel=3,
+            )
+        return type(model).named_parameters(model, *args, **kwargs)
+
+    return named_parameters
+
+
+def _values_do_not_matter() -> bool:
+    """Whether a method of `nn.Module` asks for the parameters that sets a flag of theirs, or their gradients."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == nn.Module.parameters.__code__.co_filename:
+        if frame.f_code.co_name in ("requires_grad_", "zero_grad"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _RefusesDdp:
+    """Stands where `DistributedDataParallel` looks first, for the names that it shall leave alone."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError(_NO_DDP)
+
+
+def _begins(stepping: Stepping, params: set[nn.Parameter]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        stepping.stepped = False
+        around = DistributedDataParallel._active_ddp_module
+        if around is not None and not params.isdisjoint(around.parameters()):
+            raise RuntimeError(_NO_DDP)
+
+    return before
+
+
+def _register_known(module: nn.Module, known: set[nn.Parameter]) -> Callable[[str, nn.Parameter | None], None]:
+    """``module.register_parameter``, for parameters that the engine has."""
+
+    def register(name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param not in known:
+            raise RuntimeError(
+                f"{name}: a parameter that comes after Zero() would never be trained; put it into the model before, "
+                "or copy its values into the old one inside zero.full_params(write_back=True)"
+            )
+        type(module).register_parameter(module, name, param)
+
+    return register

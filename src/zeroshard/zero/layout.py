@@ -5,7 +5,9 @@
     |     rank 0     |     rank 1     |  rank 2  ...   each rank owns shard_numel elements
 
 Slots lie end to end in order; shards ignore their borders, so every rank owns the same number of elements however
-uneven the parameters are. That suits optimizers that work element by element.
+uneven the parameters are. That suits optimizers that work element by element. In an engine's layouts slots and shards
+of some size begin at multiples of `ALIGNMENT` elements, so that a parameter of one element leaves those after it where
+kernels read fast.
 
 For one that needs whole tensors (see `contract`) no slot crosses a border. Each tensor goes to one shard, the largest
 first and each to the shard with the least, and every shard is as long as the longest::
@@ -27,7 +29,15 @@ from functools import cached_property
 
 from torch import Tensor
 
-ALIGNMENT = 16
+ALIGNMENT = 8
+"""Elements to which an engine aligns slots and shards: 16 bytes of a 16-bit dtype, 32 of fp32. 16 bytes is what one
+load of a GPU's thread takes, what matrix kernels and their descriptors ask of a tensor's first byte, and the unit in
+which NCCL copies; more would only pad. Most parameters have a multiple of it, and cost nothing."""
+
+LEAST_ALIGNED = 256
+"""Elements of the smallest slot, and the smallest shard, that is aligned: of less, padding would be over 3 %."""
+
+WHOLE_ALIGNMENT = 16
 """Elements to which whole tensors are aligned: 64 bytes of fp32. Matrix kernels are chosen by alignment and sum in
 orders of their own, so a tensor must be aligned alike in every buffer that holds it to have the same bits at each
 stage."""
@@ -77,28 +87,37 @@ class FlatLayout:
         slots: in order of parameters; by `of` end to end, by `whole` each within one shard.
         world_size: number of shards.
         longest: where tensors are whole, elements of the longest shard; None where shards ignore slots' borders.
+        alignment: elements of which offsets of slots and lengths of shards are multiples, from `LEAST_ALIGNED` on.
 
     Raises:
-        ValueError: ``world_size`` below 1.
+        ValueError: ``world_size`` or ``alignment`` below 1.
     """
 
     slots: tuple[Slot, ...]
     world_size: int
     longest: int | None = None
+    alignment: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"world_size: {self.world_size} ranks; give at least 1")
+        if self.alignment < 1:
+            raise ValueError(f"alignment: {self.alignment} elements; give at least 1")
 
     @classmethod
-    def of(cls, shapes: Iterable[tuple[str, Sequence[int]]], world_size: int) -> FlatLayout:
-        """Lay out parameters ``(name, shape)`` end to end, in the order given."""
+    def of(cls, shapes: Iterable[tuple[str, Sequence[int]]], world_size: int, alignment: int = 1) -> FlatLayout:
+        """Lay out parameters ``(name, shape)`` end to end, in the order given; ``alignment``: see the attribute."""
+        if alignment < 1:
+            return cls((), world_size, alignment=alignment)  # which refuses it
         slots: list[Slot] = []
         offset = 0
         for name, shape in shapes:
-            slots.append(Slot(name, tuple(shape), offset))
-            offset += slots[-1].numel
-        return cls(tuple(slots), world_size)
+            slot = Slot(name, tuple(shape), offset)
+            if slot.numel >= LEAST_ALIGNED:
+                slot = Slot(name, slot.shape, _aligned(offset, alignment))
+            slots.append(slot)
+            offset = slot.offset + slot.numel
+        return cls(tuple(slots), world_size, alignment=alignment)
 
     @classmethod
     def whole(
@@ -120,7 +139,7 @@ class FlatLayout:
         starts = []
         for slot, owner in zip(slots, owners, strict=True):
             starts.append(filled[owner])
-            filled[owner] += _aligned(slot.numel)
+            filled[owner] += _aligned(slot.numel, WHOLE_ALIGNMENT)
         longest = max(filled)
         placed = zip(slots, owners, starts, strict=True)
         return cls(
@@ -137,7 +156,11 @@ class FlatLayout:
     @cached_property
     def shard_numel(self) -> int:
         """Elements that each rank owns, padding included."""
-        return -(-self.numel // self.world_size) if self.longest is None else self.longest
+        if self.longest is not None:
+            return self.longest
+        end = max((slot.offset + slot.numel for slot in self.slots), default=0)
+        least = -(-end // self.world_size)
+        return _aligned(least, self.alignment) if least >= LEAST_ALIGNED else least
 
     @property
     def padded_numel(self) -> int:
@@ -180,6 +203,12 @@ class FlatLayout:
                 pieces.append(self._piece(index, first, last))
         return tuple(pieces)
 
+    def part(self, rank: int, slot: int) -> tuple[int, int]:
+        """``[start, stop)`` of the flattened parameter in that slot that ``rank`` owns; (0, 0): nothing."""
+        (start, stop), offset = self.interval(rank), self.slots[slot].offset
+        first, last = max(start, offset), min(stop, offset + self.slots[slot].numel)
+        return (first - offset, last - offset) if first < last else (0, 0)
+
     def tensors(self) -> tuple[Piece, ...]:
         """Every parameter as one piece, whoever owns it; without empty ones."""
         slots = enumerate(self.slots)
@@ -203,10 +232,10 @@ def balance(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
         owner = min(range(len(here)), key=lambda shard: (here[shard], total[shard]))
         owners[index] = owner
-        here[owner] += _aligned(numels[index])
-        total[owner] += _aligned(numels[index])
+        here[owner] += _aligned(numels[index], WHOLE_ALIGNMENT)
+        total[owner] += _aligned(numels[index], WHOLE_ALIGNMENT)
     return owners
 
 
-def _aligned(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+def _aligned(numel: int, alignment: int) -> int:
+    return -(-numel // alignment) * alignment

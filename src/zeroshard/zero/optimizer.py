@@ -5,13 +5,20 @@
     tensor what it computes on the whole. It is given 1-D pieces, cut wherever shards end. One that looks at whole
     tensors is given whole tensors, each on the rank that owns it. Which of them a class is, and whether either will
     do, is found out by `contract.classify`.
+
+[Note: Whose parameters]
+    ``param_groups`` hold the model's parameters, as in one process: clipping, scalers and schedules read them there,
+    and their ``grad`` is global. Only while the class's own code runs (its ``step``, ``add_param_group``, loading) they
+    hold this rank's pieces. ``state`` is by piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
+from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -68,6 +75,10 @@ class StepListener(Protocol):
         """The masters of this optimizer's parameters have changed."""
         ...
 
+    def weights_changed(self, members: set[nn.Parameter]) -> None:
+        """The masters of these parameters have changed, whether they had gradients or not."""
+        ...
+
     def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool) -> None:
         """Gradients are to be forgotten, or to be zero."""
         ...
@@ -80,9 +91,6 @@ class ShardedParams:
         self._homes: dict[nn.Parameter, tuple[FlatGroup, int]] = {}
         self._taken: set[nn.Parameter] = set()
         self.locate(groups)
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._homes)
 
     def locate(self, groups: Iterable[FlatGroup]) -> None:
         """Learn in which group and slot each parameter lies now."""
@@ -118,6 +126,19 @@ class ShardedParams:
             chosen.append(param)
         return chosen
 
+    def home(self, param: nn.Parameter) -> tuple[FlatGroup, int]:
+        """The group that holds a parameter, and its slot there."""
+        return self._homes[param]
+
+    def name(self, param: nn.Parameter) -> str:
+        """A parameter's ordinary name."""
+        group, slot = self._homes[param]
+        return group.params.layout.slots[slot].name
+
+    def kept_whole(self) -> set[nn.Parameter]:
+        """The parameters whose tensors are whole on one rank."""
+        return {param for param, (group, _) in self._homes.items() if group.whole}
+
     def pieces(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """What this rank's optimizer sees of ``params``, in their order."""
         homes = (self._homes[param] for param in params)
@@ -140,13 +161,16 @@ class PiecewiseOptimizer:
     Attributes:
         optimizer: of exactly the class that was asked for.
         by_group: for each of its param groups, the model's parameters.
+        pieces: for each of its param groups, what this rank updates.
         has_state: whether it has stepped, or state was loaded into it: the same on every rank.
+        sharded: where parameters lie.
+        listener: what hears of its steps.
     """
 
     def __init__(
         self,
         optimizer_cls: type[Optimizer],
-        params: Iterable[Any] | None,
+        params: Iterable[Any],
         kwargs: dict[str, Any],
         sharded: ShardedParams,
         listener: StepListener,
@@ -155,15 +179,14 @@ class PiecewiseOptimizer:
             raise TypeError(
                 f"optimizer_cls: {optimizer_cls!r} is not a torch.optim.Optimizer class; give the class itself"
             )
-        given = list(sharded) if params is None else params
-        if isinstance(given, Tensor):
+        if isinstance(params, Tensor):
             raise TypeError("params: give an iterable of parameters or of group dicts, not one tensor")
-        given: list[Any] = list(given)
+        given: list[Any] = list(params)
         if not given:
             raise ValueError("params: the optimizer got an empty list; give it at least one parameter")
         groups: list[dict[str, Any]] = given if isinstance(given[0], dict) else [{"params": given}]
-        self.sharded, self.listener = sharded, listener
-        self.has_state = False
+        self.sharded, self.listener, self._kwargs = sharded, listener, kwargs
+        self.has_state, self._holds_pieces = False, True
         self._make: Callable[[list[dict[str, Any]]], Optimizer] = partial(optimizer_cls, **kwargs)
         with sharded.all_or_none():
             self.by_group = [sharded.take(group) for group in groups]
@@ -173,84 +196,128 @@ class PiecewiseOptimizer:
                 # Before anything is laid out anew, the class may refuse what it is given by shape.
                 self._make([{**group, "params": [_stand_in(param) for param in chosen]} for group, chosen in pairs])
                 listener.keep_whole(whole)
-            self.optimizer = self._make([{**group, "params": sharded.pieces(chosen)} for group, chosen in pairs])
-        self._kwargs = kwargs
-        self._listen()
+            self.pieces = [sharded.pieces(chosen) for chosen in self.by_group]
+            self.optimizer = self._make(
+                [{**group, "params": pieces} for group, pieces in zip(groups, self.pieces, strict=True)]
+            )
         listener.after_joining(self.optimizer, self.members)
+        self.show_params()
+
+    @classmethod
+    def adopted(cls, optimizer: Optimizer, sharded: ShardedParams, listener: StepListener) -> PiecewiseOptimizer:
+        """One that the user has made over the model's parameters; its states are cut into pieces by the caller.
+
+        Raises:
+            ValueError: it holds other parameters too, or is of a class that no layout suits.
+            RuntimeError: it needs tensors that are whole.
+        """
+        self = cls.__new__(cls)
+        name = type(optimizer).__name__
+        accepted = signature(type(optimizer)).parameters
+        kwargs = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+        self.optimizer, self.sharded, self.listener, self._kwargs = optimizer, sharded, listener, kwargs
+        self.has_state, self._holds_pieces = bool(optimizer.state), False
+        self._make = partial(type(optimizer), **kwargs)
+        with sharded.all_or_none():
+            self.by_group = [sharded.take(group) for group in optimizer.param_groups]
+            for group, chosen in zip(optimizer.param_groups, self.by_group, strict=True):
+                try:
+                    whole = _whole(type(optimizer), kwargs, group, chosen)
+                except TypeError as error:  # its settings do not tell how it was built
+                    raise ValueError(f"step: {error}; make it by zero.optimizer({name}, ...)") from error
+                if whole - sharded.kept_whole():
+                    raise RuntimeError(
+                        f"step: {name} needs tensors that are whole on one rank; make it by zero.optimizer({name}, ...)"
+                    )
+            self.pieces = [sharded.pieces(chosen) for chosen in self.by_group]
+        return self
 
     @property
     def members(self) -> set[nn.Parameter]:
         """The model's parameters that it updates."""
         return {param for chosen in self.by_group for param in chosen}
 
+    # -- whose parameters -------------------------------------------------------------------------------------
+
+    def show_pieces(self) -> None:
+        """Have the param groups hold this rank's pieces, as the class's own code needs them.
+
+        Raises:
+            ValueError: groups, or parameters in them, are not those that it was given.
+        """
+        groups = self.optimizer.param_groups
+        if self._holds_pieces:
+            return
+        for group, chosen in zip_longest(groups, self.by_group):
+            if group is None or chosen is None or not _are(group["params"], chosen):
+                raise ValueError(
+                    "param_groups: groups or their params were changed by hand; use optimizer.add_param_group(), or "
+                    "make the optimizer anew"
+                )
+        for group, pieces in zip(groups, self.pieces, strict=True):
+            group["params"] = pieces
+        self._holds_pieces = True
+
+    def show_params(self) -> None:
+        """Have the param groups hold the model's parameters, as the user knows them."""
+        for group, chosen in zip(self.optimizer.param_groups, self.by_group, strict=True):
+            group["params"] = list(chosen)
+        self._holds_pieces = False
+
+    @contextmanager
+    def at_pieces(self) -> Generator[None]:
+        """In this block the param groups hold this rank's pieces."""
+        if self._holds_pieces:
+            yield
+            return
+        self.show_pieces()
+        try:
+            yield
+        finally:
+            self.show_params()
+
     def take_pieces_anew(self) -> None:
         """Hold the pieces of its parameters where they lie now; for an optimizer without state."""
         assert not self.has_state
-        groups = self._point_at_pieces()
+        self.pieces = [self.sharded.pieces(chosen) for chosen in self.by_group]
         # Some classes have state from the start (Adagrad): that of the new pieces.
-        fresh = self._make([dict(group) for group in groups])
+        groups = zip(self.optimizer.param_groups, self.pieces, strict=True)
+        fresh = self._make([{**group, "params": pieces} for group, pieces in groups])
         self.optimizer.state.clear()
         self.optimizer.state.update(fresh.state)
-        self.listener.after_joining(self.optimizer, self.members)
+        self._join()
 
     def hold_pieces(self) -> None:
         """Hold the pieces of its parameters where they lie now; their states are there already."""
-        self._point_at_pieces()
-        self.listener.after_joining(self.optimizer, self.members)
+        self.pieces = [self.sharded.pieces(chosen) for chosen in self.by_group]
+        self._join()
 
-    def _point_at_pieces(self) -> list[dict[str, Any]]:
-        groups = self.optimizer.param_groups
-        assert len(groups) == len(self.by_group), "param groups were taken out of the optimizer"
-        for group, chosen in zip(groups, self.by_group, strict=True):
-            group["params"] = self.sharded.pieces(chosen)
-        return groups
+    def _join(self) -> None:
+        with self.at_pieces():
+            self.listener.after_joining(self.optimizer, self.members)
 
-    def _add_param_group(self, add_group: Callable[[dict[str, Any]], None], given: dict[str, Any]) -> None:
+    def add_param_group(self, add_group: Callable[[dict[str, Any]], None], given: dict[str, Any]) -> None:
+        """Add a group of the model's parameters; ``add_group``: as the class does."""
         with self.sharded.all_or_none():
             chosen = self.sharded.take(given)
             whole = _whole(type(self.optimizer), self._kwargs, given, chosen)
             if whole:
                 self._make([{**given, "params": [_stand_in(param) for param in chosen]}])
                 self.listener.keep_whole(whole)
-            add_group({**given, "params": self.sharded.pieces(chosen)})
-        self.by_group.append(chosen)
-        self.listener.after_joining(self.optimizer, self.members)
+            pieces = self.sharded.pieces(chosen)
+            self.show_pieces()
+            try:
+                add_group({**given, "params": pieces})
+                self.by_group.append(chosen)
+                self.pieces.append(pieces)
+            finally:
+                self.show_params()
+        self._join()
 
-    def _listen(self) -> None:
-        optimizer, listener = self.optimizer, self.listener
-        add_group = optimizer.add_param_group
 
-        def add_param_group(param_group: dict[str, Any]) -> None:
-            self._add_param_group(add_group, param_group)
-
-        def zero(set_to_none: bool = True) -> None:
-            listener.clear_grads(self.members, set_to_none=set_to_none)
-
-        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-            itself, *given = args  # torch passes the optimizer along
-            closure = given[0] if given else kwargs.get("closure")
-            if closure is None:
-                factor = listener.before_update(optimizer)
-                if factor is None:
-                    return None
-                own = kwargs.get("grad_scale")
-                return args, {**kwargs, "grad_scale": factor if own is None else own * factor}
-            wrapped = _once_then(closure, lambda: listener.before_update(None))
-            return ((itself, wrapped, *given[1:]), kwargs) if given else (args, {**kwargs, "closure": wrapped})
-
-        def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.has_state = True
-            listener.after_update(optimizer)
-
-        def loaded(_: Optimizer) -> None:
-            self.has_state = True
-
-        # On the instance, so that its type stays exactly the user's class.
-        optimizer.add_param_group = add_param_group
-        optimizer.zero_grad = zero
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
-        optimizer.register_load_state_dict_post_hook(loaded)
+def _are(found: Iterable[Any], expected: Sequence[Any]) -> bool:
+    found = list(found)
+    return len(found) == len(expected) and all(a is b for a, b in zip(found, expected, strict=True))
 
 
 def _whole(
@@ -267,22 +334,3 @@ def _whole(
 def _stand_in(param: nn.Parameter) -> nn.Parameter:
     """A parameter of the same shape, dtype and device without memory of its own."""
     return nn.Parameter(param.detach().new_zeros(()).expand(param.shape), requires_grad=param.requires_grad)
-
-
-def _once_then(closure: Callable[[], Any], after: Callable[[], Any]) -> Callable[[], Any]:
-    """The closure runs backward inside ``step``: only after it are there gradients to use."""
-    called = False
-
-    def run() -> Any:
-        nonlocal called
-        if called:
-            raise RuntimeError(
-                "step: the optimizer calls its closure a second time, and ranks would compute with weights from before "
-                "the step; use an optimizer that calls it once"
-            )
-        called = True
-        result = closure()
-        after()
-        return result
-
-    return torch.enable_grad()(run)

@@ -6,11 +6,13 @@ that none contains goes to the root unit, whose weights are whole for the length
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+
+Init = Callable[[str, torch.Tensor], None]
 
 
 @dataclass
@@ -23,18 +25,33 @@ class UnitSpec:
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
-    """The children of each outermost `nn.ModuleList`: the repeated blocks of nearly every model; [] without one."""
+    """The elements of each outermost `nn.ModuleList`: the repeated blocks of nearly every model; [] without one.
+
+    An element that is never called itself, such as a list in a list, gives its own ones.
+    """
     found: list[nn.Module] = []
+
+    def take(element: nn.Module) -> None:
+        if not is_container(element):
+            found.append(element)
+            return
+        for child in element.children():
+            take(child)
 
     def walk(module: nn.Module) -> None:
         for child in module.children():
             if isinstance(child, nn.ModuleList):
-                found.extend(child)
+                take(child)
             else:
                 walk(child)
 
     walk(model)
     return found
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether the module has no forward: its children are called, it never is."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def partition(model: nn.Module, units: Iterable[nn.Module] | None) -> tuple[UnitSpec, list[UnitSpec]]:
@@ -52,7 +69,7 @@ def partition(model: nn.Module, units: Iterable[nn.Module] | None) -> tuple[Unit
             raise TypeError(f"units: {type(module).__name__} is not an nn.Module; give submodules of the model")
         if module not in names:
             raise ValueError(f"units: a {type(module).__name__} is no submodule of the model; give its own submodules")
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if module is not model and is_container(module):
             raise ValueError(f"units: {names[module]!r} is a container that is never called; give its elements")
         if module is not model:
             specs.setdefault(module, UnitSpec(names[module], module))
@@ -81,22 +98,21 @@ def _homes(model: nn.Module, specs: dict[nn.Module, UnitSpec], root: UnitSpec) -
     return homes
 
 
-def materialise(model: nn.Module, device: torch.device) -> set[nn.Parameter]:
-    """Replace parameters on the meta device by ones on ``device`` that have a shape and, as yet, no memory.
+def materialise(model: nn.Module, device: torch.device, init: Init | None = None) -> set[nn.Parameter]:
+    """Replace what is on the meta device: parameters by ones that have a shape and, as yet, no memory; and buffers.
 
-    Each is one NaN expanded to its shape, so that a model too large for this rank can be filled unit by unit.
+    Each parameter is one NaN expanded to its shape, so that a model too large for this rank can be filled unit by unit.
+    Buffers are small, and ``init(name, tensor)`` fills them at once.
 
     Returns:
         The new parameters.
 
     Raises:
-        ValueError: a buffer is on the meta device.
+        ValueError: a buffer is on the meta device, and ``init`` does not fill it.
     """
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise ValueError(f"{name}: the buffer is on the meta device; build buffers on a real one")
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
+    filled: dict[torch.Tensor, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
         for key, param in list(module._parameters.items()):
             if param is None or not param.is_meta:
                 continue
@@ -104,4 +120,37 @@ def materialise(model: nn.Module, device: torch.device) -> set[nn.Parameter]:
                 nothing = torch.full((), float("nan"), dtype=param.dtype, device=device).expand(param.shape)
                 made[param] = nn.Parameter(nothing, requires_grad=param.requires_grad)
             module._parameters[key] = made[param]
+        for key, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_meta:
+                if buffer not in filled:
+                    made_here = _filled(f"{prefix}.{key}" if prefix else key, buffer, device, init)
+                    if key in module._non_persistent_buffers_set:  # no load brings it
+                        _require_numbers(f"{prefix}.{key}" if prefix else key, made_here)
+                    filled[buffer] = made_here
+                module._buffers[key] = filled[buffer]
     return set(made.values())
+
+
+_TODO = "have `init` fill it, or build buffers on a real device"
+
+
+def _require_numbers(name: str, buffer: torch.Tensor) -> None:
+    if (buffer.is_floating_point() or buffer.is_complex()) and buffer.isnan().any():
+        raise ValueError(f"{name}: the buffer is on the meta device, and `init` left NaN in it; {_TODO}")
+
+
+def _filled(name: str, buffer: torch.Tensor, device: torch.device, init: Init | None) -> torch.Tensor:
+    if init is None:
+        raise ValueError(f"{name}: the buffer is on the meta device; {_TODO}")
+    made = torch.empty_like(buffer, device=device)
+    if made.is_floating_point() or made.is_complex():
+        made.fill_(float("nan"))
+    version = made._version
+    try:
+        with torch.no_grad():
+            init(name, made)
+    except LookupError as error:
+        raise ValueError(f"{name}: the buffer is on the meta device, and `init` does not know it; {_TODO}") from error
+    if made._version == version:
+        raise ValueError(f"{name}: the buffer is on the meta device, and `init` left it as it was; {_TODO}")
+    return made

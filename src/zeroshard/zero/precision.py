@@ -17,7 +17,8 @@ class MixedPrecision:
 
     Attributes:
         param_dtype: the dtype that forward and backward see; the parameter's own dtype becomes its master's, which
-            the optimizer updates. None: the parameter's own, and then no second copy exists.
+            the optimizer updates. None: the parameter's own, and then no second copy exists. Parameters that are
+            frozen when the engine is built are kept in this dtype alone, rounded, until they are trained.
         reduce_dtype: the dtype in which gradients accumulate and are reduced. None: the master's.
         cast_forward_inputs: whether floating-point tensors given to the model are cast to ``param_dtype``.
 

@@ -8,6 +8,8 @@ a backward:
   again before the optimizer has stepped does reduced get memory of its own.
 * shard: local exists from the first gradient of a unit until its reduction; reduced stays.
 
+Both go when gradients are cleared (``zero_grad()``), and stay where they are made zero (``set_to_none=False``).
+
 [Note: The mean]
     Gradients are scaled by ``1 / world_size`` as they are copied in, in the pass that has to be made anyway, and
     then summed over ranks. Every stage does so, and reduces the same buffer in the same order, hence the same bits.
@@ -206,6 +208,29 @@ class FlatGrads:
         start = piece.offset - self.offset
         return self.reduced[start : start + piece.numel].view(piece.shape)
 
+    def of_slot(self, slot: int) -> Tensor:
+        """1-D view of all that this rank holds of the reduced gradient in a slot, with nothing left to multiply."""
+        assert self.reduced is not None
+        self.apply_factor()
+        start, stop = self._held_of(slot)
+        return self.reduced[start:stop]
+
+    def put(self, slot: int, part: Tensor) -> None:
+        """Have ``part``, what this rank holds of a whole gradient, in the place of what there is of it."""
+        self.settle()
+        self.apply_factor()
+        if self.reduced is None:
+            numel = self._held.stop - self._held.start
+            self.reduced = torch.zeros(numel, dtype=self.master_dtype, device=self.device)
+        start, stop = self._held_of(slot)
+        self.reduced[start:stop].copy_(part)
+        self._written[slot], self.used[slot] = False, True
+
+    def _held_of(self, slot: int) -> tuple[int, int]:
+        place = self.layout.slots[slot]
+        start = min(max(place.offset - self.offset, 0), self._held.stop - self.offset)
+        return start, min(max(place.offset + place.numel - self.offset, start), self._held.stop - self.offset)
+
     def shards(self) -> list[Tensor]:
         """The reduced gradients that this rank holds, one tensor ``[shard_numel]`` for each rank's shard."""
         assert self.reduced is not None
@@ -230,12 +255,13 @@ class FlatGrads:
                     self.piece(piece).zero_()
 
     def clear(self, slots: set[int]) -> None:
-        """Forget the gradients of ``slots``; with the last of them, all buffers are free to be written anew."""
+        """Forget the gradients of ``slots``; with the last of them all buffers are freed."""
         self.settle()
         for slot in slots:
             self._written[slot] = self.used[slot] = False
         if not any(self.used):
-            self.reduced = self.factor = None
+            self.reduced = self.factor = self._local = None
+            self._views = []
             return
         self.zero(slots)
 

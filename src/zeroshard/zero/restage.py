@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
+from zeroshard.zero.agreement import agreement
 from zeroshard.zero.carry import Flight, send_bytes
 from zeroshard.zero.layout import Piece
 from zeroshard.zero.optimizer import SCALAR_STATES
 from zeroshard.zero.runtime import Runtime
-from zeroshard.zero.strategy import ShardingStrategy
+from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.unit import FlatGroup
 
 State = dict[str, Any]  # of one piece, by kind
@@ -41,14 +42,17 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
 
     Raises:
         RuntimeError: inside `Runtime.pinned`, or while gradients wait for a step.
-        ValueError: a state that is neither tensor nor number.
+        ValueError: a state that is neither tensor nor number; then nothing has changed.
     """
     runtime.require_rest("restage")
+    if any(_sends(group, strategy) for group in runtime.groups()):
+        with agreement(runtime.comm):  # before anything is taken apart, and on every rank
+            _require_sendable(runtime, strategy, holders)
     for unit in runtime.all_units():
         for index, old in enumerate(unit.groups):
             unit.groups[index] = new = old.restaged(strategy)
-            if old.params.shard_optim and not new.params.shard_optim:
-                found = list(_everybodys(old, holders))
+            if _sends(old, strategy):
+                found = list(_everybodys(old, _own(old, holders)))
             else:
                 found = _own(old, holders)
             _hand_over(new, holders, found)
@@ -56,15 +60,43 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
     runtime.take_row(strategy)
 
 
+def _sends(group: FlatGroup, strategy: ShardingStrategy) -> bool:
+    """Whether its states, which are sharded now, will be whole on every rank."""
+    return group.params.shard_optim and strategy.optim is not SHARD
+
+
+def _require_sendable(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stateful]) -> None:
+    for group in runtime.groups():
+        if _sends(group, strategy):
+            for shard in group.shards:
+                for holder in holders:
+                    _describe(holder.state.get(shard, {}))
+
+
 def _own(group: FlatGroup, holders: Sequence[Stateful]) -> list[tuple[Piece, list[State]]]:
     """What each holder has of each piece on this rank; it has it no more."""
+    found = _shared(group, holders)
+    for shard in group.shards:
+        for holder in holders:
+            holder.state.pop(shard, None)
+    return found
+
+
+def _shared(group: FlatGroup, holders: Sequence[Stateful]) -> list[tuple[Piece, list[State]]]:
+    """What each holder has of each piece on this rank."""
     pairs = zip(group.params.pieces, group.shards, strict=True)
-    return [(piece, [holder.state.pop(shard, {}) for holder in holders]) for piece, shard in pairs]
+    return [(piece, [holder.state.get(shard, {}) for holder in holders]) for piece, shard in pairs]
 
 
-def _everybodys(group: FlatGroup, holders: Sequence[Stateful]) -> Iterator[tuple[Piece, list[State]]]:
+def states_of(group: FlatGroup, holders: Sequence[Stateful]) -> Iterator[tuple[Piece, list[State]]]:
+    """What each holder has of each piece of the group, whichever rank's it is. Collective where pieces are sharded."""
+    own = _shared(group, holders)
+    yield from _everybodys(group, own) if group.params.shard_optim else own
+
+
+def _everybodys(group: FlatGroup, own: list[tuple[Piece, list[State]]]) -> Iterator[tuple[Piece, list[State]]]:
     """The same of the pieces on every rank, in the order of ranks. Collective."""
-    comm, device, own = group.params.comm, group.params.master.device, _own(group, holders)
+    comm, device = group.params.comm, group.params.master.device
     for src in range(comm.world_size):
         mine = [states for _, states in own] if src == comm.rank else []
         pieces = group.params.layout.owned(src)
@@ -98,12 +130,12 @@ def _describe(state: State) -> list[tuple[str, Any]]:
 
 
 def _facts(kind: str, value: Any) -> Any:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.layout is torch.strided:
         return [str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type]
     if value is None or isinstance(value, bool | int | float):
         return value
     raise ValueError(
-        f"{kind}: a {type(value).__name__} in an optimizer's state cannot be sent; keep tensors or numbers"
+        f"{kind}: a {type(value).__name__} in an optimizer's state cannot be sent; keep dense tensors or numbers"
     )
 
 

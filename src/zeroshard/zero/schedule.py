@@ -14,6 +14,10 @@ Backward::
     gather 3, gather 2 | reduce 3, gather 1 | reduce 2, gather 0 | reduce 1 | reduce 0, reduce root
 
 The gather of unit 3 finds its weights where forward left them, at every rank, and sends nothing.
+
+Where two forwards share a backward, it goes through the second and then through the first::
+
+    gather 3, gather 2 | free 3, gather 1 | ... | free 0 || gather 3, gather 2 | reduce 3, ... reduce 0, reduce root
 """
 
 from __future__ import annotations
@@ -25,10 +29,15 @@ ROOT = -1
 
 
 class Op(NamedTuple):
-    """One step of a schedule: gather the weights or reduce the gradients of the unit at a place of the order."""
+    """One step of a schedule: gather, free or reduce the unit at a place of the order.
 
-    action: Literal["gather", "reduce"]
+    Attributes:
+        sweep: how many forwards of the model are still to be gone through backward after this one.
+    """
+
+    action: Literal["gather", "free", "reduce"]
     place: int
+    sweep: int = 0
 
 
 def forward_ops(num_units: int) -> list[Op]:
@@ -36,17 +45,22 @@ def forward_ops(num_units: int) -> list[Op]:
     return [Op("gather", place) for place in range(num_units)]
 
 
-def backward_ops(num_units: int, *, prefetch: int, gather: bool) -> list[Op]:
-    """Last to first: gather a unit ``prefetch`` places ahead of its use, reduce it when its turn is over."""
+def backward_ops(num_units: int, *, prefetch: int, gather: bool, num_sweeps: int = 1) -> list[Op]:
+    """Last to first: gather a unit ``prefetch`` places ahead of its use, reduce it when its turn is over.
+
+    ``num_sweeps``: forwards that this backward goes through, the latest first. Each but the last sweep gathers and
+    frees every unit; only the last one has all gradients, and reduces.
+    """
     ops: list[Op] = []
-    next_gather = num_units - 1
-    for place in reversed(range(num_units)):
-        if place + 1 < num_units:
-            ops.append(Op("reduce", place + 1))
-        while gather and next_gather >= max(place - prefetch, 0):
-            ops.append(Op("gather", next_gather))
-            next_gather -= 1
-    ops += [Op("reduce", 0)] if num_units else []
+    for sweep in reversed(range(num_sweeps)):
+        ends = [Op("reduce" if sweep == 0 else "free", place, sweep) for place in range(num_units)]
+        next_gather = num_units - 1
+        for place in reversed(range(num_units)):
+            ops += ends[place + 1 : place + 2]
+            while gather and next_gather >= max(place - prefetch, 0):
+                ops.append(Op("gather", next_gather, sweep))
+                next_gather -= 1
+        ops += ends[:1]
     return [*ops, Op("reduce", ROOT)]
 
 

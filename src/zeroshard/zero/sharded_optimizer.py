@@ -191,21 +191,23 @@ class ShardedOptimizer(Optimizer):
         """Update this rank's parameters and exchange the new weights; on return all are in place. Collective.
 
         Args:
-            closure: computes gradients (averaged over ranks) and returns the loss; called once, on every rank.
+            closure: computes gradients (averaged over ranks) and returns the loss. The inner optimizer is given it, and
+                calls it on every rank; no weight may have moved before it does. All is updated then before anything
+                is sent.
             **kwargs: for the inner optimizer's step.
 
         Returns:
-            The closure's loss.
+            What the inner optimizer's step does with a closure: the loss.
         """
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         self._state_has_changed()
         self._give_options()
+        if closure:  # as torch's ZeroRedundancyOptimizer: whatever is false is none
+            loss = self.optim.step(closure=torch.enable_grad()(closure), **kwargs)
         parcels = self._parcels()
         params = list(self._owners)
-        updates = self._update_in_parts([parcel for parcel in parcels if parcel.owner == self.comm.rank], kwargs)
+        mine = [parcel for parcel in parcels if parcel.owner == self.comm.rank]
+        updates = iter(()) if closure else self._update_in_parts(mine, kwargs)
         flight = Flight(self.comm, "optimizer/weights")
         for parcel in parcels:
             next(updates, None)  # while the parcels before travel; by now our next parcel to leave is up to date

@@ -14,9 +14,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from zeroshard.zero.optimizer import SCALAR_STATES
+from zeroshard.zero.optimizer import SCALAR_STATES, PiecewiseOptimizer
+from zeroshard.zero.optimizer_methods import load_pieces
 from zeroshard.zero.runtime import Runtime
 from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
 
@@ -36,13 +36,15 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
         return
     rank = runtime.levels.shard.rank
     for group in runtime.groups():
+        group.params.take_changes()
         for piece, shard in zip(group.params.pieces, group.shards, strict=True):
             slot = group.params.layout.slots[piece.slot]
             for own in group.params.layout.owned(rank):
                 if own.slot != piece.slot or not piece.interval[0] <= own.interval[0] < piece.interval[1]:
                     continue
                 cut = slice(own.interval[0] - piece.interval[0], own.interval[1] - piece.interval[0])
-                yield NamedShard(slot.name, "param", slot.shape, own.interval, shard.detach().view(-1)[cut])
+                weights = shard.detach().view(-1)[cut].to(group.params.dtype)
+                yield NamedShard(slot.name, "param", slot.shape, own.interval, weights)
                 for kind, value in _states(optimizers, shard):
                     if group.whole:
                         whole = value.contiguous().view(-1)
@@ -60,11 +62,18 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
             yield NamedShard(name, "buffer", tuple(buffer.shape), (0, buffer.numel()), buffer.detach().reshape(-1))
 
 
-def load_named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optimizer], reader: ShardReader) -> None:
-    """See `Zero.load_named_shards`."""
+def load_named_shards(
+    model: nn.Module, runtime: Runtime, optimizers: Sequence[PiecewiseOptimizer], reader: ShardReader
+) -> set[nn.Parameter]:
+    """See `Zero.load_named_shards`. Returns the parameters with saved states that no optimizer took."""
+    members = {param for optimizer in optimizers for param in optimizer.members}
+    missed: set[nn.Parameter] = set()
     states: dict[nn.Parameter, dict[str, Tensor]] = {}
     with torch.no_grad():
         for group in runtime.groups():
+            for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
+                if param not in members and not MODEL_KINDS.issuperset(reader.kinds(slot.name)):
+                    missed.add(param)
             for piece, shard in zip(group.params.pieces, group.shards, strict=True):
                 slot = group.params.layout.slots[piece.slot]
                 kinds = reader.kinds(slot.name)
@@ -87,6 +96,7 @@ def load_named_shards(model: nn.Module, runtime: Runtime, optimizers: list[Optim
                 buffer.copy_(reader.read(name, "buffer", (0, buffer.numel())).reshape(buffer.shape))
     for optimizer in optimizers:
         _load_optimizer(optimizer, states)
+    return missed
 
 
 def reader_of(runtime: Runtime, reader: ShardReader, kind: str) -> Callable[[Tensor], Tensor | None]:
@@ -121,12 +131,16 @@ def _read_whole(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...
     return reader.read(name, kind, (0, math.prod(shape))).view(shape)
 
 
-def _load_optimizer(optimizer: Optimizer, states: Mapping[nn.Parameter, dict[str, Tensor]]) -> None:
-    """Through torch's own `load_state_dict`, which knows the dtype and device of each kind of state."""
-    current = optimizer.state_dict()
-    members = [shard for group in optimizer.param_groups for shard in group["params"]]
-    loaded: dict[int, dict[str, Any]] = {i: states[shard] for i, shard in enumerate(members) if states.get(shard)}
-    optimizer.load_state_dict({"state": loaded, "param_groups": current["param_groups"]})
+def _load_optimizer(piecewise: PiecewiseOptimizer, states: Mapping[nn.Parameter, dict[str, Tensor]]) -> None:
+    """The states of its pieces; its settings stay."""
+    groups: list[dict[str, Any]] = []
+    loaded: dict[int, dict[str, Any]] = {}
+    number = 0
+    for group, pieces in zip(piecewise.optimizer.param_groups, piecewise.pieces, strict=True):
+        loaded.update({number + i: states[shard] for i, shard in enumerate(pieces) if states.get(shard)})
+        groups.append({**group, "params": list(range(number, number + len(pieces)))})
+        number += len(pieces)
+    load_pieces(piecewise, {"state": loaded, "param_groups": groups})
 
 
 def _states(optimizers: Sequence[Stateful], shard: nn.Parameter) -> Iterator[tuple[str, Tensor]]:

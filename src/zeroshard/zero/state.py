@@ -6,6 +6,7 @@ a reader asks for an interval of a tensor, never for a rank's file.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -53,6 +54,50 @@ def named_group(group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
     A number in a tensor becomes a number, and what JSON has no word for its ``repr``.
     """
     return {**{key: _plain(value) for key, value in group.items() if key != "params"}, "params": list(names)}
+
+
+# How a step is computed, not what: right for the machine that saved, and not always for the one that loads.
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_OF_SCHEDULERS = frozenset({"initial_lr"})  # a scheduler that goes on asks for it
+
+
+def restore_settings(
+    groups: Sequence[dict[str, Any]], names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Give param groups the settings that `named_group` wrote down, as ``optimizer.load_state_dict`` does.
+
+    A group takes those of the saved group with the same parameters. Which kernels compute (``foreach``, ``fused``,
+    ``capturable``) stays as it is. A group that has no counterpart keeps its settings, and a warning says so.
+
+    Args:
+        groups: an optimizer's; changed in place.
+        names: of each group's parameters.
+        saved: as `named_group` made them.
+    """
+    by_members = {frozenset(group["params"]): group for group in saved}
+    for group, members in zip(groups, names, strict=True):
+        found = by_members.get(frozenset(members))
+        if found is None and saved:
+            warnings.warn(
+                f"load: no saved param group has the parameters of the one with {members[0] if members else 'none'}; "
+                "it keeps its lr and other settings",
+                stacklevel=3,
+            )
+        for key, value in (found or {}).items():
+            if key not in _IMPLEMENTATION and key != "params" and (key in group or key in _OF_SCHEDULERS):
+                group[key] = _restored(group.get(key), value)
+
+
+def _restored(current: Any, saved: Any) -> Any:
+    """``saved`` in the form of ``current``; that one itself where JSON could not hold such a thing."""
+    if isinstance(current, Tensor) and isinstance(saved, int | float) and current.numel() == 1:
+        return current.detach().clone().fill_(saved)
+    if isinstance(current, list | tuple) and isinstance(saved, list) and len(current) == len(saved):
+        return type(current)(_restored(*pair) for pair in zip(current, saved, strict=True))
+    if isinstance(current, float) and isinstance(saved, str):
+        return float(saved)
+    plain = current is None or isinstance(current, bool | int | float | str)
+    return saved if plain and not isinstance(saved, list | dict) else current
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ whole tensors asks for; the average that no step may change.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,8 @@ from zeroshard.zero import grads
 from zeroshard.zero.ema import Ema
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.optimizer import PiecewiseOptimizer, SavesPasses, ShardedParams
+from zeroshard.zero.optimizer_methods import put_in
+from zeroshard.zero.optimizer_state import cut_states
 from zeroshard.zero.reduction import FlatGrads
 from zeroshard.zero.restage import Stateful
 from zeroshard.zero.runtime import Runtime
@@ -28,12 +31,16 @@ class Stepping:
 
     Attributes:
         ema: the moving average of the weights; None where there is none.
+        stepped: whether a step was taken since the last forward.
+        missed: the parameters for which a checkpoint had states and no optimizer was there to take them.
     """
 
     def __init__(self, runtime: Runtime, levels: Levels) -> None:
         self._runtime, self._levels = runtime, levels
         self._params = ShardedParams(runtime.groups())
         self._known: list[PiecewiseOptimizer] = []
+        self.missed: set[nn.Parameter] = set()
+        self.stepped = False
         self.ema: Ema | None = None
 
     # -- what the engine asks ---------------------------------------------------------------------------------
@@ -43,15 +50,51 @@ class Stepping:
         """In the order in which they were made."""
         return [known.optimizer for known in self._known]
 
-    def optimizer(
-        self, optimizer_cls: type[Optimizer], params: Iterable[Any] | None, kwargs: dict[str, Any]
-    ) -> Optimizer:
+    def optimizer(self, optimizer_cls: type[Optimizer], params: Iterable[Any], kwargs: dict[str, Any]) -> Optimizer:
         """See `Zero.optimizer`."""
         piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._params, self)
-        self._known.append(piecewise)
-        if self._levels.world.world_size > 1:  # then GradScaler leaves it to `step` what to do, and that refuses
-            vars(piecewise.optimizer)["_step_supports_amp_scaling"] = True
+        put_in(piecewise)
+        self._know(piecewise)
         return piecewise.optimizer
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """See `zeroshard.zero.adoption`.
+
+        Raises:
+            ValueError: a class that no layout suits, or that does not say how it is built; parameters that another
+                optimizer has; states that were made narrower than the masters.
+            RuntimeError: it needs whole tensors.
+        """
+        piecewise = PiecewiseOptimizer.adopted(optimizer, self._params, self)
+        cut_states(piecewise)
+        put_in(piecewise)
+        self._know(piecewise)
+        piecewise.hold_pieces()
+
+    def _know(self, piecewise: PiecewiseOptimizer) -> None:
+        self._known.append(piecewise)
+        if not piecewise.has_state and not self.missed.isdisjoint(piecewise.members):
+            warnings.warn(
+                f"optimizer: the checkpoint that was loaded has states for {type(piecewise.optimizer).__name__}, which "
+                "begins without them; make it by zero.optimizer() before the load to go on from them",
+                stacklevel=4,
+            )
+
+    @property
+    def piecewise(self) -> list[PiecewiseOptimizer]:
+        """The optimizers with what they are over, in the order in which they were made."""
+        return self._known
+
+    def known(self, optimizer: Optimizer | None, what: str) -> PiecewiseOptimizer:
+        """The one of ``optimizer``, None: of the only one; ValueError, in the name of ``what``, where there is none."""
+        found = [known for known in self._known if optimizer is None or known.optimizer is optimizer]
+        if len(found) != 1:
+            raise ValueError(
+                f"{what}: this engine has {len(self._known)} optimizers; name the one that is meant"
+                if optimizer is None
+                else f"{what}: a {type(optimizer).__name__} that is not this engine's; make it by zero.optimizer()"
+            )
+        return found[0]
 
     def make_ema(self, decay: float) -> Ema:
         """See `Zero.ema`."""
@@ -71,10 +114,12 @@ class Stepping:
         self.require_weights(what)
         return [*self.optimizers, *([] if self.ema is None else [self.ema])]
 
-    def param_groups(self) -> list[tuple[dict[str, Any], list[nn.Parameter]]]:
-        """Every optimizer's param groups, each with the model's parameters that it is about."""
+    def param_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Every optimizer's param groups, each with the names of its parameters."""
         return [
-            pair for known in self._known for pair in zip(known.optimizer.param_groups, known.by_group, strict=True)
+            (group, [self._params.name(param) for param in chosen])
+            for known in self._known
+            for group, chosen in zip(known.optimizer.param_groups, known.by_group, strict=True)
         ]
 
     def hold_pieces(self) -> None:
@@ -145,11 +190,7 @@ class Stepping:
         self._runtime.require_reduced("step")
         self._runtime.require_unpinned("step")
         self.require_weights("step")
-        if getattr(optimizer, "found_inf", None) is not None and self._levels.world.world_size > 1:
-            raise RuntimeError(
-                "step: torch.amp.GradScaler decides on each rank by itself whether to step; "
-                "use zeroshard.optim.LossScaler, which all ranks decide by"
-            )
+        self._runtime.take_changes()
         buffers = self._reduced_buffers()
         factors = {id(buffer.factor): buffer.factor for buffer in buffers}
         if len(factors) == 1 and isinstance(optimizer, SavesPasses):
@@ -161,12 +202,24 @@ class Stepping:
     def after_update(self, optimizer: Optimizer) -> None:
         """Mark the weights that ``optimizer`` may have changed, the same on every rank."""
         self._runtime.forget_calls()
+        self.stepped = True
         members = next((known.members for known in self._known if known.optimizer is optimizer), set())
         copied = isinstance(optimizer, SavesPasses)
         for group in self._runtime.groups():
             used = group.grads.used
-            if any(used[slot] and param in members for slot, param in enumerate(group.params.params)):
+            moved = [param for slot, param in enumerate(group.params.params) if used[slot] and param in members]
+            if moved:
+                torch.autograd.graph.increment_version(moved)  # a graph from before must not be gone through any more
                 group.params.mark_stale(copied=copied)
+
+    def weights_changed(self, members: set[nn.Parameter]) -> None:
+        """The masters of these parameters have changed, whether they had gradients or not."""
+        self._runtime.require_unpinned("optimizer")
+        for group in self._runtime.groups():
+            moved = [param for param in group.params.params if param in members]
+            if moved:
+                torch.autograd.graph.increment_version(moved)
+                group.params.mark_stale()
 
     def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool = True) -> None:
         """Forget the gradients of ``params``, None: of all; or have them be zero."""

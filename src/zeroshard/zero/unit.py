@@ -11,15 +11,16 @@ and frozen weights need neither gradients nor refreshing. Nearly every unit has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.zero.flat import FlatParams, Init
+from zeroshard.zero.flat import FlatParams
 from zeroshard.zero.layout import FlatLayout, Piece
 from zeroshard.zero.levels import Levels
+from zeroshard.zero.partition import Init
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.reduction import FlatGrads
 from zeroshard.zero.strategy import ShardingStrategy
@@ -43,10 +44,14 @@ class FlatGroup:
         precision: MixedPrecision,
         init: Init | None,
         layout: FlatLayout | None = None,
+        frozen: bool | None = None,
     ) -> None:
         master_dtype, device = params[0][1].dtype, params[0][1].device
+        if frozen is None:
+            frozen = not any(param.requires_grad for _, param in params)
         self._again = partial(FlatGroup, strategy=strategy, levels=levels, precision=precision, init=None)
-        self.params = FlatParams(name, params, strategy, levels, precision, init, layout)
+        self._frozen = frozen
+        self.params = FlatParams(name, params, strategy, levels, precision, init, layout, frozen=frozen)
         self.grads = FlatGrads(
             name,
             self.params.layout,
@@ -88,13 +93,20 @@ class FlatGroup:
         own = FlatLayout.whole([(name, param.shape) for name, param in leave], layout.world_size, loads)
         for rank in range(layout.world_size):
             loads[rank] += sum(piece.numel for piece in own.owned(rank))
-        made = [self._again(self.params.name, stay)] if stay else []
-        return [*made, self._again(name if stay else self.params.name, leave, layout=own)]
+        made = [self._again(self.params.name, stay, frozen=self._frozen)] if stay else []
+        return [*made, self._again(name if stay else self.params.name, leave, layout=own, frozen=self._frozen)]
 
     def restaged(self, strategy: ShardingStrategy) -> FlatGroup:
         """The same parameters, laid out alike, by another row of the table. Collective; as in `keep_whole`."""
         named = self._take_out()
-        return self._again(self.params.name, named, strategy=strategy, layout=self.params.layout)
+        return self._again(self.params.name, named, strategy=strategy, layout=self.params.layout, frozen=self._frozen)
+
+    def thaw(self) -> None:
+        """Parameters that were frozen from the start are trained now: [Note: Frozen] in `flat`."""
+        self._frozen = False
+        if self.params.thaw():
+            for piece, shard in zip(self.params.pieces, self.shards, strict=True):
+                shard.data = self.params.piece_of_master(piece)
 
     def _take_out(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters with their names, whole and in the master's dtype, as before there were groups. Collective."""
@@ -123,25 +135,39 @@ class Unit:
     Attributes:
         name: the module's name in the model; ``"root"`` for what is left.
         module: whose forward uses the weights.
-        calls: forward calls whose backward has not begun.
+        inside: how many calls of it are in forward now; recomputation does not count.
+        calls: forward calls whose backward has not begun, by the number of the model's forward.
         active: calls in backward now.
-        held: whether its weights stay until the last of several calls is over.
-        kept: whether its weights stay until backward is over, because nobody will tell when they are needed.
+        held: whether its weights stay until the last of several calls in one forward is over.
+        kept: the forwards after which its weights stay until backward is over, because nobody will tell when they are
+            needed; by their numbers.
     """
 
     def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup]) -> None:
         self.name = name
         self.module = module
         self.groups = groups
-        self.calls = 0
+        self.inside = 0
+        self.calls: dict[int, int] = {}
         self.active = 0
-        self.kept = False
         self.held = False
+        self.kept: dict[int, object] = {}
 
-    def gather(self, *, again: bool = False) -> None:
-        """Start to make the weights whole and current; ``again``: also where they are."""
+    def forget_calls(self, forward_runs: Iterable[int] | None = None) -> None:
+        """Expect no backward of these forwards any more; None: of any."""
+        if forward_runs is None:
+            self.calls, self.kept = {}, {}
+            return
+        for index in forward_runs:
+            self.calls.pop(index, None)
+            self.kept.pop(index, None)
+
+    def gather(self, *, again: bool = False) -> bool:
+        """Start to make the weights whole and current; ``again``: also where they are. Whether anything is sent."""
+        before = self.on_its_way
         for group in self.groups:
             group.params.gather(again=again)
+        return self.on_its_way and not before
 
     def wait(self) -> None:
         """Finish what `gather` started."""
@@ -152,6 +178,11 @@ class Unit:
         """Make the weights whole and current."""
         self.gather()
         self.wait()
+
+    @property
+    def on_its_way(self) -> bool:
+        """Whether weights are being gathered that nobody has waited for."""
+        return any(group.params.on_its_way for group in self.groups)
 
     def reshard(self) -> None:
         """Free full weights, where they are sharded."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from run_folders import write_run, write_sweep
 from zeroshard.cli import main
 
@@ -71,7 +72,7 @@ def dashboard(tmp_path):
     """Its address, over an empty folder ``runs``."""
     (tmp_path / "runs").mkdir()
     command = [sys.executable, "-m", "zeroshard", "dashboard", str(tmp_path / "runs"), "--port", "0"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    child = forked.Popen(command, stdout=subprocess.PIPE, text=True)
     yield child.stdout.readline().split("  ")[0]
     child.send_signal(signal.SIGINT)
     child.communicate(timeout=20)
@@ -89,7 +90,7 @@ def test_a_run_appears_while_it_trains_and_the_planner_answers(browser, dashboar
 
     (tmp_path / "run.toml").write_text(dump_toml(config))
     command = [sys.executable, "-m", "zeroshard", "train", "--config", str(tmp_path / "run.toml")]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    child = forked.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
         for page in (wide, narrow):
             page.locator("td", has_text=ATTACK).first.wait_for()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,13 +15,17 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+import forked
+from fuzz_material import spoiled
 from run_folders import write_run, write_sweep
 from zeroshard.cli import main
 
 pytest.importorskip("dash", reason="the extra `dashboard` is not installed")
 
 from zeroshard.lab.dashboard import runs as page_of_runs
+from zeroshard.lab.dashboard.app import make_app
 from zeroshard.lab.dashboard.planner import answer
+from zeroshard.lab.dashboard.posted import UPDATE, refuser
 from zeroshard.lab.dashboard.watch import Watch
 
 
@@ -100,7 +105,7 @@ def test_the_planner_answers_as_the_command_does(capsys):
 
 def _start(folder, *words):
     command = [sys.executable, "-m", "zeroshard", "dashboard", str(folder), "--port", "0", *words]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None
     return child, child.stdout.readline().split("  ")[0]
 
@@ -161,3 +166,40 @@ def test_without_the_extra_there_is_one_line(tmp_path, monkeypatch, capsys):
     assert main(["dashboard", str(tmp_path)]) == 2
     expected = 'error: dashboard: needs dash, not installed here; pip install "zeroshard[dashboard]"\n'
     assert capsys.readouterr().err == expected
+
+
+def _good_bodies(client):
+    """What Dash's script in the page sends for each callback when the page opens."""
+    for known in client.get("/_dash-dependencies").get_json():
+        spec = known["output"]
+        outputs = [
+            dict(zip(("id", "property"), each.rsplit(".", 1), strict=True)) for each in spec.strip(".").split("...")
+        ]
+        values = {"clock": None, "chosen": None, "tabs": "runs"}
+        yield {
+            "output": spec,
+            "outputs": outputs if spec.startswith("..") else outputs[0],
+            "inputs": [{**each, "value": values.get(each["id"], 1)} for each in known["inputs"]],
+            "changedPropIds": [],
+            "state": [{**each, "value": None} for each in known["state"]],
+        }
+
+
+def test_what_no_control_sends_is_refused_and_never_an_error_of_the_server(tmp_path):
+    write_run(tmp_path / "a")
+    app = make_app(tmp_path)
+    app.server.before_request(refuser(app))
+    app.server.config["PROPAGATE_EXCEPTIONS"] = False
+    client, rng, statuses = app.server.test_client(), random.Random(0), []
+
+    def post(data):
+        return client.post(UPDATE, data=data, content_type="application/json").status_code
+
+    for good in _good_bodies(client):
+        assert post(json.dumps(good)) == 200
+        statuses += [post(json.dumps(spoiled(json.loads(json.dumps(good)), rng))) for _ in range(60)]
+    statuses += [
+        post(data) for data in (b"", b"{", b"[]", b"[" * 100_000, b"null", b"\xff", b"{}", b'"' + b"x" * 2**21)
+    ]
+    assert set(statuses) <= {200, 400, 413}
+    assert statuses.count(400) > 60

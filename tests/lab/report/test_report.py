@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -21,6 +22,8 @@ from zeroshard.lab.report.page import render
 
 pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
 pytest.importorskip("plotly", reason="the extra `report` is not installed")
+
+from zeroshard.lab.report.png import LETTER_WIDTH, LINE_HEIGHT, PLOT_WIDTH, slant
 
 
 def _page(folder: Path) -> str:
@@ -249,7 +252,7 @@ _opened: list[str] | None = None
 
 
 def _note(event, args):
-    if event == "open" and _opened is not None:
+    if event == "open" and args[1] and _opened is not None:  # a mode: `open`, and not the `os.open` below it
         _opened.append(str(args[0]))
 
 
@@ -303,3 +306,14 @@ def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
 def test_run_report_refuses_as_the_command_does(tmp_path):
     with pytest.raises(UserError, match="there is no run"):
         run_report([str(tmp_path)])
+
+
+@pytest.mark.parametrize("count", [2, 4, 8, 14, 24])
+@pytest.mark.parametrize("letters", [4, 8, 28])
+def test_labels_under_a_plot_do_not_cover_each_other(count, letters):
+    angle, apart = slant(["x" * letters] * count), PLOT_WIDTH / count
+    if angle == 0:
+        assert letters * LETTER_WIDTH <= apart
+    else:
+        assert apart * math.sin(math.radians(angle)) >= LINE_HEIGHT
+    assert (slant(["zero3"] * 4), slant(["zero3, x 16"] * 14), slant(["zero3"] * 24)) == (0, 25, 45)

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import torch
 
-from zeroshard.comm.launch import num_cpus
 from zeroshard.errors import UserError
+from zeroshard.process import num_cpus
 
 Row = dict[str, Any]  # as JSON can hold it; a `Spread` is a dict there
 

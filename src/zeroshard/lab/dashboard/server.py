@@ -20,6 +20,7 @@ from werkzeug.serving import make_server
 
 from zeroshard.errors import UserError
 from zeroshard.lab.dashboard.app import make_app
+from zeroshard.lab.dashboard.posted import refuser
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
@@ -37,6 +38,7 @@ def serve(folder: str, host: str, port: int) -> None:
     is_loopback = _is_loopback(host)
     if is_loopback:
         server.before_request(_refuse_other_names)
+    server.before_request(refuser(app))
     _add_headers(server, app.csp_hashes())
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     try:
@@ -56,7 +58,7 @@ def serve(folder: str, host: str, port: int) -> None:
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(socket.gethostbyname(host) if ":" not in host else host).is_loopback
-    except OSError:
+    except (OSError, ValueError):  # the latter: of a word that is no address of IPv6, or no name
         raise UserError("host", f"{host!r} is no address of this machine", "leave it out: 127.0.0.1") from None
 
 

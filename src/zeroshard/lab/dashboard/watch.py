@@ -1,10 +1,14 @@
-"""The runs below a folder. A run is read again when a file of it has changed, and else remembered."""
+"""The runs below a folder. A run is read again when a file of it has changed, and else remembered.
+
+Of a log only what was appended is read.
+"""
 
 from __future__ import annotations
 
 import threading
 from pathlib import Path
 
+from zeroshard.lab.metrics_log import MetricsLog
 from zeroshard.lab.results import CONFIG, METRICS, SUMMARY, RunResult, find_runs, is_held, locks_held, read_run
 from zeroshard.train.lock import LOCK
 
@@ -21,6 +25,7 @@ class Watch:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).resolve()
         self._known: dict[Path, tuple[_Signature, bool, RunResult]] = {}
+        self._logs: dict[Path, MetricsLog] = {}
         self._lock = threading.Lock()
 
     def runs(self) -> dict[str, RunResult]:
@@ -34,11 +39,13 @@ class Watch:
                 signature, running = _signature(folder), is_held(folder / LOCK, held)
                 known = self._known.get(folder)
                 if known is None or known[:2] != (signature, running):
-                    known = (signature, running, read_run(folder, held))
+                    log = self._logs.setdefault(folder, MetricsLog(folder / METRICS))
+                    known = (signature, running, read_run(folder, held, log))
                     self._known[folder] = known
                 name = folder.relative_to(self.root).as_posix()
                 found[self.root.name if name == "." else name] = known[2]
             self._known = {run.folder: self._known[run.folder] for run in found.values()}
+            self._logs = {run.folder: self._logs[run.folder] for run in found.values()}
             return found
 
     def _is_inside(self, folder: Path) -> bool:

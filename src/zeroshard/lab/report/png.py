@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import radians, sin
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
 
 WIDTH, HEIGHT, DPI = 8.0, 4.3, 110  # inches, dots an inch
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "X", "star": "*"}
+# Inches, at the size of ticks' letters; a plot is narrower than its figure by the other axis and its title.
+PLOT_WIDTH, LETTER_WIDTH, LINE_HEIGHT = 6.8, 0.085, 0.17
 _LONGEST = 60  # letters of a name in a legend
 
 
@@ -88,14 +92,28 @@ def _shape(axes: Any, which: str, axis: Axis) -> None:
         own.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.10g}"))
     if axis.ticks:
         words = [_cut(text, 28 if len(axis.ticks) > 3 else 56) for text in axis.ticks.values()]
-        slanted = which == "x" and not axis.log and max(map(len, words)) > 8 and len(words) > 3
-        own.set_ticks(list(axis.ticks), words, **({"rotation": 25, "ha": "right"} if slanted else {}))
+        angle = slant(words) if which == "x" and not axis.log else 0
+        own.set_ticks(list(axis.ticks), words, **({"rotation": angle, "ha": "right"} if angle else {}))
+        if angle:
+            for label in own.get_ticklabels():
+                label.set_rotation_mode("anchor")  # the end of the word is at its tick, at any angle
     elif not axis.log:
         own.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.10g}"))
     if axis.from_zero and not axis.log:
         getattr(axes, f"set_{which}lim")(**{"bottom" if which == "y" else "left": 0})
     if axis.reversed:
         own.set_inverted(True)
+
+
+def slant(words: Sequence[str]) -> int:
+    """Degrees by which labels under the plot are turned so that none covers the next; the least that does.
+
+    Words that lie at an angle are ``sin(angle)`` of their ticks' distance apart, and need the height of a line.
+    """
+    apart = PLOT_WIDTH / max(len(words), 1)
+    if max(map(len, words)) * LETTER_WIDTH <= apart:
+        return 0
+    return next((angle for angle in (25, 45, 90) if apart * sin(radians(angle)) >= LINE_HEIGHT), 90)
 
 
 def _cut(text: str, longest: int) -> str:

@@ -1,0 +1,284 @@
+"""Tables as tokens, document after document, read by many ranks at once: what comes next, and who encodes it.
+
+    parts of an epoch, shuffled   p0 p1 p2 p3 ...         dealt out to `NUM_LANES` lanes as cards are
+    lane l                        pl, pl+L, pl+2L ...     read one after another
+    a turn                        of each lane its next documents: whole ones, of so many bytes of text or a little more
+
+What a lane gives in a turn follows from its place alone (how many of its parts and documents it is past), so whoever
+encodes it makes the same ids. Rank ``r`` of ``W`` encodes lanes ``r``, ``r + W`` ..., and a gather of bytes gives all
+ranks all ids of the turn: two bytes a token, a thousandth of what gradients take. So each document is fetched and
+encoded once in a world, and never before its turn but for the one turn that is encoded ahead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroshard.data import order
+from zeroshard.data.files import patiently, suffix_of
+from zeroshard.data.joining import document_ids
+from zeroshard.data.meta import DTYPES, dtype_for
+from zeroshard.data.split import MANY_DOCUMENTS, Holdout
+from zeroshard.data.tables import Part, PartReader, Tables, corpus_identity, count_documents
+from zeroshard.data.tokenizer import Tokenizer
+from zeroshard.errors import UserError
+
+NUM_LANES = 16  # parts that a turn mixes: each is an open file of the rank that reads it
+READ_THREADS = 2  # of a rank, that read and encode ahead
+_RULE = "stream-1"  # by which documents become rows, in identities
+_PIECE = struct.Struct("<4q")  # lane; bytes of ids; the place after them, -1 where the lane is at its end
+_DONE, _FAILED = b"\0", b"\1"
+
+Ids = NDArray[np.unsignedinteger]
+Gather = Callable[[bytes], list[bytes]]
+
+
+class Place(NamedTuple):
+    """How far a lane is: past so many of its parts, and past so many documents of the next one."""
+
+    part: int
+    document: int
+
+
+Places = tuple[Place | None, ...]  # of each lane; None: it has no more in this epoch
+
+
+@dataclass(frozen=True)
+class StreamedText:
+    """A corpus that is read as it is needed.
+
+    Attributes:
+        parts: all of them, in order.
+        tokenizer: makes ids.
+        column: holds the text.
+        holdout: which documents validate.
+        identity: equal where the same is trained on.
+        earlier_identity: what an earlier version said of the same text; it read other rows in another order.
+    """
+
+    parts: tuple[Part, ...]
+    tokenizer: Tokenizer
+    column: str
+    holdout: Holdout
+    identity: str
+    earlier_identity: str
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """Of ids."""
+        return DTYPES[dtype_for(self.tokenizer.vocab_size)]
+
+
+def open_stream(tables: Tables, tokenizer: Tokenizer, tokenizer_identity: str, val_fraction: float) -> StreamedText:
+    """Look at every file and cut it into parts; reads a few documents.
+
+    Raises:
+        UserError: compressed lines, which can only be read from front to back; a file cannot be read.
+    """
+    for file in tables.files:
+        if suffix_of(file.path) in (".gz", ".zst"):
+            todo = "use `zeroshard prepare`, or write it as .parquet"
+            raise UserError("data.streaming", f"{file.path} can only be read from its beginning", todo)
+    parts = tuple(tables.parts())
+    holdout = Holdout(val_fraction, count_documents(tables, MANY_DOCUMENTS))
+    earlier = [corpus_identity(tables.files), tables.column, tokenizer_identity, val_fraction, len(parts)]
+    choices = [_RULE, holdout.rule, tokenizer.around, *earlier]
+    digests = [hashlib.sha256(json.dumps(each).encode()).hexdigest() for each in (choices, earlier)]
+    return StreamedText(parts, tokenizer, tables.column, holdout, *digests)
+
+
+class Lanes:
+    """The lanes of one split, and this rank's share of the work in them.
+
+    Args:
+        text: the corpus.
+        split: ``train`` or ``val``: the other documents are passed over.
+        seed: of the order of parts.
+        rank, world_size: of those that share the work.
+        gather: every rank's bytes in the order of ranks, a collective; None: each rank encodes everything.
+    """
+
+    def __init__(
+        self,
+        text: StreamedText,
+        split: str,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        gather: Gather | None = None,
+    ) -> None:
+        self._text, self._split, self._seed, self._gather = text, split, seed, gather
+        self._own = range(rank, NUM_LANES, world_size) if gather else range(NUM_LANES)
+        self._lanes: dict[tuple[int, int], _Lane] = {}  # by epoch and number
+        self._ahead: dict[tuple[int, int, Place, int], Future[tuple[Ids, Place | None]]] = {}
+        self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="stream")
+
+    def start(self) -> Places:
+        """The places at which an epoch begins."""
+        return tuple(Place(0, 0) if number < len(self._text.parts) else None for number in range(NUM_LANES))
+
+    def read_ahead(self, epoch: int, places: Places, num_bytes: int) -> None:
+        """Begin to encode this rank's share of a turn; what else was begun is dropped."""
+        wanted = [(epoch, number, place, num_bytes) for number in self._own if (place := places[number]) is not None]
+        for key in self._ahead.keys() - set(wanted):
+            self._ahead.pop(key).cancel()
+        for key in self._lanes.keys() - {(epoch, number) for _, number, _, _ in wanted}:
+            self._lanes.pop(key).close()
+        for key in wanted:
+            if key not in self._ahead:
+                lane = self._lanes.setdefault(key[:2], _Lane(self._text, self._split, self._parts(*key[:2])))
+                self._ahead[key] = self._pool.submit(lane.read, *key[2:])
+
+    def take(self, epoch: int, places: Places, num_bytes: int) -> tuple[Ids, Places]:
+        """The ids of a turn, [n], and the places after it. Collective where there is a ``gather``.
+
+        Raises:
+            UserError: a file failed, on any rank; every rank raises it.
+        """
+        self.read_ahead(epoch, places, num_bytes)
+        failure: Exception | None = None
+        message = _DONE
+        try:
+            for (_, number, _, _), future in sorted(self._ahead.items(), key=lambda item: item[0][1]):
+                ids, place = future.result()
+                message += _PIECE.pack(number, ids.nbytes, *(place or (-1, -1))) + ids.tobytes()
+        except Exception as error:  # noqa: BLE001 -- raised below, once the other ranks know
+            failure = error
+            message = _FAILED + json.dumps(_describe(error)).encode()
+        self._ahead.clear()
+        messages = self._gather(message) if self._gather else [message]
+        if failure is not None:
+            raise failure
+        found: dict[int, tuple[Ids, Place | None]] = {}
+        for each in messages:
+            if each[:1] == _FAILED:
+                field, what, todo = json.loads(each[1:])
+                raise UserError(field, what, todo) if field else RuntimeError(f"another rank failed: {what}")
+            found |= _pieces_in(each, self._text.dtype)
+        ids = [found[number][0] for number in sorted(found)]
+        after = tuple(found[number][1] if number in found else None for number in range(NUM_LANES))
+        return np.concatenate([np.empty(0, self._text.dtype), *ids]), after
+
+    def close(self) -> None:
+        """Let go of threads and files; what is being read is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+        self._ahead.clear()
+
+    def _parts(self, epoch: int, number: int) -> list[Part]:
+        """Of a lane, in the order in which an epoch has it read them."""
+        parts = self._text.parts
+        dealt = np.arange(number, len(parts), NUM_LANES) + epoch * len(parts)
+        return [parts[place] for place in order.rows(self._seed, dealt, len(parts)).tolist()]
+
+
+class _Lane:
+    """Reads one lane of one epoch; goes on where it stands, or goes to where it is asked to."""
+
+    def __init__(self, text: StreamedText, split: str, parts: Sequence[Part]) -> None:
+        self._text, self._split, self._parts = text, split, parts
+        self._reader = PartReader(text.column)
+        self._texts: Iterator[str] = iter(())
+        self._at: Place | None = None
+        self._lock, self._closed = threading.Lock(), False
+
+    def read(self, place: Place, num_bytes: int) -> tuple[Ids, Place | None]:
+        """Ids of documents from ``place`` on, [n], until they have ``num_bytes``, and the place after them.
+
+        Raises:
+            UserError: a file failed.
+        """
+        pieces: list[Ids] = []
+        at: Place | None = place
+        with self._lock:
+            try:
+                while at is not None and num_bytes > 0:
+                    path = self._parts[at.part].file.path
+                    more = patiently(lambda at=at, left=num_bytes: self._from_part(at, left), path, _AGAIN)
+                    pieces += more.pieces
+                    num_bytes -= more.num_bytes
+                    at = self._at = more.place
+            finally:
+                if at is None or self._closed:
+                    self._let_go()
+        return np.concatenate([np.empty(0, self._text.dtype), *pieces]), at
+
+    def close(self) -> None:
+        """Let go of the file, now or when what is being read has been."""
+        self._closed = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self._let_go()
+            finally:
+                self._lock.release()
+
+    def _from_part(self, place: Place, num_bytes: int) -> _Read:
+        part, document = place
+        try:
+            if place != self._at or document == 0:
+                self._at = None
+                self._texts = self._reader.texts(self._parts[part])
+                for _ in islice(self._texts, document):
+                    pass
+            pieces: list[Ids] = []
+            held = 0
+            while held < num_bytes:
+                text = next(self._texts, None)
+                if text is None:
+                    after = Place(part + 1, 0) if part + 1 < len(self._parts) else None
+                    return _Read(pieces, held, after)
+                document += 1
+                for split, side in self._text.holdout.texts(text):
+                    if split == self._split:
+                        pieces.append(document_ids(self._text.tokenizer, side).astype(self._text.dtype))
+                        held += len(side)
+        except BaseException:
+            self._let_go()  # what is read again is opened again
+            raise
+        return _Read(pieces, held, Place(part, document))
+
+    def _let_go(self) -> None:
+        self._at, self._texts = None, iter(())
+        self._reader.close()
+
+
+class _Read(NamedTuple):
+    """Documents of one part, how much text they have, and the place after them."""
+
+    pieces: list[Ids]
+    num_bytes: int
+    place: Place | None
+
+
+_AGAIN = "start again with --resume auto"
+
+
+def _pieces_in(message: bytes, dtype: np.dtype[np.unsignedinteger]) -> dict[int, tuple[Ids, Place | None]]:
+    found: dict[int, tuple[Ids, Place | None]] = {}
+    at = len(_DONE)
+    while at < len(message):
+        number, num_bytes, part, document = _PIECE.unpack_from(message, at)
+        at += _PIECE.size
+        ids = np.frombuffer(message, dtype, num_bytes // dtype.itemsize, at)
+        found[number] = ids, Place(part, document) if part >= 0 else None
+        at += num_bytes
+    return found
+
+
+def _describe(error: Exception) -> tuple[str, str, str]:
+    if isinstance(error, UserError):
+        return error.field, error.what, error.todo
+    return "", f"{type(error).__name__}: {error}", ""

@@ -1,0 +1,77 @@
+"""Whether a folder holds what is asked for: the same choices, the same content; and by which rules it was made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zeroshard.data.documents import Fingerprint
+from zeroshard.data.meta import META_NAME, DataMeta, read_meta
+from zeroshard.errors import UserError
+
+RULES = ("split", "around")  # of a folder: how it was split, and the ids around its documents
+
+
+def is_prepared(wanted: Mapping[str, Any], fingerprint: Fingerprint, out: Path) -> bool:
+    """Whether ``out`` holds these tokens already; a UserError where it holds something else.
+
+    ``wanted``: the choices, as `prepare.DataSpec.identity` gives them.
+    """
+    if not (out / META_NAME).exists():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            what = f"{out} exists and is not prepared data (no {META_NAME})"
+            raise UserError("data.dir", what, "name another folder")
+        return False
+    meta = read_meta(out)
+    found = without_rules(meta.spec)
+    differences = [
+        f"{key} {found.get(key)!r} where {wanted.get(key)!r} is asked for"
+        for key in sorted(wanted.keys() | found.keys())
+        if wanted.get(key) != found.get(key)
+    ]
+    if not differences and meta.source.sha256 != fingerprint.sha256:
+        differences = [
+            f"another text: {meta.source.num_bytes:,} bytes of {meta.source.description}, sha256 "
+            f"{meta.source.sha256[:12]}…, where the source now has {fingerprint.num_bytes:,} bytes, sha256 "
+            f"{fingerprint.sha256[:12]}…"
+        ]
+    if differences:
+        raise UserError(
+            "data.dir", f"{out} was prepared with {', '.join(differences)}", "name another folder or delete this one"
+        )
+    return True
+
+
+def without_rules(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A folder's choices, without the rules that nobody chose."""
+    return {key: value for key, value in spec.items() if key not in RULES}
+
+
+def rule_of(meta: DataMeta) -> str:
+    """The rule that split a folder's text: `Holdout.rule`; empty for one of an earlier version, or no text."""
+    return meta.spec.get("split", "")
+
+
+def warn_of_earlier_rules(out: Path, splits: Sequence[str], around: Sequence[Sequence[int]] = ()) -> None:
+    """Say on stderr, in a line, that a folder is used although its documents were split or joined by earlier rules.
+
+    Args:
+        out: the folder.
+        splits: the rules that might split its source now; none where it does not matter.
+        around: the ids that would stand around its documents now.
+    """
+    meta = read_meta(out)
+    differs = []
+    if splits and rule_of(meta) not in splits:
+        differs.append("other text validates than would now, and than a stream of it holds out")
+    if list(meta.spec.get("around", ())) != list(around):
+        differs.append("its documents lack the ids that their tokenizer puts around a text")
+    if differs:
+        say(f"{out} was prepared by an earlier version: {' and '.join(differs)}; delete it to prepare it anew")
+
+
+def say(line: str) -> None:
+    """Warn on stderr, in a line."""
+    print(f"warning: {line}", file=sys.stderr, flush=True)

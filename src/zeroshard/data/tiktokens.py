@@ -1,0 +1,96 @@
+"""OpenAI's vocabularies, by tiktoken. Tables come from the network at first use: within a time limit, or one line."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroshard.errors import UserError
+
+if TYPE_CHECKING:
+    import tiktoken
+
+# tiktoken's name -> ids, end of text; known here, because tables are fetched from the network
+TIKTOKEN = {
+    "gpt2": (50_257, 50_256),
+    "r50k_base": (50_257, 50_256),
+    "p50k_base": (50_281, 50_256),
+    "cl100k_base": (100_277, 100_257),
+    "o200k_base": (200_019, 199_999),
+}
+
+
+class TiktokenTokenizer:
+    """OpenAI's vocabularies, by tiktoken, which downloads their tables at first use.
+
+    Args:
+        name: a key of `TIKTOKEN`; ``gpt2`` is GPT-2's 50,257 ids (Radford et al. 2019).
+        timeout_s: for the download.
+
+    Raises:
+        UserError: tiktoken is not installed, or the tables cannot be fetched within ``timeout_s``.
+    """
+
+    around: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+
+    def __init__(self, name: str = "gpt2", timeout_s: float = 20.0) -> None:
+        self.name = name
+        self._encoding = _load_tiktoken(name, timeout_s)
+        self.vocab_size, self.eos_id = self._encoding.n_vocab, self._encoding.eot_token
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Ids of ``text``, [n]."""
+        return np.asarray(self._encoding.encode_ordinary(text), dtype=np.int64)
+
+    encode_piece = encode
+
+    @property
+    def ranks(self) -> Mapping[bytes, int]:
+        """The byte string of each id but the special ones."""
+        return self._encoding._mergeable_ranks
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression whose matches are encoded one by one."""
+        return self._encoding._pat_str
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids that no text has."""
+        return self._encoding._special_tokens
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """The text of ids."""
+        return self._encoding.decode(np.asarray(ids, dtype=np.int64).tolist())
+
+
+def _load_tiktoken(name: str, timeout_s: float) -> tiktoken.Encoding:
+    try:
+        import tiktoken
+    except ImportError:
+        raise UserError("data.tokenizer", f"{name} needs the package tiktoken", "pip install tiktoken") from None
+    loaded: list[tiktoken.Encoding] = []
+    failed: list[Exception] = []
+
+    def load() -> None:
+        try:
+            loaded.append(tiktoken.get_encoding(name))
+        except (OSError, ValueError) as error:  # no connection; a table with the wrong checksum
+            failed.append(error)
+
+    # In a thread, because tiktoken sets no time limit on its download, and an unreachable host may take minutes.
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not loaded:
+        why = type(failed[0]).__name__ if failed else f"no answer in {timeout_s:g} s"
+        raise UserError(
+            "data.tokenizer",
+            f"the tables of {name} cannot be fetched ({why})",
+            "go online once, or use bytes or bpe:N",
+        )
+    return loaded[0]

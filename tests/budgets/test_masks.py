@@ -1,0 +1,85 @@
+"""Attention that stays inside documents costs a mask, and what each block makes of it: planned as it is held."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zeroshard.comm import NullCommunicator
+from zeroshard.lab.buffers import buffers_of
+from zeroshard.lab.dry_run import dry_run
+from zeroshard.lab.fit import fitting_stage, stage_bytes
+from zeroshard.lab.memory import OPTIMIZER_STATES
+from zeroshard.lab.planner import planner_for
+from zeroshard.lab.step import Settings, step_of
+from zeroshard.lab.trace import tokens_and_targets, trace_language_model
+from zeroshard.models import build_model
+from zeroshard.zero import STAGES, MixedPrecision, Zero
+
+SEQ_LEN, ROWS = 64, 2
+CPU = torch.device("cpu")
+SLACK_BYTES = 2048  # as in test_peak
+
+
+def _model(name, masked, num_layers=2):
+    overrides = {"n_layer": num_layers, "n_head": 2, "n_embd": 16}
+    model = build_model(name, vocab_size=61, seq_len=SEQ_LEN, overrides=overrides)
+    model.eos_id = 0 if masked else None
+    return model
+
+
+# Six layers are traced with fewer.
+@pytest.mark.parametrize(
+    ("name", "dtype", "num_layers"), [("gpt2-demo", torch.float32, 6), ("llama-tiny", torch.bfloat16, 2)]
+)
+def test_the_peak_of_a_step_with_masks_is_planned_to_the_byte(name, dtype, num_layers):
+    model = _model(name, True, num_layers)
+    precision = MixedPrecision(param_dtype=dtype) if dtype != torch.float32 else MixedPrecision()
+    trace = trace_language_model(model, ROWS, SEQ_LEN, precision)
+    buffers = buffers_of(model, 3, list(model.blocks))
+    predicted = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], Settings(STAGES[2], precision))
+    measured = dry_run(
+        model,
+        tokens_and_targets(SEQ_LEN),
+        world_size=3,
+        strategy=STAGES[2],
+        micro_batch=ROWS,
+        units=list(model.blocks),
+        precision=precision,
+    )
+    assert abs(predicted.peak.total - measured.peak_bytes) <= SLACK_BYTES
+
+
+def test_strategy_auto_and_plan_reckon_with_masks():
+    shapes = {"micro_batch": ROWS, "seq_len": SEQ_LEN}
+    plain, masked = (stage_bytes(_model("gpt2-demo", mask), 3, torch.float32, **shapes) for mask in (False, True))
+    # A float mask for each of two blocks, which its attention keeps for backward.
+    assert all(masked[stage] - plain[stage] >= 2 * ROWS * SEQ_LEN * SEQ_LEN * 4 for stage in STAGES)
+    given = {"seq_len": SEQ_LEN, "overrides": {"n_layer": 2, "n_head": 2, "n_embd": 16}, "world_size": 2}
+    with_mask, without = (
+        planner_for("gpt2-demo", document_mask=mask, **given).workload.trace(ROWS).activation_bytes
+        for mask in (True, False)
+    )
+    assert with_mask - without >= 2 * ROWS * SEQ_LEN * SEQ_LEN
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_strategy_auto_reckons_with_an_average(stage):
+    model, given = _model("gpt2-demo", False), {"micro_batch": ROWS, "seq_len": SEQ_LEN}
+    plain, averaged = (stage_bytes(model, 3, torch.float32, **given, keeps_ema=ema)[stage] for ema in (False, True))
+    zero = Zero(model, stage, units=model.blocks, comm=NullCommunicator(3, 0))
+    zero.optimizer(torch.optim.AdamW)
+    zero.ema()
+    assert averaged - plain == zero.memory_bytes()["ema"] > 0
+
+
+def test_strategy_auto_reckons_with_weights_that_stay_after_forward():
+    model, given = _model("gpt2-demo", False, 4), {"micro_batch": ROWS, "seq_len": SEQ_LEN}
+    freed, kept = (
+        stage_bytes(model, 3, torch.float32, **given, reshard_after_forward=reshard) for reshard in (True, False)
+    )
+    assert {stage for stage in STAGES if kept[stage] > freed[stage]} == {3}
+    room = int(freed[3] / 0.9) + 8
+    stage, why = fitting_stage(model, 3, torch.float32, CPU, ROWS, SEQ_LEN, False, False, free_bytes=room)
+    assert stage == 3
+    assert "does not fit either" in why

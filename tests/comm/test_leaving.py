@@ -1,0 +1,33 @@
+"""How a rank ends after Ctrl-C, wherever it is stuck."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# Ctrl-C, and then an exit that never comes: the main thread holds Python's lock in C, as a finalizer might.
+STUCK = """
+import atexit, ctypes, os, signal
+from zeroshard.comm import leaving
+leaving.INTERRUPT_GRACE_S = 0.1
+if STUCK_WITH_THE_LOCK:
+    atexit.register(ctypes.PyDLL(None).pause)
+else:
+    atexit.register(signal.pause)
+with leaving.ended_with_launcher():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("stuck_with_the_lock", [True, False])
+def test_ctrl_c_ends_in_130_wherever_the_process_hangs(stuck_with_the_lock):
+    code = STUCK.replace("STUCK_WITH_THE_LOCK", str(stuck_with_the_lock))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
+    assert done.returncode == 130

@@ -1,0 +1,97 @@
+"""Where the ranks' store listens: at one address, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import psutil
+import pytest
+
+from zeroshard.comm import elastic, launch, meeting_store
+from zeroshard.comm.launch import World
+from zeroshard.comm.machines import Meeting, meeting_at
+from zeroshard.comm.meeting_store import open_store
+
+
+def _listening(port):
+    """The addresses at which this process listens on ``port``, as the kernel's table has them."""
+    found = psutil.Process().net_connections("tcp")
+    return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN and each.laddr.port == port}
+
+
+def _outer_address():
+    """An address of this machine that others could reach; None where it has none."""
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            if each.family == socket.AF_INET and not each.address.startswith("127."):
+                return each.address
+    return None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_store_on_the_loopback_interface_is_reached_there_alone(host):
+    store = open_store(host, 0, serves=True, timeout_s=20)
+    store.set("key", "value")
+    assert _listening(store.port) in ({"127.0.0.1"}, {"::1"})
+    other = open_store(host, store.port, serves=False, timeout_s=20)
+    assert other.get("key") == b"value"
+    for address in ("127.0.0.2", _outer_address()):
+        if address is not None:
+            with socket.socket() as stranger:
+                assert stranger.connect_ex((address, store.port)) != 0
+
+
+def test_a_store_at_an_outer_address_listens_there_alone():
+    address = _outer_address()
+    if address is None:
+        pytest.skip("this machine has the loopback interface alone")
+    store = open_store(address, 0, serves=True, timeout_s=20)
+    assert _listening(store.port) == {address}
+    with socket.socket() as stranger:
+        assert stranger.connect_ex(("127.0.0.1", store.port)) != 0
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ("127.0.1.1", "node01 leads to 127.0.1.1 here"),
+        ("192.0.2.7", "is 192.0.2.7, which no interface here has"),
+    ],
+)
+def test_where_a_name_says_nothing_of_an_interface_all_are_listened_on_and_it_is_said(monkeypatch, capfd, found, said):
+    facts = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found, 0))]
+    monkeypatch.setattr(meeting_store.socket, "getaddrinfo", lambda *args, **kwargs: facts)
+    server = meeting_store._listen("node01", 0)
+    with server:
+        assert server.getsockname()[0] == "0.0.0.0"
+    assert said in capfd.readouterr().err
+
+
+def test_a_taken_port_is_an_os_error_and_nothing_stays_open():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(OSError, match="in use"):
+            open_store("127.0.0.1", taken.getsockname()[1], serves=True, timeout_s=20)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_rank_0_opens_for_all_ranks_listens_at_their_meeting_alone(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    store = launch.meet(World(0, 0, 2, "127.0.0.1", port), timeout_s=20)
+    assert store.underlying_store.port == port
+    assert _listening(port) == {"127.0.0.1"}
+
+
+def test_a_meeting_of_several_machines_listens_at_its_endpoint_alone():
+    address = _outer_address() or "127.0.0.1"
+    with socket.create_server((address, 0)) as free:
+        port = free.getsockname()[1]
+    first = elastic._meet(meeting_at(f"{address}:{port}", 1, 2), "test")
+    assert _listening(port) == {address}
+    second = elastic._meet(Meeting(address, port, 1, 2, address, serves=True), "test")  # another launcher was faster
+    assert _listening(port) == {address}
+    for handler in (first, second):
+        handler.shutdown()

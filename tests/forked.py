@@ -1,0 +1,129 @@
+"""`subprocess` for tests, where ``python ...`` is forked from a server that has imported torch: `tests/fork_server.py`.
+
+`Popen`, `run` and `check_output` take what `subprocess`'s take, with ``[sys.executable, "-m" | "-c" | SCRIPT, ...]``. A
+program that must be a real start (signals at start, import times, packaging) says `subprocess`. `PYTHON` is a command
+that stands for ``python``, for launchers and shell scripts that start it by themselves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+PYTHON = str(TESTS / "forked-python")
+ADDRESS = "ZEROSHARD_TESTS_FORK_SERVER"
+_LENGTH = struct.Struct("!I")
+
+
+def start_server() -> None:
+    """Start the server that this process and those it starts will use; it ends with this process."""
+    if ADDRESS in os.environ:
+        return
+    folder = tempfile.mkdtemp(prefix="zeroshard-fork-")
+    path = f"{folder}/socket"
+    env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    server = subprocess.Popen([sys.executable, TESTS / "fork_server.py", path], stdin=subprocess.PIPE, env=env)
+    os.environ[ADDRESS] = path
+
+    def end() -> None:
+        assert server.stdin is not None
+        server.stdin.close()
+        server.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+
+
+def connect() -> socket.socket:
+    """A connection to the server, once it listens."""
+    start_server()
+    client = socket.socket(socket.AF_UNIX)
+    while True:
+        try:
+            client.connect(os.environ[ADDRESS])
+        except (FileNotFoundError, ConnectionRefusedError):
+            select.select([], [], [], 0.02)  # it is starting
+        else:
+            return client
+
+
+class Popen(subprocess.Popen):
+    """A forked program, for whoever knows `subprocess.Popen`."""
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any,
+                       env: Any, startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int,
+                       c2pread: int, c2pwrite: int, errread: int, errwrite: int, *others: Any) -> None:  # fmt: skip
+        words = [os.fsdecode(word) for word in args]
+        assert words[0] in (sys.executable, PYTHON), f"{words[0]} is no Python: use subprocess"
+        refused = [shell, preexec_fn, pass_fds]
+        assert not any(refused), "a forked program takes no shell, preexec_fn or pass_fds: use subprocess"
+        variables = os.environ if env is None else env
+        request = {
+            "args": words[1:],
+            "env": {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()},
+            "cwd": os.fsdecode(cwd or os.getcwd()),
+        }
+        self._server = connect()
+        data = json.dumps(request).encode()
+        streams = [p2cread if p2cread >= 0 else 0, c2pwrite if c2pwrite >= 0 else 1, errwrite if errwrite >= 0 else 2]
+        socket.send_fds(self._server, [_LENGTH.pack(len(data))], streams)
+        self._server.sendall(data)
+        self._lines = self._server.makefile("rb")
+        self.pid = json.loads(self._lines.readline())["pid"]
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if wait_flags & os.WNOHANG and not select.select([self._server], [], [], 0)[0]:
+            return 0, 0
+        line = self._lines.readline()
+        self._lines.close()
+        self._server.close()
+        return self.pid, json.loads(line)["status"] if line else signal.SIGKILL
+
+    def _internal_poll(self, _deadstate: int | None = None, *, no_waiting: int = os.WNOHANG) -> int | None:
+        if self.returncode is None and self._waitpid_lock.acquire(False):
+            try:
+                if self.returncode is None:
+                    pid, status = self._try_wait(no_waiting)
+                    if pid:
+                        self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
+        return self.returncode
+
+
+def run(args: Any, *, input: Any = None, capture_output: bool = False, timeout: float | None = None,
+        check: bool = False, **options: Any) -> subprocess.CompletedProcess:  # fmt: skip
+    """`subprocess.run`."""
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    with Popen(args, **options) as process:
+        try:
+            out, err = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(args, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def check_output(args: Any, **options: Any) -> Any:
+    """`subprocess.check_output`."""
+    return run(args, stdout=subprocess.PIPE, check=True, **options).stdout

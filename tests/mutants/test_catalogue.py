@@ -1,0 +1,70 @@
+"""The list of mutants fits the sources and tests that it names; whether these see them, `make mutants` finds out."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from mutants.catalogue import FOLDER, ROOT, Mutant, catalogue
+
+MUTANTS = catalogue()
+
+
+def test_each_changes_one_place_of_a_file_which_can_still_be_read():
+    wrong = []
+    for mutant in MUTANTS:
+        try:
+            source = (ROOT / mutant.path).read_text(encoding="utf-8")
+            changed = mutant.applied(source)
+            ast.parse(changed)
+            assert changed != source
+        except (OSError, ValueError, SyntaxError, AssertionError) as error:
+            wrong.append(f"{mutant.name}: {error!r}")
+    assert wrong == []
+
+
+def test_the_tests_that_are_named_are_there():
+    named = {test for mutant in MUTANTS for test in mutant.tests}
+    missing = []
+    for node in sorted(named):
+        path, *function = node.split("[")[0].split("::")
+        source = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
+        if not source or any(not re.search(rf"^ *(def|class) {name}\b", source, re.MULTILINE) for name in function):
+            missing.append(node)
+    assert missing == []
+
+
+def test_each_says_what_it_breaks_in_a_file_for_its_folder():
+    for path in FOLDER.glob("*.toml"):
+        assert path.read_text(encoding="utf-8").isascii()
+    assert all(mutant.tests and mutant.breaks.endswith(".") for mutant in MUTANTS)
+    assert all(re.fullmatch(r"[a-z0-9-]+", mutant.name) for mutant in MUTANTS)
+
+
+def _mutant(**changes):
+    return Mutant(**{"name": "m", "file": "f.py", "old": "b", "new": "x", "tests": ("t",), "breaks": "It."} | changes)
+
+
+def test_a_text_that_occurs_twice_is_refused_unless_an_anchor_says_which():
+    assert _mutant().applied("abc") == "axc"
+    with pytest.raises(ValueError, match="'b' occurs 2 times"):
+        _mutant().applied("abcb")
+    assert _mutant(after="c").applied("abcb") == "abcx"
+    assert _mutant(after="a").applied("abcb") == "axcb"
+    for source in ("ac", "bc", "abab"):
+        with pytest.raises(ValueError, match="not once"):
+            _mutant(after="a").applied(source)
+
+
+def test_entries_that_are_wrong_are_named(tmp_path):
+    entry = '[[mutant]]\nname = "n"\nfile = "f"\nold = "o"\nnew = ""\ntests = ["t"]\nbreaks = "It."\n'
+    (tmp_path / "a.toml").write_text(entry)
+    assert [mutant.name for mutant in catalogue(tmp_path)] == ["n"]
+    (tmp_path / "b.toml").write_text(entry)
+    with pytest.raises(ValueError, match=r"b\.toml: two mutants are called n"):
+        catalogue(tmp_path)
+    (tmp_path / "b.toml").write_text(entry.replace('name = "n"', 'name = "o"\nolder = "p"'))
+    with pytest.raises(ValueError, match=r"b\.toml: o: .*older"):
+        catalogue(tmp_path)

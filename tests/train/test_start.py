@@ -1,0 +1,199 @@
+"""What a rank draws and holds while a run is built: one parameter at a time, on rank 0 alone, and nothing on resume."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zeroshard import checkpoint
+from zeroshard.checkpoint import api
+from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
+from zeroshard.models import build_model, gpt2
+from zeroshard.train.assemble import sharded
+from zeroshard.train.build import build_run
+from zeroshard.train.commands import EvalConfig
+from zeroshard.train.evaluation import local_score, score
+from zeroshard.train.generate import load_for_text
+from zeroshard.train.loop import run_training
+from zeroshard.zero import STAGES, Zero, loaded_later
+
+CPU = torch.device("cpu")
+OURS = ("zero0", "zero1", "zero2", "zero3")
+TORCHS = ("ddp", "fsdp2", "zero1-torch")
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    """This process alone, for those that stand on torch.distributed."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The names of what was drawn, in order."""
+    names, fill = [], gpt2.fill_normal_
+
+    def fill_normal_(param, std, seed, name):
+        names.append(name)
+        fill(param, std, seed, name)
+
+    monkeypatch.setattr(gpt2, "fill_normal_", fill_normal_)
+    return names
+
+
+class _LiveBytes(TorchDispatchMode):
+    """The most bytes of real storages that operations in this block have returned and that were alive at once.
+
+    Their sizes are asked for anew after each operation, because the engine frees weights by shrinking their storages.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._storages = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+                storage = leaf.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+        live = [storage for ref in self._storages.values() if (storage := ref()) is not None]
+        self.peak = max(self.peak, sum({storage._cdata: storage.nbytes() for storage in live}.values()))
+        return result
+
+
+def _peak_bytes(work):
+    """The most bytes that were alive at once of what ``work`` allocated, and its result."""
+    with _LiveBytes() as live:
+        result = work()
+    return live.peak, result
+
+
+def _model(device="meta"):
+    overrides = {"n_layer": 4, "n_head": 2, "n_embd": 32}
+    with torch.device(device):
+        return build_model("gpt2-demo", vocab_size=61, seq_len=16, overrides=overrides)
+
+
+@pytest.mark.parametrize("strategy", [*OURS, *TORCHS])
+def test_a_run_that_resumes_draws_nothing(tiny_config, drawn, process_group, strategy):
+    def change(**changes):
+        run = build_run(tiny_config(strategy=strategy, **changes), LocalCommunicator(), CPU)
+        run.close()
+        return run.strategy
+
+    first = change()
+    assert len(drawn) == len(set(drawn)) > 4
+    checkpoint.save(Path(tiny_config().out) / "checkpoints" / "step-00000001", first, step=1)
+    drawn.clear()
+    again = change(resume="auto")
+    assert drawn == []
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, first.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_rank_zero_alone_draws_and_no_rank_holds_more_than_a_unit_and_a_parameter_beside_what_it_keeps(drawn, stage):
+    world_size = 3
+    sizes = {name: 4 * param.numel() for name, param in _model().named_parameters()}
+    unit_bytes = max(
+        sum(size for name, size in sizes.items() if name.startswith("blocks.0.")),
+        sum(size for name, size in sizes.items() if not name.startswith("blocks.")),
+    )
+
+    for rank in range(world_size):
+        shapes, comm = _model(), NullCommunicator(world_size, rank)
+        drawn.clear()
+        given = {"units": shapes.blocks, "comm": comm, "init": shapes.init_parameter}
+        peak, zero = _peak_bytes(partial(Zero, shapes, stage, **given))
+        at_once = unit_bytes + (max(sizes.values()) if rank == 0 else 0)
+        assert peak <= sum(zero.memory_bytes().values()) + at_once + 2048  # flags, and what stands for freed weights
+        assert bool(drawn) == (rank == 0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_rank_zero_draws_is_what_one_process_does(stage, drawn):
+    def rank_main(comm):
+        model = _model()
+        return Zero(model, stage, units=model.blocks, comm=comm, init=model.init_parameter).state_dict()
+
+    found = run_threads(rank_main, 3)
+    assert len(drawn) == len(set(drawn))
+    one = _model("cpu").state_dict()
+    for state in found:
+        assert all(torch.equal(tensor, one[name]) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_loaded_later_is_nan_until_then_and_nothing_is_sent(stage):
+    def rank_main(comm):
+        model, sent = _model(), []
+        broadcast = comm.broadcast
+        comm.broadcast = lambda *args, **kwargs: sent.append(args) or broadcast(*args, **kwargs)
+        zero = Zero(model, stage, units=model.blocks, comm=comm, init=loaded_later)
+        return len(sent), all(tensor.isnan().all() for tensor in zero.state_dict().values())
+
+    assert run_threads(rank_main, 2) == [(0, True)] * 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1-torch"])
+def test_ranks_that_keep_whole_weights_receive_them_too(tiny_config, drawn, monkeypatch, process_group, strategy):
+    """Another rank than 0 of DDP's, which takes rank 0's weights, is played by this process."""
+    config = tiny_config(strategy=strategy)
+
+    class Second(LocalCommunicator):
+        rank = 1
+
+    monkeypatch.setattr("zeroshard.train.assemble.agree_on", lambda *args: None)
+    model, _ = sharded(config, 61, None, Second(), CPU)
+    assert drawn == []
+    assert all(param.isnan().all() for param in model.parameters())
+
+
+def test_eval_and_generate_draw_nothing_and_hold_one_model(text_config, drawn):
+    config = text_config(max_steps=2, ema_decay=0.9)
+    run_training(config)
+    drawn.clear()
+    evaluation = EvalConfig(run=config.out)
+    wanted = local_score(evaluation)
+    peak, (model, _) = _peak_bytes(lambda: load_for_text(Path(config.out)))
+    sizes = [param.numel() * param.element_size() for param in model.parameters()]
+    assert peak <= sum(sizes) + 2 * max(sizes)  # a piece on its way
+    assert drawn == []
+
+    states = []
+    read = api.CheckpointReader.read
+
+    def noted(reader, name, kind, interval):
+        states.append(kind)
+        return read(reader, name, kind, interval)
+
+    api.CheckpointReader.read = noted
+    try:
+        spread = run_threads(lambda comm: score(evaluation.model_copy(update={"strategy": "zero3"}), comm, CPU), 2)
+    finally:
+        api.CheckpointReader.read = read
+    assert set(states) == {"param"}  # no states of the optimizer, no average
+    assert drawn == []
+    for scores in spread:
+        assert scores.loss == pytest.approx(wanted.loss, rel=1e-5)
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused_by_those_who_write_text(text_config, monkeypatch):
+    config = text_config(max_steps=1, warmup_steps=0)
+    run_training(config)
+    kinds = api.CheckpointReader.kinds
+    monkeypatch.setattr(
+        api.CheckpointReader, "kinds", lambda reader, name: {} if name == "wpe.weight" else kinds(reader, name)
+    )
+    with pytest.raises(ValueError, match=r"^wpe\.weight: the checkpoint has no param of it"):
+        load_for_text(Path(config.out))

@@ -1,0 +1,366 @@
+"""Users who write into weights, move parts of a model, or return weights: as in one process, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nets import WIDTH, Net, Turn, assert_every_stage_equals_one_process, rows, set_values
+from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
+from zeroshard.zero import STAGES, MixedPrecision, Zero
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+
+
+def at_stages(*stages):
+    return pytest.mark.parametrize("stage", stages)
+
+
+# -- values -------------------------------------------------------------------------------------------------------
+
+
+def clip(params):
+    with torch.no_grad():
+        for param in params:
+            param.clamp_(-0.1, 0.1)
+
+
+def clip_data(params):
+    for param in params:
+        param.data.clamp_(-0.1, 0.1)
+
+
+def prune(params):
+    with torch.no_grad():
+        for param in params:
+            param.mul_((param.abs() > 0.2).to(param.dtype))
+
+
+@pytest.mark.parametrize("write", [clip, prune])
+@at_stages(0, 1, 2)
+def test_what_is_written_between_backward_and_step_is_kept(stage, write):
+    """Masters keep the digits of what was not written to."""
+
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage, comm=comm, precision=BF16)
+        before = zero.state_dict()
+        optim = zero.optimizer(torch.optim.SGD, lr=0.0)
+        net(rows(comm.rank)).float().sum().backward()
+        write(net.parameters())
+        optim.step()
+        return before, zero.state_dict()
+
+    for before, after in run_threads(go, 2):
+        for name, old in before.items():
+            new = old.to(torch.bfloat16)
+            write([new])
+            kept = new == old.to(torch.bfloat16)
+            assert torch.equal(after[name], torch.where(kept, old, new.float()))
+
+
+@at_stages(*STAGES)
+def test_weights_that_are_drawn_anew_before_the_first_step_are_the_ones_that_train(stage):
+    """Through ``.data``, too, of which autograd hears nothing; what is sharded says that it cannot."""
+
+    def draw(net):
+        for index, param in enumerate(net.parameters()):
+            param.data.copy_(torch.full(param.shape, 0.25 * index))
+
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage, comm=comm, precision=BF16)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.0)
+        if stage == 3:
+            with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+                draw(net)
+            with zero.full_params(write_back=True):
+                draw(net)
+        else:
+            draw(net)
+        net(rows(comm.rank)).float().sum().backward()
+        optim.step()
+        return list(zero.state_dict().values())
+
+    for state in run_threads(go, 2):
+        assert all(torch.equal(found, torch.full(found.shape, 0.25 * i)) for i, found in enumerate(state))
+
+
+@pytest.mark.parametrize("write", [clip, clip_data])
+@at_stages(1, 2, 3)
+@pytest.mark.filterwarnings("ignore:model.parameters")
+def test_weights_older_than_their_masters_are_not_written_to(stage, write):
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage, comm=comm, precision=BF16)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        net(rows(comm.rank)).float().sum().backward()
+        optim.step()
+        assert all(param.isnan().all() for param in net.parameters())  # no old numbers either
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            write(net.parameters())
+        with torch.no_grad():
+            net.last.bias.zero_()
+        with pytest.raises(RuntimeError, match=r"^root: weights were written to .*full_params\(write_back=True\)"):
+            net(rows(comm.rank))
+        with zero.full_params(write_back=True):
+            write(net.parameters())
+        net(rows(comm.rank))
+        return zero.state_dict()
+
+    for state in run_threads(go, 2):
+        assert max(value.abs().max() for value in state.values()) == torch.tensor(0.1, dtype=torch.bfloat16).float()
+
+
+def test_clipping_after_each_step_is_what_one_process_does():
+    """A critic's weights: the same loop with and without an engine, at each stage."""
+
+    def take_turn(turn: Turn) -> None:
+        turn.loss().backward()
+        if turn.zero is not None:
+            turn.optim.step()
+            turn.optim.zero_grad()
+            with turn.zero.full_params(write_back=True):
+                clip(turn.model.parameters())
+
+    def plain_turn(turn: Turn) -> None:
+        if turn.step and turn.rank == 0:
+            clip(turn.model.parameters())
+        turn.loss().backward()
+
+    for stage in STAGES:
+
+        def go(comm, stage=stage):
+            net = Net()
+            zero = Zero(net, stage, comm=comm)
+            optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+            for step in range(3):
+                take_turn(Turn(net, comm.rank, step, zero, optim))
+            return zero.state_dict()
+
+        by_rank = run_threads(go, 2)
+        model = Net()
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            for rank in range(2):
+                plain_turn(Turn(model, rank, step))
+            for param in model.parameters():
+                param.grad /= 2
+            optim.step()
+            optim.zero_grad()
+        clip(model.parameters())
+        for state in by_rank:
+            torch.testing.assert_close(dict(state), dict(model.state_dict()), rtol=0, atol=1e-6)
+
+
+@at_stages(*STAGES)
+def test_a_forward_may_clip_its_own_weights(stage):
+    class Clipped(nn.Linear):
+        def forward(self, x):
+            clip([self.weight])
+            return super().forward(x)
+
+    assert_every_stage_equals_one_process(
+        lambda: Net(block=lambda: Clipped(WIDTH, WIDTH)), zero_kwargs={"stage": stage}
+    )
+
+
+@at_stages(0, 1, 2, 3)
+def test_what_is_not_written_back_is_gone(stage):
+    net = Net()
+    zero = Zero(net, stage, comm=NullCommunicator(2), precision=BF16)
+    before = {name: value.clone() for name, value in zero.state_dict().items()}
+    with zero.full_params():
+        clip(net.parameters())
+    with zero.full_params():
+        assert net.first.weight.abs().max() > 0.1
+    if stage == 0:
+        assert all(torch.equal(value, before[name]) for name, value in zero.state_dict().items())
+
+
+# -- parts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("move", ["double", "half", "bfloat16"])
+@at_stages(*STAGES)
+def test_a_part_is_not_moved_out_of_the_buffers(stage, move):
+    net = Net()
+    zero = Zero(net, stage, comm=NullCommunicator(2))
+    for part in (net.last, net.blocks, net.blocks[1], net):
+        with pytest.raises(RuntimeError, match=r"^model: .*it, or a part of it.*before Zero\(\)"):
+            getattr(part, move)()
+        with pytest.raises(RuntimeError, match=r"^model: .*before Zero\(\)"):
+            part.to(torch.float16)
+        assert part.float().cpu() is part  # nothing to move
+    zero.remove()
+    assert net.last.double().weight.dtype == torch.float64
+
+
+@at_stages(*STAGES)
+def test_a_parameter_that_comes_later_is_refused(stage):
+    net = Net()
+    zero = Zero(net, stage, comm=NullCommunicator(2))
+    with pytest.raises(RuntimeError, match=r"^bias: a parameter that comes after Zero\(\) would never be trained"):
+        net.last.bias = nn.Parameter(torch.ones(WIDTH))
+    with pytest.raises(RuntimeError, match=r"^weight_g: a parameter that comes after"):
+        net.first.register_parameter("weight_g", nn.Parameter(torch.ones(())))
+    net.mirror = net.last.weight  # one that the engine has
+    zero.remove()
+    net.last.bias = nn.Parameter(torch.ones(WIDTH))
+
+
+def test_a_trunk_of_two_engines_is_refused():
+    trunk = nn.Linear(WIDTH, WIDTH)
+    one, two = nn.Sequential(trunk, nn.Linear(WIDTH, 1)), nn.Sequential(trunk, nn.Linear(WIDTH, 1))
+    zero = Zero(one, 1, comm=LocalCommunicator())
+    with pytest.raises(ValueError, match=r"^model: .*has an engine already; call remove\(\)"):
+        Zero(two, 1, comm=LocalCommunicator())
+    tied = nn.Linear(WIDTH, WIDTH)
+    tied.weight = trunk.weight
+    with pytest.raises(ValueError, match=r"^model: .*has an engine already"):
+        Zero(tied, 1, comm=LocalCommunicator())
+    zero.remove()
+    Zero(two, 1, comm=LocalCommunicator())
+
+
+@at_stages(*STAGES)
+def test_a_step_after_the_engine_was_removed_says_that_it_would_change_nothing(stage):
+    net = Net()
+    zero = Zero(net, stage, comm=NullCommunicator(2))
+    optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+    net(rows(0)).sum().backward()
+    zero.remove()
+    net(rows(0)).sum().backward()
+    for refused in (optim.step, lambda: zero.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match=r"remove\(\) has given the model back.*over model.parameters\(\)"):
+            refused()
+
+
+# -- views ---------------------------------------------------------------------------------------------------------
+
+
+class Table(nn.Module):
+    """Returns its weight, or parts of it, beside what it computes."""
+
+    def __init__(self, look=lambda weight: weight):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.look = look
+
+    def forward(self, x):
+        return {"x": x @ self.weight, "weight": self.look(self.weight)}
+
+
+LOOKS = {
+    "itself": lambda weight: weight,
+    "transposed": lambda weight: weight.t(),
+    "a row": lambda weight: weight[0],
+    "detached": lambda weight: weight.detach(),
+    "in a list": lambda weight: [weight[1:].expand(2, -1, -1)],
+}
+
+
+def leaf(value):
+    return value[0][0] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_unit_may_return_its_weights(look):
+    def path(net, x):
+        total = 0.0
+        for block in net.blocks:
+            found = block(x)
+            x = torch.tanh(found["x"])
+            total = total + leaf(found["weight"]).square().mean()
+        return x + total
+
+    def take_turn(turn: Turn) -> None:
+        with torch.no_grad():
+            turn.loss()
+        turn.loss().backward()
+
+    assert_every_stage_equals_one_process(lambda: Net(block=lambda: Table(LOOKS[look]), path=path), take_turn)
+
+
+def test_weights_that_a_model_returns_can_be_read_later():
+    def go(comm):
+        net = Table()
+        set_values(net)
+        whole = net.weight.detach().clone()
+        Zero(net, 3, comm=comm)
+        with torch.no_grad():
+            evaluated = net(rows(0))["weight"]
+        trained = net(rows(0))
+        trained["x"].sum().backward()
+        return torch.equal(evaluated, whole), torch.equal(trained["weight"], whole)
+
+    assert run_threads(go, 2) == [(True, True)] * 2
+
+
+def test_weights_that_are_returned_inside_an_object_are_refused_by_name():
+    class Holder:
+        def __init__(self, weight):
+            self.weight = weight
+
+    net = Net(block=lambda: Table(Holder), path=lambda net, x: net.blocks[0](x)["x"])
+    Zero(net, 3, comm=NullCommunicator(2))
+    with pytest.raises(RuntimeError, match=r"^blocks.0: it returns a view of its own weights .*clone"):
+        net(rows(0))
+
+
+# -- frozen --------------------------------------------------------------------------------------------------------
+
+
+def frozen_base():
+    net = Net()
+    net.first.requires_grad_(False)
+    net.blocks.requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@at_stages(*STAGES)
+def test_a_frozen_base_has_no_masters(stage, world_size):
+    net = frozen_base()
+    zero = Zero(net, stage, comm=NullCommunicator(world_size), precision=BF16)
+    sharded = world_size if stage == 3 else 1
+    held = zero.memory_bytes()
+    frozen = [group for unit in zero.units for group in unit.groups if not group.trained]
+    trained = [group for unit in zero.units for group in unit.groups if group.trained]
+    num_bytes = sum(2 * group.params.layout.padded_numel // sharded for group in frozen)
+    for group in trained:
+        numel = group.params.layout.padded_numel
+        num_bytes += 0 if stage == 3 and world_size > 1 else 2 * numel
+        num_bytes += 4 * numel // (1 if stage == 0 else world_size)
+    assert held["params"] + held["master"] == num_bytes
+    assert {value.dtype for value in zero.state_dict().values()} == {torch.float32}
+    assert {shard.tensor.dtype for shard in zero.named_shards()} == {torch.float32}
+
+
+@at_stages(*STAGES)
+def test_a_frozen_base_that_is_trained_later_gets_its_masters(stage):
+    def go(comm):
+        net = frozen_base()
+        zero = Zero(net, stage, comm=comm, precision=BF16)
+        optim = zero.optimizer(torch.optim.AdamW, lr=1e-4)
+        average = zero.ema(0.5)
+        for step in range(4):
+            if step == 2:
+                net.requires_grad_(True)
+            net(rows(comm.rank, step)).float().square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            average.update()
+        return zero.state_dict(), {s.dtype for unit in zero.units for group in unit.groups for s in group.shards}
+
+    by_rank = run_threads(go, 2)
+    start = {
+        name: value if name.startswith("last") else value.bfloat16().float()
+        for name, value in Net().state_dict().items()
+    }
+    for state, dtypes in by_rank:
+        assert dtypes == {torch.float32}
+        for name, value in state.items():
+            moved = (value - start[name]).abs()
+            assert 0 < moved.max() < 1e-3  # in steps that bfloat16 would have rounded away

@@ -1,0 +1,139 @@
+"""Buffers that forwards change are alike on all ranks after each backward, or kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nets import WIDTH, Net, rows
+from zeroshard.comm import ObservedCommunicator, run_threads
+from zeroshard.zero import STAGES, Zero
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("constant", torch.ones(3))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        self.cache.add_(x.detach().sum())
+        return self.norm(x)
+
+
+def build():
+    return Net(block=Normed)
+
+
+def _statistics(model):
+    return {name: value.clone() for name, value in model.named_buffers() if "running" in name or "num_" in name}
+
+
+def _train(comm, stage, sync, steps):
+    model = build()
+    observed = ObservedCommunicator(comm)
+    zero = Zero(model, stage, comm=observed, buffers=sync)
+    optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+    observed.records.clear()
+    found = []
+    for step in steps:
+        model(rows(comm.rank, step)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        found.append(_statistics(model))
+    return found, model.blocks[0].cache.clone(), [r.scope for r in observed.records if r.scope.startswith("buffers")]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_running_statistics_are_those_of_rank_0_their_mean_or_each_ranks_own(stage):
+    kept = run_threads(lambda comm: _train(comm, stage, "keep", range(1)), 2)
+    sent = run_threads(lambda comm: _train(comm, stage, "broadcast", range(1)), 2)
+    mean = run_threads(lambda comm: _train(comm, stage, "average", range(1)), 2)
+    for name, own in kept[0][0][0].items():
+        other = kept[1][0][0][name]
+        assert "num" in name or not torch.equal(own, other)
+        for rank in range(2):
+            assert torch.equal(sent[rank][0][0][name], own)
+            average = own if "num" in name else (own / 2 + other / 2)
+            assert torch.equal(mean[rank][0][0][name], average)
+    assert not torch.equal(sent[0][1], sent[1][1])  # no part of the state
+    assert (kept[0][2], sent[0][2]) == ([], ["buffers/step"])
+
+
+@pytest.mark.parametrize("sync", ["broadcast", "average"])
+def test_a_resumed_run_has_the_statistics_of_one_that_was_not_stopped(sync):
+    def go(comm):
+        whole, *_ = _train(comm, 2, sync, range(4))
+        first = build()
+        zero = Zero(first, 2, comm=comm, buffers=sync)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        for step in range(4):
+            if step == 2:
+                state = zero.state_dict()
+                model = build()
+                zero = Zero(model, 2, comm=comm, buffers=sync)
+                # as a checkpoint has it: what rank 0 holds
+                zero.load_state_dict({name: shared[name] for name in state} if comm.rank else shared | state)
+                optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+            zero.model(rows(comm.rank, step)).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            if step == 1 and comm.rank == 0:
+                shared.update(zero.state_dict())
+            elif step == 1:
+                zero.state_dict()
+            comm.barrier()
+        return whole[-1], _statistics(zero.model)
+
+    shared: dict[str, torch.Tensor] = {}
+    for whole, resumed in run_threads(go, 2):
+        assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+def test_constants_travel_once():
+    class Constant(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.ones(4))
+
+    def go(comm):
+        model = Constant()
+        observed = ObservedCommunicator(comm)
+        Zero(model, 1, comm=observed)
+        observed.records.clear()
+        model(rows(comm.rank)).sum().backward()
+        return [record.scope for record in observed.records if record.scope.startswith("buffers")]
+
+    assert run_threads(go, 2) == [[], []]
+
+
+def test_buffers_that_one_rank_alone_changes_become_alike_too():
+    def go(comm):
+        model = build()
+        Zero(model, 3, comm=comm)
+        model.blocks[1].norm.running_mean.fill_(comm.rank)
+        model.eval()
+        if comm.rank == 1:
+            model.blocks[0].norm.running_mean.fill_(7)
+        model(rows(comm.rank)).sum().backward()
+        return [block.norm.running_mean.tolist() for block in model.blocks]
+
+    assert run_threads(go, 2) == [[[0.0] * WIDTH] * 3] * 2
+
+
+def test_buffers_of_any_dtype_start_as_rank_0_has_them():
+    def go(comm):
+        model = Net()
+        model.register_buffer("waves", torch.full((3,), 1j * (comm.rank + 1)))
+        model.register_buffer("narrow", torch.full((2, 2), comm.rank + 1.0, dtype=torch.float16).t())
+        Zero(model, 2, comm=comm)
+        return model.waves.tolist(), model.narrow.tolist()
+
+    assert run_threads(go, 2) == [([1j] * 3, [[1.0, 1.0]] * 2)] * 2
+
+
+def test_another_word_is_refused():
+    with pytest.raises(ValueError, match=r"^buffers: 'mean' is unknown; choose one of 'broadcast', 'average', 'keep'"):
+        Zero(Net(), 1, buffers="mean")

@@ -1,0 +1,159 @@
+"""Models that call the modules inside of a unit, and not the unit; and a communicator that delivers late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from late import late
+from nets import NOTHING_RANDOM, Net, Turn, backward, linear, one_process, rows, train
+from zeroshard.comm import NullCommunicator, run_threads
+from zeroshard.zero import STAGES, MixedPrecision, Zero
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = linear(), linear()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.scale * self.down(torch.tanh(self.up(x)))
+
+    def without_scale(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def by_parts(net, x):
+    for block in net.blocks:
+        x = torch.tanh(block.down(block.up(x)))
+    return x
+
+
+def by_a_method(net, x):
+    for block in net.blocks:
+        x = torch.tanh(block.without_scale(x))
+    return x
+
+
+def some_by_parts(net, x):
+    x = net.blocks[0](x)
+    x = torch.tanh(net.blocks[1].up(x))
+    return net.blocks[2](x) + net.blocks[1].down(net.blocks[0].up(x))
+
+
+def recomputed(net, x):
+    for block in net.blocks:
+        x = torch.tanh(checkpoint(block.without_scale, x, use_reentrant=False, **NOTHING_RANDOM))
+    return x
+
+
+PATHS = [by_parts, by_a_method, some_by_parts, recomputed]
+
+
+def evaluating(turn: Turn) -> None:
+    with torch.no_grad():
+        turn.loss()
+    backward(turn)
+    with torch.no_grad():
+        turn.loss()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_parts_of_a_unit_may_be_called_in_its_place(stage, path, prefetch):
+    build = lambda: Net(block=Block, path=path)  # noqa: E731
+    expected = one_process(build)
+    kwargs = {"stage": stage, "prefetch": prefetch}
+    for found in run_threads(lambda comm: train(late(comm), build, evaluating, kwargs), 2, timeout_s=20):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_parts_may_be_called_where_another_dtype_computes():
+    kwargs = {"precision": MixedPrecision(torch.bfloat16)}
+    take_turn = lambda turn: turn.loss().float().backward()  # noqa: E731
+    build = lambda: Net(block=Block, path=by_parts)  # noqa: E731
+    for found in run_threads(lambda comm: every_stage_late(comm, build, take_turn, kwargs), 2):
+        for weights in found:
+            assert all(torch.equal(weights[name], found[0][name]) for name in weights)
+            assert not any(value.isnan().any() for value in weights.values())
+
+
+def test_weights_of_units_whose_parts_were_called_are_freed_after_backward_and_after_an_evaluation():
+    net = Net(block=Block, path=by_parts)
+    zero = Zero(net, 3, comm=NullCommunicator(2))
+
+    def whole():
+        return [any(group.params.whole for group in unit.groups) for unit in zero.units]
+
+    for _ in range(2):
+        loss = net(rows(0)).sum()
+        assert whole() == [True] * 4
+        loss.backward()
+        assert whole() == [False] * 4
+        with torch.no_grad():
+            net(rows(0))
+        assert whole() == [False] * 4
+
+
+def past_its_module(net, x):
+    """Nobody can tell that this reads a weight."""
+    x = torch.tanh(net.blocks[0](x))
+    x = torch.tanh(F.linear(x, net.blocks[1].weight, net.blocks[1].bias))
+    return torch.tanh(net.blocks[2](x))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_that_are_read_without_a_call_are_no_silent_old_ones(stage):
+    def go(comm):
+        net = Net(path=past_its_module)
+        zero = Zero(net, stage, comm=comm)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        net(rows(comm.rank)).sum().backward()  # nothing was on its way
+        optim.step()
+        optim.zero_grad()
+        loss = net(rows(comm.rank)).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        zero.zero_grad()
+        # Where nothing of the weight is saved, autograd cannot see it.
+        net.path = lambda net, x: torch.tanh(F.linear(x.detach(), net.blocks[1].weight))
+        net(rows(comm.rank)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+        with pytest.raises(RuntimeError, match=r"^blocks.1: its parameters have gradients, but neither .*call the mod"):
+            net(rows(comm.rank)).sum().backward()
+
+    run_threads(go, 2)
+
+
+def every_stage_late(comm, build, take_turn, kwargs):
+    return [train(late(comm), build, take_turn, {"stage": stage} | kwargs) for stage in STAGES]
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"prefetch": 0},
+        {"prefetch": 3},
+        {"precision": MixedPrecision(torch.bfloat16, torch.bfloat16)},
+        {"shard_size": 2, "stage": 1},
+        {"shard_size": 2, "stage": 3},
+    ],
+)
+def test_nothing_is_read_before_it_is_there(kwargs):
+    """With gradients that are reduced twice, too: what is on its way is neither read nor written."""
+
+    def take_turn(turn: Turn) -> None:
+        for _ in range(2):
+            turn.model(rows(turn.rank, turn.step)).float().square().mean().backward()
+
+    world_size = 4 if "shard_size" in kwargs else 2
+    on_time = run_threads(lambda comm: train(comm, Net, take_turn, {"stage": 2} | kwargs), world_size)
+    for found in run_threads(lambda comm: every_stage_late(comm, Net, take_turn, kwargs), world_size):
+        for weights in found:
+            assert all(torch.equal(weights[name], on_time[0][name]) for name in weights)
