@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -54,8 +55,10 @@ def _one_thread():
 
 @pytest.fixture(autouse=True)
 def _no_mode_stays():
-    """A dispatch mode that outlives its test has torch.compile do nothing in those after it, and say nothing."""
+    """A mode or a stance that outlives its test has torch.compile do nothing in those after it, and say nothing."""
     yield
+    if "torch._dynamo.eval_frame" in sys.modules:
+        assert sys.modules["torch._dynamo.eval_frame"]._stance.stance == "default"
     assert torch._C._len_torch_dispatch_stack() == 0
     assert torch._C._len_torch_function_stack() == 0
 

@@ -2,6 +2,7 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 from zeroshard.comm import PeerError, run_threads, scope, split
 
@@ -119,3 +120,27 @@ def test_a_rank_that_fails_stops_those_who_meet_in_parts():
 def test_ranks_that_split_otherwise_are_told():
     with pytest.raises(RuntimeError, match="ranks diverged"):
         run_threads(lambda comm: split(comm, [[0], [1, 2]] if comm.rank else [[0, 1], [2]]), 3)
+
+
+class _Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_dispatch_mode_of_a_thread_is_thought_to_go_on():
+    steps = [threading.Event() for _ in range(3)]
+
+    def go(comm):
+        if comm.rank == 0:
+            with _Nothing():
+                steps[0].set()
+                steps[1].wait(60)
+            steps[2].set()
+        else:
+            steps[0].wait(60)
+            with _Nothing():
+                steps[1].set()
+                steps[2].wait(60)
+
+    run_threads(go, 2)
+    assert not is_in_torch_dispatch_mode()

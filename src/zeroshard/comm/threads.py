@@ -8,11 +8,13 @@ it needs, all wait again, and only then may anybody touch its tensor. Sums run i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 from zeroshard.comm.base import DONE, Groups, PeerError, ReduceOp, Work, check_op, check_rank, check_shards, own_group
 from zeroshard.comm.labels import current_scope
@@ -147,6 +149,33 @@ class ThreadCommunicator:
         return ThreadCommunicator(ranks.index(self.rank), len(ranks), table)
 
 
+# Where torch notes for the whole process, and not for each thread, that a dispatch mode is active; the last of them is
+# told to C++ too. Not every torch has all of them.
+_MODE_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+
+
+@contextmanager
+def _mode_flags_kept() -> Iterator[None]:
+    """Undo what the dispatch modes of threads leave behind.
+
+    A mode notes at its start whether another was active, and says so again at its end. Where thread 0 enters, thread 1
+    enters, 0 leaves and 1 leaves, a mode stays active by torch's notes for good, and `torch.compile` compiles nothing.
+    """
+    before = {name: getattr(_python_dispatch, name) for name in _MODE_FLAGS if hasattr(_python_dispatch, name)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(_python_dispatch, name, value)
+        tell = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
+        if tell is not None:
+            tell(before[_MODE_FLAGS[-1]])
+
+
 def run_threads(fn: Callable[[ThreadCommunicator], T], world_size: int, *, timeout_s: float = 120.0) -> list[T]:
     """Run ``fn(comm)`` on ``world_size`` thread ranks and return their results by rank.
 
@@ -175,10 +204,11 @@ def run_threads(fn: Callable[[ThreadCommunicator], T], world_size: int, *, timeo
             table.abort()
 
     threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank{r}") for r in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _mode_flags_kept():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     failed = [error for error in errors if error is not None]
     causes = [error for error in failed if not isinstance(error, PeerError)]
     if failed:

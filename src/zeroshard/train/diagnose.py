@@ -7,8 +7,9 @@ something that is not finite is the smallest that made it. Where forward is soun
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def first_not_finite(model: nn.Module, comm: Communicator, replay: Callable[[], 
         As ``the output of blocks.3.mlp (Mlp) on rank 1``; the same on every rank.
     """
     # compiled code knows no hooks that came after it
-    with torch.compiler.set_stance("force_eager"), _watched(model) as (outputs, gradients):
+    with _eager, _watched(model) as (outputs, gradients):
         replay()
     kinds = _by_rank(comm, 2 if outputs else 1 if gradients else 0)
     if not any(kinds):
@@ -41,6 +42,35 @@ def first_not_finite(model: nn.Module, comm: Communicator, replay: Callable[[], 
     rank = kinds.index(max(kinds))
     found = outputs or gradients
     return send_text(comm, f"{found[0]} on rank {rank}" if comm.rank == rank else "", src=rank)
+
+
+class _Eager:
+    """A block in which nothing runs compiled, for thread ranks too.
+
+    torch's stance is one of the process and goes back to what it was when its block began: of two threads whose blocks
+    overlap, the one that ends last would leave the other's "force_eager", and nothing compiles any more. So the first
+    thread takes the stance and the last gives it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._stance = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                self._stance.close()
+
+
+_eager = _Eager()
 
 
 @contextmanager
