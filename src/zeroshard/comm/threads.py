@@ -8,7 +8,7 @@ it needs, all wait again, and only then may anybody touch its tensor. Sums run i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -159,7 +159,7 @@ _MODE_FLAGS = (
 
 
 @contextmanager
-def _mode_flags_kept() -> Iterator[None]:
+def _mode_flags_kept() -> Generator[None]:
     """Undo what the dispatch modes of threads leave behind.
 
     A mode notes at its start whether another was active, and says so again at its end. Where thread 0 enters, thread 1
