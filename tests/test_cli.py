@@ -380,6 +380,14 @@ def test_a_product_that_doubles_its_digits_forty_times_is_no_constant(capsys, tm
     assert re.search(r"^# ignored +n_layer +n_layer \* n_layer", capsys.readouterr().out, re.M)
 
 
+def test_a_log_that_torch_does_not_have_is_refused_by_name():
+    """In a process of its own: torch reads the variable while it is imported."""
+    words = [sys.executable, "-m", "zeroshard", "train", "--data", "synthetic"]
+    run = subprocess.run(words, env={**os.environ, "TORCH_LOGS": "xyz"}, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stderr == "error: TORCH_LOGS: torch has no such log as 'xyz' names; TORCH_LOGS=help lists them\n"
+
+
 def test_an_empty_torch_logs_is_as_good_as_none_and_a_failed_import_keeps_its_words(monkeypatch, trained):
     monkeypatch.setenv("TORCH_LOGS", "")
     assert main(["train"]) == 0

@@ -78,6 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         say(memory_line(error, _NEEDS_LESS if argv[0] == "train" else _NEEDS_OTHERS_LESS))
         return ExitStatus.FAILED
+    except ValueError as error:
+        if not str(error).lstrip().startswith("Invalid log settings"):  # what torch's import says
+            raise
+        say(f"TORCH_LOGS: torch has no such log as {os.environ['TORCH_LOGS']!r} names; TORCH_LOGS=help lists them")
+        return ExitStatus.USAGE
     except KeyboardInterrupt:
         return ExitStatus.INTERRUPTED
     except _TerminatedError as stop:
