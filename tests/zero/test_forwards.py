@@ -145,12 +145,11 @@ def reordered(net, x, order=None):
 ORDERS = [(2, 0, 1), (1, 2, 0), (0, 1, 2), (2, 1, 0)]
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_ranks_may_run_units_in_different_orders_from_the_first_forward_on(prefetch):
+@pytest.mark.parametrize("kwargs", [{"prefetch": 0}, {"prefetch": 1}, {"prefetch": 3}, {"stage": KEEP_WEIGHTS}])
+def test_ranks_may_run_units_in_different_orders_from_the_first_forward_on(kwargs):
     def take_turn(turn: Turn) -> None:
         turn.loss(order=ORDERS[(turn.rank + turn.step) % 4]).backward()
 
-    kwargs = {"prefetch": prefetch}
     assert_every_stage_equals_one_process(
         lambda: Net(path=reordered), take_turn, world_size=3, num_steps=5, zero_kwargs=kwargs
     )
