@@ -55,6 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seed = config.getoption("shuffle")
     if seed is not None:
         items[:] = shuffled(items, seed)
+    else:  # the long ones first: at the end of several workers' work nobody waits for one of them
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def _beyond_cover(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -46,7 +46,7 @@ def test_train_gpu_compares_losses_step_by_step(tmp_path):
         assert result["losses"] == pytest.approx(results[0]["losses"], rel=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # its ranks are real starts, as it measures what a process holds
 def test_footprint_measures_what_a_rank_holds(tmp_path):
     _run(
         "footprint.py",

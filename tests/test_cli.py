@@ -307,6 +307,7 @@ def test_ctrl_c_ends_all_ranks_with_the_log_intact(tmp_path):
     assert events(tmp_path)[-1]["event"] == "step"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
     with running(tmp_path, *ENDLESS) as (process, workers):
         workers[1].kill()

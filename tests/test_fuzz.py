@@ -55,6 +55,7 @@ def nothing_lasts(monkeypatch):
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_lasts")
 def test_no_words_and_no_files_end_in_a_traceback(request, material, tmp_path):
     soak = request.config.getoption("--soak", default=False)

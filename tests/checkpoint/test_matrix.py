@@ -138,6 +138,7 @@ def saved(gloo_ranks, tmp_path_factory):
     return folder, {size: gloo_ranks(size).run(train_and_save, str(folder)) for size in WORLD_SIZES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loaded_at", WORLD_SIZES)
 @pytest.mark.parametrize("saved_at", WORLD_SIZES)
 def test_every_strategy_loads_what_every_strategy_saved(gloo_ranks, saved, saved_at, loaded_at):

@@ -95,6 +95,7 @@ def _endings(processes, culprit):
     return endings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("comm", "culprit"), [("torch", 1), ("ring", 2), ("shm", 1), ("shm", 0)])
 def test_a_rank_that_dies_is_named_by_the_others_which_end(ranks, comm, culprit):
     endings = _endings(ranks("dies", culprit, "--comm", comm), culprit)

@@ -195,6 +195,7 @@ def test_what_a_killed_owner_leaves_is_removed(as_before, then, capsys):
     assert capsys.readouterr().out == "nothing was left behind\n"
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_stopped_takes_its_network_along(as_before, signum, tmp_path):

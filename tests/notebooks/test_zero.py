@@ -75,6 +75,7 @@ def executed(stored, solutions):
     return _execute(notebook)
 
 
+@pytest.mark.slow
 def test_it_shows_what_is_stored(stored, executed):
     for before, after in zip(stored.cells, executed.cells, strict=False):
         assert _said(before) == _said(after), before.source

@@ -28,6 +28,7 @@ def losses_and_graphs(comm, config):
     return losses, counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero3", "ddp", "fsdp2"])
 def test_compiled_blocks_train_as_before_and_share_their_graphs(strategy, tiny_config, gloo_ranks, tmp_path):
     found = {}

@@ -126,6 +126,7 @@ def test_a_run_over_a_simulated_link_says_what_was_asked_and_achieved(tmp_path):
     assert Path(tmp_path / "run" / "config.toml").read_text().count('bandwidth = "100Mbit/s"') == 1
 
 
+@pytest.mark.slow
 def test_without_overlap_a_run_has_the_same_bits_and_hides_nothing(tmp_path):
     losses, hidden = [], []
     for overlap in ("overlap", "no-overlap"):
