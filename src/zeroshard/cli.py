@@ -7,6 +7,7 @@ mistake costs a tenth of a second. Torch and the layers below are imported insid
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import sys
@@ -79,9 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(memory_line(error, _NEEDS_LESS if argv[0] == "train" else _NEEDS_OTHERS_LESS))
         return ExitStatus.FAILED
     except ValueError as error:
-        if not str(error).lstrip().startswith("Invalid log settings"):  # what torch's import says
+        found = re.match(r"\s*Invalid log settings: (.*?), must be", str(error))  # what torch's import says
+        if found is None:
             raise
-        say(f"TORCH_LOGS: torch has no such log as {os.environ['TORCH_LOGS']!r} names; TORCH_LOGS=help lists them")
+        say(f"TORCH_LOGS: torch has no such log as {found[1]!r} names; TORCH_LOGS=help lists them")
         return ExitStatus.USAGE
     except KeyboardInterrupt:
         return ExitStatus.INTERRUPTED
