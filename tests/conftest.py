@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +18,10 @@ if torch.cuda.device_count() == 0:
 
 # Tests start some thousand processes; where nothing may keep bytecode, each of them compiles the whole package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Under nohup SIGHUP is ignored, and would be by every run that a test starts; by a handler it is not, here alone.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 import forked
 from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings

@@ -3,10 +3,12 @@ import json
 import pytest
 import torch
 
+from nets import Net
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
+from zeroshard.zero import Zero
 
 
 def _save(path, evenly_sharded, tensors, world_size, **kwargs):
@@ -147,3 +149,32 @@ def test_the_manifest_is_json_that_a_stranger_can_read(tmp_path, evenly_sharded,
     )
     entry = next(e for e in body["tensors"] if (e["name"], e["kind"]) == ("block.weight", "exp_avg"))
     assert (entry["dtype"], entry["shape"]) == ("F64", [7, 3])
+
+
+class WithBuffer(Net):
+    def __init__(self, dtype):
+        super().__init__()
+        self.register_buffer("rotation", torch.arange(4).to(dtype))
+
+
+def test_a_complex_buffer_is_saved_and_loaded(tmp_path):
+    def go(comm):
+        zero = Zero(WithBuffer(torch.complex64), 2, comm=comm)
+        zero.model.rotation.mul_(2 - 1j)
+        checkpoint.save(tmp_path / "c", zero, step=1)
+        again = Zero(WithBuffer(torch.complex64), 3, comm=comm)
+        checkpoint.load(tmp_path / "c", again)
+        return again.model.rotation
+
+    assert all(torch.equal(found, torch.arange(4) * (2 - 1j)) for found in run_threads(go, 2))
+    assert not checkpoint.verify(tmp_path / "c")
+
+
+def test_a_dtype_that_no_checkpoint_holds_is_refused_on_every_rank_and_nothing_is_left(tmp_path):
+    def go(comm):
+        zero = Zero(WithBuffer(torch.complex128), 2, comm=comm)
+        with pytest.raises(ValueError, match=r"rotation.*: a checkpoint cannot hold torch.complex128; .*persistent"):
+            checkpoint.save(tmp_path / "c", zero, step=1)
+
+    run_threads(go, 2)
+    assert not list(tmp_path.iterdir())

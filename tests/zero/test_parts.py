@@ -157,3 +157,24 @@ def test_nothing_is_read_before_it_is_there(kwargs):
     for found in run_threads(lambda comm: every_stage_late(comm, Net, take_turn, kwargs), world_size):
         for weights in found:
             assert all(torch.equal(weights[name], on_time[0][name]) for name in weights)
+
+
+@pytest.mark.parametrize(("stage", "shard_size"), [*((stage, None) for stage in STAGES), (1, 1), (2, 1), (3, 1)])
+def test_parts_may_be_called_where_another_dtype_computes_and_nothing_is_sharded(stage, shard_size):
+    """There weights are whole, but older than their masters after each step."""
+
+    def go(comm):
+        net = Net(block=Block, path=by_parts)
+        zero = Zero(net, stage, comm=comm, precision=MixedPrecision(torch.bfloat16), shard_size=shard_size)
+        optim = zero.optimizer(torch.optim.AdamW, lr=0.1)
+        for _ in range(2):
+            net(rows(comm.rank)).float().sum().backward()
+            optim.step()
+            optim.zero_grad()
+            with torch.no_grad():  # a part by itself, before the next forward
+                found = net.blocks[0].up(rows(0).bfloat16()), net.first(rows(1).bfloat16())
+        with zero.full_params(), torch.no_grad():
+            expected = net.blocks[0].up(rows(0).bfloat16()), net.first(rows(1).bfloat16())
+        return [torch.equal(ours, whole) for ours, whole in zip(found, expected, strict=True)]
+
+    assert run_threads(go, 2 if shard_size else 1) == [[True, True]] * (2 if shard_size else 1)

@@ -414,3 +414,53 @@ def test_torchs_scaler_skips_a_step_on_all_ranks_when_one_has_overflowed(stage, 
     for scales, found in run_threads(go, 2):
         assert scales == expected == [8.0, 4.0, 8.0, 16.0]
         assert_close(found, dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("stages", [(0, 2), (3, 0), (1, 3)])
+def test_gradients_of_two_engines_are_clipped_together(stages):
+    """Some lie whole on each rank, some in shards."""
+
+    def clipped(nets):
+        params = [param for net in nets for param in net.parameters()]
+        return nn.utils.clip_grad_norm_(params, 0.05)
+
+    def go(comm):
+        nets = [Net(), Net(seed=9)]
+        engines = [Zero(net, stage=stage, comm=comm) for net, stage in zip(nets, stages, strict=True)]
+        for net in nets:
+            net(rows(comm.rank)).square().mean().backward()
+        return clipped(nets).item(), [dict(zero.full_grads()) for zero in engines]
+
+    plain = [Net(), Net(seed=9)]
+    for rank in range(2):
+        for net in plain:
+            (net(rows(rank)).square().mean() / 2).backward()
+    expected = clipped(plain).item()
+    for norm, grads in run_threads(go, 2):
+        assert norm == pytest.approx(expected, rel=1e-6)
+        for net, found in zip(plain, grads, strict=True):
+            assert_close(found, gradients_of(net))
+
+
+def gradients_of(net):
+    return {name: param.grad for name, param in net.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_hook_on_a_parameter_sees_the_ranks_own_gradient_as_under_ddp(stage):
+    """`wandb.watch` hangs its histograms there."""
+
+    def go(comm):
+        net = Net()
+        Zero(net, stage=stage, comm=comm)
+        seen = {}
+        for name, param in net.named_parameters():
+            param.register_hook(lambda grad, name=name: seen.__setitem__(name, grad.clone()))
+        net(rows(comm.rank)).square().mean().backward()
+        return seen
+
+    for rank, seen in enumerate(run_threads(go, 2)):
+        plain = Net()
+        plain(rows(rank)).square().mean().backward()
+        assert all(type(grad) is torch.Tensor for grad in seen.values())
+        assert_close({name: seen[name] for name, _ in plain.named_parameters()}, gradients_of(plain))

@@ -44,7 +44,7 @@ from zeroshard.regular_files import read_bytes
 
 MANIFEST = "manifest.json"
 DAMAGED_TODO = "take an older checkpoint, or restore this one from a copy"
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2} | dict.fromkeys(
+ITEM_BYTES = {"C64": 8, "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2} | dict.fromkeys(
     ("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1
 )  # of safetensors' dtypes
 _MOST_DIMENSIONS = 64  # as torch and numpy have

@@ -49,6 +49,7 @@ DTYPES: dict[torch.dtype, str] = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -81,10 +82,16 @@ def write_tensors(
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
+        ValueError: a dtype that the format does not have.
     """
     header: dict[str, object] = {}
     offset = 0
     for key, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{key}: a checkpoint cannot hold {tensor.dtype}; keep a buffer out of it by persistent=False, or keep "
+                "the tensor as another dtype (torch.view_as_real)"
+            )
         end = offset + tensor.numel() * tensor.element_size()
         header[key] = {
             "dtype": DTYPES[tensor.dtype],

@@ -39,23 +39,25 @@ class Guard:
         self._handles: list[Any] = []
         self._on_model = {
             "zero_grad": lambda set_to_none=True: stepping.clear_grads(None, set_to_none=set_to_none),
-            "named_parameters": _warns_of_old_weights(model, runtime, stepping),
             "_ddp_params_and_buffers_to_ignore": _RefusesDdp(),
         }
         model.__dict__.update(self._on_model)
         params = set(model.parameters())
         for param in params:
             setattr(param, _MARK, True)
+        warns_of_old_weights = _warner_of_old_weights(runtime, stepping)
         for module in model.modules():
             module.__dict__[_MARK] = True
             module.__dict__["_apply"] = _apply_in_place(module)
             module.__dict__["apply"] = _apply_where_whole(module, runtime)
+            module.__dict__["named_parameters"] = warns_of_old_weights(module)
             module.__dict__["register_parameter"] = _register_known(module, params)
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
             module.__dict__["__deepcopy__"] = _refuse_copy
         self._handles.append(model.register_forward_pre_hook(_begins(stepping, params)))
-        if runtime.levels.shard.world_size > 1:  # else weights are always whole and current
+        computes_otherwise = any(group.params.full.dtype != group.params.dtype for group in runtime.groups())
+        if runtime.levels.shard.world_size > 1 or computes_otherwise:  # else weights are always whole and current
             self._handles += attach_parts(runtime.all_units(), model, runtime.part_begins)
 
     def remove(self) -> None:
@@ -64,11 +66,11 @@ class Guard:
             handle.remove()
         for name in self._on_model:
             self._model.__dict__.pop(name, None)
+        for module in self._model.modules():
+            for name in (_MARK, "__deepcopy__", "_apply", "apply", "named_parameters", "register_parameter"):
+                module.__dict__.pop(name, None)
         for param in self._model.parameters():
             vars(param).pop(_MARK, None)
-        for module in self._model.modules():
-            for name in (_MARK, "__deepcopy__", "_apply", "apply", "register_parameter"):
-                module.__dict__.pop(name, None)
 
 
 def has_engine(model: nn.Module) -> bool:
@@ -151,21 +153,25 @@ def _apply_where_whole(module: nn.Module, runtime: Runtime) -> Callable[..., nn.
     return apply
 
 
-def _warns_of_old_weights(model: nn.Module, runtime: Runtime, stepping: Stepping) -> Callable[..., Any]:
+def _warner_of_old_weights(runtime: Runtime, stepping: Stepping) -> Callable[[nn.Module], Callable[..., Any]]:
+    """Makes a ``module.named_parameters`` for each module; all of them together warn once."""
     told = False
 
-    def named_parameters(*args: Any, **kwargs: Any) -> Any:
-        nonlocal told
-        if stepping.stepped and not told and not runtime.weights_readable and not _values_do_not_matter():
-            told = True
-            warnings.warn(
-                "model.parameters(): between step() and the next forward, weights are older than the step, or NaN "
-                "where they are sharded; read them inside zero.full_params()",
-                stacklevel=3,
-            )
-        return type(model).named_parameters(model, *args, **kwargs)
+    def of(module: nn.Module) -> Callable[..., Any]:
+        def named_parameters(*args: Any, **kwargs: Any) -> Any:
+            nonlocal told
+            if stepping.stepped and not told and not runtime.weights_readable and not _values_do_not_matter():
+                told = True
+                warnings.warn(
+                    "model.parameters(): between step() and the next forward, weights are older than the step, or NaN "
+                    "where they are sharded; read them inside zero.full_params()",
+                    stacklevel=3,
+                )
+            return type(module).named_parameters(module, *args, **kwargs)
 
-    return named_parameters
+        return named_parameters
+
+    return of
 
 
 def _values_do_not_matter() -> bool:

@@ -338,14 +338,25 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return norms([grad._home], order)[0].to(_norm_dtype(grad, kwargs.get("dtype")))
 
 
+def _norms_of_all(homes: Sequence[GradHome], order: float) -> list[Tensor]:
+    """`norms` of gradients that several engines may have: those that lie on the same ranks in the same way together."""
+    alike: dict[tuple[int, bool], list[int]] = {}
+    for place, home in enumerate(homes):
+        alike.setdefault((id(home.comm), home.sharded), []).append(place)
+    found: dict[int, Tensor] = {}
+    for places in alike.values():
+        found |= zip(places, norms([homes[place] for place in places], order).unbind(), strict=True)
+    return [found[place] for place in range(len(homes))]
+
+
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grads = args[0]
     order = _order(args[1] if len(args) > 1 else kwargs.get("ord"))
     if order is None or not all(isinstance(grad, ShardedGrad) and not grad._views for grad in grads):
         return NotImplemented
-    found = norms([grad._home for grad in grads], order)
+    found = _norms_of_all([grad._home for grad in grads], order)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-    return [norm.to(_norm_dtype(grad, dtype)) for grad, norm in zip(grads, found.unbind(), strict=True)]
+    return [norm.to(_norm_dtype(grad, dtype)) for grad, norm in zip(grads, found, strict=True)]
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
