@@ -203,3 +203,46 @@ def test_nothing_is_kept_alive():
     del net, zero, optim
     gc.collect()
     assert [reference() for reference in gone] == [None] * 4
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_torchs_average_of_weights_between_steps_warns(stage):
+    net, zero = engine(stage)
+    optim = zero.optimizer(torch.optim.AdamW, lr=0.1)
+    net(rows(0)).sum().backward()
+    optim.step()
+    with pytest.warns(UserWarning, match=r"^model.parameters\(\): between step\(\) .*zero.full_params\(\)"):
+        torch.optim.swa_utils.AveragedModel(Net()).update_parameters(net)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_torchs_average_of_weights_is_that_of_one_process_inside_full_params(stage):
+    """It may be made before the engine; a deep copy after it is refused, and names the engine's own average."""
+    averaging = {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)}
+
+    def go(comm):
+        net = Net()
+        average = torch.optim.swa_utils.AveragedModel(net, **averaging)
+        zero = Zero(net, stage=stage, comm=comm)
+        with pytest.raises(RuntimeError, match=r"^copy\.deepcopy\(model\): .*zero\.ema\(\)"):
+            torch.optim.swa_utils.AveragedModel(net)
+        optim = torch.optim.AdamW(net.parameters(), lr=0.1)
+        for step in range(3):
+            net(rows(comm.rank, step)).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            with zero.full_params():
+                average.update_parameters(net)
+        return dict(average.module.state_dict())
+
+    plain = Net()
+    average = torch.optim.swa_utils.AveragedModel(plain, **averaging)
+    optim = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(3):
+        for rank in range(2):
+            (plain(rows(rank, step)).square().mean() / 2).backward()
+        optim.step()
+        optim.zero_grad()
+        average.update_parameters(plain)
+    for found in run_threads(go, 2):
+        torch.testing.assert_close(found, dict(average.module.state_dict()), rtol=0, atol=1e-6)

@@ -380,9 +380,10 @@ def test_clipping_by_the_optimizers_groups_is_the_same(stage, foreach):
         assert_close(found, expected)
 
 
+@pytest.mark.parametrize("made_by", ["the engine", "hand"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_torchs_scaler_skips_a_step_on_all_ranks_when_one_has_overflowed(stage, fused):
+def test_torchs_scaler_skips_a_step_on_all_ranks_when_one_has_overflowed(stage, fused, made_by):
     def train(net, optim, losses):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
         scales = []
@@ -405,7 +406,10 @@ def test_torchs_scaler_skips_a_step_on_all_ranks_when_one_has_overflowed(stage, 
     def go(comm):
         net = Net()
         zero = Zero(net, stage=stage, comm=comm)
-        optim = zero.optimizer(torch.optim.AdamW, lr=0.1, fused=fused)
+        if made_by == "the engine":
+            optim = zero.optimizer(torch.optim.AdamW, lr=0.1, fused=fused)
+        else:
+            optim = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
         return train(net, optim, lambda step: [loss_of(net, comm.rank, step)]), dict(zero.state_dict())
 
     plain = Net()
