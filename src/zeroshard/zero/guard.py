@@ -39,18 +39,17 @@ class Guard:
         self._handles: list[Any] = []
         self._on_model = {
             "zero_grad": lambda set_to_none=True: stepping.clear_grads(None, set_to_none=set_to_none),
+            "named_parameters": _warns_of_old_weights(model, runtime, stepping),
             "_ddp_params_and_buffers_to_ignore": _RefusesDdp(),
         }
         model.__dict__.update(self._on_model)
         params = set(model.parameters())
         for param in params:
             setattr(param, _MARK, True)
-        warns_of_old_weights = _warner_of_old_weights(runtime, stepping)
         for module in model.modules():
             module.__dict__[_MARK] = True
             module.__dict__["_apply"] = _apply_in_place(module)
             module.__dict__["apply"] = _apply_where_whole(module, runtime)
-            module.__dict__["named_parameters"] = warns_of_old_weights(module)
             module.__dict__["register_parameter"] = _register_known(module, params)
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
@@ -67,7 +66,7 @@ class Guard:
         for name in self._on_model:
             self._model.__dict__.pop(name, None)
         for module in self._model.modules():
-            for name in (_MARK, "__deepcopy__", "_apply", "apply", "named_parameters", "register_parameter"):
+            for name in (_MARK, "__deepcopy__", "_apply", "apply", "register_parameter"):
                 module.__dict__.pop(name, None)
         for param in self._model.parameters():
             vars(param).pop(_MARK, None)
@@ -153,25 +152,22 @@ def _apply_where_whole(module: nn.Module, runtime: Runtime) -> Callable[..., nn.
     return apply
 
 
-def _warner_of_old_weights(runtime: Runtime, stepping: Stepping) -> Callable[[nn.Module], Callable[..., Any]]:
-    """Makes a ``module.named_parameters`` for each module; all of them together warn once."""
+def _warns_of_old_weights(model: nn.Module, runtime: Runtime, stepping: Stepping) -> Callable[..., Any]:
+    """``model.named_parameters``; not a part's, which is asked for parameters to freeze or add to an optimizer."""
     told = False
 
-    def of(module: nn.Module) -> Callable[..., Any]:
-        def named_parameters(*args: Any, **kwargs: Any) -> Any:
-            nonlocal told
-            if stepping.stepped and not told and not runtime.weights_readable and not _values_do_not_matter():
-                told = True
-                warnings.warn(
-                    "model.parameters(): between step() and the next forward, weights are older than the step, or NaN "
-                    "where they are sharded; read them inside zero.full_params()",
-                    stacklevel=3,
-                )
-            return type(module).named_parameters(module, *args, **kwargs)
+    def named_parameters(*args: Any, **kwargs: Any) -> Any:
+        nonlocal told
+        if stepping.stepped and not told and not runtime.weights_readable and not _values_do_not_matter():
+            told = True
+            warnings.warn(
+                "model.parameters(): between step() and the next forward, weights are older than the step, or NaN "
+                "where they are sharded; read them inside zero.full_params()",
+                stacklevel=3,
+            )
+        return type(model).named_parameters(model, *args, **kwargs)
 
-        return named_parameters
-
-    return of
+    return named_parameters
 
 
 def _values_do_not_matter() -> bool:
