@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -174,3 +177,14 @@ def test_ids_that_pad_a_vocabulary_are_never_drawn():
         drawn = list(sample(model, prompt, 40, temperature=temperature, num_ids=200))
         assert max(drawn) < 200
     assert max(sample(model, prompt, 40)) >= 200
+
+
+def test_a_configuration_that_is_not_the_checkpoints_is_told_in_a_line(text_config):
+    config = text_config(max_steps=2, eval_interval=0)
+    assert run_training(config) == 0
+    path = Path(config.out) / "config.toml"
+    path.write_text(re.sub(r"n_embd = \d+", "n_embd = 32", path.read_text()))
+    with pytest.raises(
+        UserError, match=r": saved with shape \(.*\), the model's is \(.*\); load it into the model that"
+    ):
+        run_generate(GenerateConfig(run=config.out, prompt="a"))

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from nets import Net, rows
-from zeroshard.comm import NullCommunicator, run_threads
+from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
+from zeroshard.errors import UserError
 from zeroshard.zero import STAGES, NamedShard, Zero
 from zeroshard.zero.flat import FlatParams
 
@@ -223,3 +224,15 @@ def test_a_state_that_a_checkpoint_cannot_hold_is_named():
     _steps(zero, [zero.optimizer(Listing, lr=0.1)], range(1))
     with pytest.raises(ValueError, match="seen: Listing keeps a list in its state"):
         list(zero.named_shards())
+
+
+def test_a_buffer_of_another_shape_is_refused_and_not_read_in_part():
+    def with_buffer(numel):
+        net = Net()
+        net.register_buffer("table", torch.arange(float(numel)))
+        return Zero(net, 2, comm=LocalCommunicator())
+
+    saved = with_buffer(5)
+    reader = Saved([list(saved.named_shards())])
+    with pytest.raises(UserError, match=r"^table: buffer saved with shape \(5,\), the model's is \(3,\); load it into"):
+        with_buffer(3).load_named_shards(reader)

@@ -29,7 +29,15 @@ from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.flat import loaded_later
 from zeroshard.zero.full_state import named_state, tied_names
 from zeroshard.zero.shards import persistent_buffers
-from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group, restore_settings
+from zeroshard.zero.state import (
+    MODEL_KINDS,
+    NamedShard,
+    ShardReader,
+    named_group,
+    read_whole,
+    require_shape,
+    restore_settings,
+)
 
 
 class Fsdp2:
@@ -177,11 +185,7 @@ class Fsdp2:
         with torch.no_grad():
             for name, param in self._params.items():
                 kinds = reader.kinds(name)
-                if kinds.get("param") != tuple(param.shape):
-                    raise ValueError(
-                        f"{name}: saved with shape {kinds.get('param', 'none')}, the model's is {tuple(param.shape)}; "
-                        "load it into the model that it was saved from"
-                    )
+                require_shape(reader, name, "param", tuple(param.shape))
                 param.to_local().copy_(self._read(reader, name, "param", param))
                 states[param] = {
                     kind: self._read_state(reader, name, kind, shape, param)
@@ -190,7 +194,7 @@ class Fsdp2:
                 }
             for name, buffer in persistent_buffers(self.model).items():
                 if "buffer" in reader.kinds(name):
-                    buffer.copy_(reader.read(name, "buffer", (0, buffer.numel())).reshape(buffer.shape))
+                    buffer.copy_(read_whole(reader, name, "buffer", tuple(buffer.shape)))
         self._masters_replaced()
         if self.ema is not None:
             names = {id(param): name for name, param in self._params.items()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import prod
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from zeroshard.parallel.base import Setup
 from zeroshard.zero.ema import EMA, Ema
 from zeroshard.zero.full_state import named_state, tied_names
 from zeroshard.zero.shards import persistent_buffers
-from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group, restore_settings
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group, read_whole, restore_settings
 
 
 class Replica:
@@ -150,13 +149,13 @@ class Replica:
             self.ema.require_away("load_named_shards")
         with torch.no_grad():
             for name, kind, tensor in self._tensors():
-                tensor.copy_(_read_whole(reader, name, kind, tuple(tensor.shape)))
+                tensor.copy_(read_whole(reader, name, kind, tuple(tensor.shape)))
         if self.ema is not None:
             names = {id(param): name for name, param in self.module.named_parameters()}
 
             def read(param: Tensor) -> Tensor | None:
                 name = names[id(param)]
-                return _read_whole(reader, name, EMA, tuple(param.shape)) if EMA in reader.kinds(name) else None
+                return read_whole(reader, name, EMA, tuple(param.shape)) if EMA in reader.kinds(name) else None
 
             self.ema.load(read)
         self._load_states(reader, self._local_optimizer)
@@ -169,7 +168,7 @@ class Replica:
             name = names[id(param)]
             saved = {kind: shape for kind, shape in reader.kinds(name).items() if kind not in MODEL_KINDS}
             if saved:
-                state[index] = {kind: _read_whole(reader, name, kind, shape) for kind, shape in saved.items()}
+                state[index] = {kind: read_whole(reader, name, kind, shape) for kind, shape in saved.items()}
         # torch's own loading casts and places each state as this optimizer wants it
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
@@ -240,14 +239,6 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
     finally:
         ddp.module.forward = forward
     ddp.zero_grad(set_to_none=True)
-
-
-def _read_whole(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-    saved = reader.kinds(name).get(kind)
-    if saved != shape:
-        has = "nothing" if saved is None else f"shape {list(saved)}"
-        raise ValueError(f"{kind} of {name} has shape {list(shape)} here, the checkpoint has {has}")
-    return reader.read(name, kind, (0, prod(shape))).view(shape)
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -26,7 +26,7 @@ from zeroshard.train.config import TrainConfig, load_config
 from zeroshard.train.hf_import import load_hf
 from zeroshard.train.run import checkpoint_folder
 from zeroshard.zero.ema import EMA
-from zeroshard.zero.state import NamedShard, ShardReader
+from zeroshard.zero.state import NamedShard, ShardReader, read_whole
 
 
 def run_generate(config: GenerateConfig) -> int:
@@ -222,8 +222,6 @@ class WeightsOnly:
             ("buffer", self._model.named_buffers()),
         ):
             for name, tensor in tensors:
-                if kind not in reader.kinds(name):
-                    if kind == "buffer":  # one that is no part of the state
-                        continue
-                    raise ValueError(f"{name}: the checkpoint has no {kind} of it, it is another model's")
-                tensor.copy_(reader.read(name, kind, (0, tensor.numel())).view_as(tensor))
+                if kind == "buffer" and kind not in reader.kinds(name):  # one that is no part of the state
+                    continue
+                tensor.copy_(read_whole(reader, name, kind, tuple(tensor.shape)))

@@ -8,7 +8,6 @@ part that it would own if it were not; where there are replicas, those of the fi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from zeroshard.zero.optimizer import SCALAR_STATES, PiecewiseOptimizer
 from zeroshard.zero.optimizer_methods import load_pieces
 from zeroshard.zero.runtime import Runtime
-from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader
+from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, read_whole, require_shape
 
 
 class Stateful(Protocol):
@@ -77,14 +76,10 @@ def load_named_shards(
             for piece, shard in zip(group.params.pieces, group.shards, strict=True):
                 slot = group.params.layout.slots[piece.slot]
                 kinds = reader.kinds(slot.name)
-                if kinds.get("param") != slot.shape:
-                    raise ValueError(
-                        f"{slot.name}: saved with shape {kinds.get('param', 'none')}, the model's is {slot.shape}; "
-                        "load it into the model that it was saved from"
-                    )
+                require_shape(reader, slot.name, "param", slot.shape)
                 shard.copy_(reader.read(slot.name, "param", piece.interval).view(piece.shape))
                 states[shard] = {
-                    kind: _read_whole(reader, slot.name, kind, shape)
+                    kind: read_whole(reader, slot.name, kind, shape)
                     if group.whole
                     else _read_state(reader, slot.name, kind, shape, slot.shape, piece.interval)
                     for kind, shape in kinds.items()
@@ -93,7 +88,7 @@ def load_named_shards(
             group.params.mark_stale()
         for name, buffer in persistent_buffers(model).items():
             if "buffer" in reader.kinds(name):
-                buffer.copy_(reader.read(name, "buffer", (0, buffer.numel())).reshape(buffer.shape))
+                buffer.copy_(read_whole(reader, name, "buffer", tuple(buffer.shape)))
     for optimizer in optimizers:
         _load_optimizer(optimizer, states)
     return missed
@@ -125,10 +120,6 @@ def _read_state(
     if kind in SCALAR_STATES or shape != param_shape:
         return reader.read(name, kind, (0, 1)).reshape(())
     return reader.read(name, kind, interval)
-
-
-def _read_whole(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-    return reader.read(name, kind, (0, math.prod(shape))).view(shape)
 
 
 def _load_optimizer(piecewise: PiecewiseOptimizer, states: Mapping[nn.Parameter, dict[str, Tensor]]) -> None:

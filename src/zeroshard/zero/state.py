@@ -9,10 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, prod
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from zeroshard.errors import UserError
 
 MODEL_KINDS = frozenset({"param", "buffer", "ema"})  # every other kind is a state of an optimizer
 
@@ -46,6 +48,24 @@ class ShardReader(Protocol):
     def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
         """The piece ``[start, stop)`` of the flattened tensor: 1-D, on the CPU, the caller's own to keep and change."""
         ...
+
+
+def require_shape(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]) -> None:
+    """Raise UserError unless ``name`` was saved with this shape: a smaller tensor would take a part of a larger one."""
+    saved = reader.kinds(name).get(kind)
+    if saved != shape:
+        what = "" if kind == "param" else f"{kind} "
+        raise UserError(
+            name,
+            f"{what}saved with shape {'none' if saved is None else saved}, the model's is {shape}",
+            "load it into the model that it was saved from",
+        )
+
+
+def read_whole(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+    """The tensor, on the CPU; UserError where it was saved with another shape, or not at all."""
+    require_shape(reader, name, kind, shape)
+    return reader.read(name, kind, (0, prod(shape))).view(shape)
 
 
 def named_group(group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
