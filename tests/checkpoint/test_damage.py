@@ -14,13 +14,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from soak import examples
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import Piece, TensorEntry, dump
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 
-NUM_CASES = 600
+NUM_CASES, NUM_PARTS = 600, examples(1, 17)  # with --soak 10,200 cases, in tests that stay within a test's time limit
 RANKS = ("rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors")
 FILES = (*RANKS, "manifest.json")
 QUICK = settings(max_examples=NUM_CASES, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -83,7 +84,8 @@ def damages(draw, folder: Path) -> tuple[str, bytes | None]:
     return file, None if content is None else bytes(content)
 
 
-def test_any_damage_is_found_before_a_weight_changes_and_auto_falls_back(folder, evenly_sharded, some_tensors):
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_any_damage_is_found_before_a_weight_changes_and_auto_falls_back(folder, evenly_sharded, some_tensors, part):
     path, spare = folder / "step-00000002", folder / "spare"
     shutil.copytree(path, spare)
     comm, seen = LocalCommunicator(), set()

@@ -12,6 +12,7 @@ from zeroshard.comm import elastic, launch, meeting_store
 from zeroshard.comm.launch import World
 from zeroshard.comm.machines import Meeting, meeting_at
 from zeroshard.comm.meeting_store import open_store
+from zeroshard.comm.one_host import OneHost
 
 
 def _listening(port):
@@ -83,6 +84,23 @@ def test_what_rank_0_opens_for_all_ranks_listens_at_their_meeting_alone(monkeypa
     store = launch.meet(World(0, 0, 2, "127.0.0.1", port), timeout_s=20)
     assert store.underlying_store.port == port
     assert _listening(port) == {"127.0.0.1"}
+
+
+def test_the_ranks_of_one_host_meet_on_the_loopback_interface_alone():
+    host = OneHost("127.0.0.1", 0, "test")
+    try:
+        for _ in range(2):  # a start, and a restart
+            where = host.next_rendezvous().bootstrap_store_info
+            assert where.master_addr == "127.0.0.1"
+            assert _listening(where.master_port) == {"127.0.0.1"}  # ranks are forked, no store answers yet
+            host.serve()
+            assert _listening(where.master_port) == {"127.0.0.1"}
+            store = open_store("127.0.0.1", where.master_port, serves=False, timeout_s=20)
+            store.set("key", "value")
+            assert store.get("key") == b"value"
+    finally:
+        host.shutdown()
+    assert _listening(where.master_port) == set()
 
 
 def test_a_meeting_of_several_machines_listens_at_its_endpoint_alone():

@@ -254,6 +254,15 @@ def test_only_a_segment_of_ones_own_is_attached(segments, spoil, why):
     own.close()
 
 
+def test_a_segment_of_another_user_is_not_attached(segments, monkeypatch):
+    theirs = mapped.Segment.create(0, 3, 4096)
+    monkeypatch.setattr(os, "geteuid", lambda: theirs.path.stat().st_uid + 1)
+    with pytest.raises(OSError, match="it belongs to another user"):
+        mapped.Segment.attach(theirs.path, 1, 3)
+    monkeypatch.undo()
+    theirs.close()
+
+
 def test_a_file_that_another_rank_names_and_is_no_segment_stays_as_it_is(segments):
     precious = segments / "precious"
     precious.write_bytes(bytes(9000))

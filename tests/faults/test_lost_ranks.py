@@ -16,7 +16,7 @@ import forked
 
 WORLD_SIZE, PATIENCE_S = 3, 300.0
 
-# At its fourth reduction of blocks.1's gradients, the culprit does what it was told to do.
+# At its fourth reduction of blocks.1's gradients, or in its fourth step, the culprit does what it was told to do.
 PROGRAM = """
 import os, sys, time
 from zeroshard import cli
@@ -41,16 +41,37 @@ def reduce_with_fault(self):
     reduce_grads(self)
 
 unit.Unit.reduce_grads = reduce_with_fault
+
+if fault.startswith("dies in "):  # inside of blocks.1, which need not be a unit of ours
+    from zeroshard.train import loop
+
+    take_step = loop.take_step
+
+    def die(*ignored):
+        print("now", flush=True)
+        os._exit(9)
+
+    def die_in_backward(block, inputs, output):
+        output.register_hook(die)
+
+    def step_with_fault(run, step, *rest):
+        if step == 3 and os.environ["RANK"] == culprit:
+            (block,) = (module for name, module in run.strategy.model.named_modules() if name.endswith("blocks.1"))
+            block.register_forward_hook(die if fault == "dies in forward" else die_in_backward)
+        return take_step(run, step, *rest)
+
+    loop.take_step = step_with_fault
+
 sys.exit(cli.main(["train", *argv]))
 """
 
 
 @pytest.fixture
 def ranks(tmp_path):
-    """`ranks(fault, culprit, *flags)`: the processes of a run."""
+    """`ranks(fault, culprit, *flags, strategy=...)`: the processes of a run."""
     started = []
 
-    def start(fault, culprit, *flags):
+    def start(fault, culprit, *flags, strategy="zero2"):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -70,7 +91,7 @@ def ranks(tmp_path):
         ]
         command += ["--data.dir", str(tmp_path / "data"), "--out", str(tmp_path / "run"), "--max-steps", "100000"]
         command += ["--model", "gpt2-demo", "--model.n_layer", "2", "--model.n_embd", "24", "--model.n_head", "2"]
-        command += ["--seq-len", "16", "--micro-batch-size", "1", "--eval-interval", "0", "--strategy", "zero2"]
+        command += ["--seq-len", "16", "--micro-batch-size", "1", "--eval-interval", "0", "--strategy", strategy]
         world = {"WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         for rank in range(WORLD_SIZE):
             env = os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -105,6 +126,22 @@ def test_a_rank_that_dies_is_named_by_the_others_which_end(ranks, comm, culprit)
     assert any(re.match(rf"error: rank \d: rank {culprit}\b", err) for err in said), endings
     for err in said:  # rank 0 keeps the store here: who comes later than its end finds rank 0 gone too
         assert re.fullmatch(rf"error: rank \d: rank [0{culprit}]\b[^\n]* is gone\b[^\n]+\n", err), endings
+
+
+@pytest.mark.slow
+@pytest.mark.pairwise
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_dies_under_a_strategy_of_pytorchs_ends_the_others_with_a_line(ranks, strategy, where, culprit):
+    endings = _endings(ranks(f"dies in {where}", culprit, "--comm", "torch", strategy=strategy), culprit)
+    assert endings.pop(culprit) == (9, "")
+    assert [status for status, _ in endings] == [4, 4], endings
+    said = [err for _, err in endings if err]
+    assert said, endings
+    for err in said:  # on a busy machine nobody may be found silent in time to be named
+        why = r"(rank \d\b[^\n]* is gone\b|a collective failed: a peer was lost)"
+        assert re.fullmatch(rf"error: rank \d: {why}[^\n]*; start again with --resume auto\n", err), endings
 
 
 @pytest.mark.parametrize("comm", ["ring", "shm"])

@@ -5,10 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 
 from run_folders import LINK, write_run
+from zeroshard.lab.report.material import gather
 from zeroshard.lab.results import find_runs, read_run, read_runs, spread
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.loop import run_training
@@ -78,6 +81,13 @@ def _torn(folder):
     (folder / "summary.json").unlink()
 
 
+def _endless_numbers(folder):
+    """Python reads 1e999 as infinity, which is no number of a step."""
+    with (folder / "metrics.jsonl").open("a") as file:
+        for event in ("start", "step", "eval"):
+            file.write(f'{{"event": "{event}", "step": 1e999, "loss": 1.0}}\n')
+
+
 def _broken_line(folder):
     text = (folder / "metrics.jsonl").read_text().splitlines()
     text[3] = text[3][:20]
@@ -89,6 +99,7 @@ DAMAGES = {
     "killed": (lambda folder: (folder / "summary.json").unlink(), "unfinished", ()),
     "torn": (_torn, "unfinished", ("metrics.jsonl: the last line is half-written",)),
     "broken line": (_broken_line, "damaged", ("metrics.jsonl: line 4 and 1 more cannot be read",)),
+    "a step of infinity": (_endless_numbers, "damaged", ("metrics.jsonl: line 13 and 2 more cannot be read",)),
     "binary log": (
         lambda folder: (folder / "metrics.jsonl").write_bytes(b"\xff\x00\n" * 3),
         "damaged",
@@ -141,6 +152,36 @@ def test_damage_is_listed_and_breaks_nothing(tmp_path, damage):
         assert bad.problems == problems
     assert isinstance(bad.step_s, float)  # nan at worst
     assert isinstance(bad.held_bytes, int)
+
+
+def test_a_folder_that_may_not_be_read_is_listed_and_told(tmp_path, monkeypatch):
+    good, closed = write_run(tmp_path / "good"), write_run(tmp_path / "closed")
+
+    def deny(name, is_denied):
+        call = getattr(os, name)
+
+        def checked(path, *args, **kwargs):
+            if not isinstance(path, int) and is_denied(Path(os.fsdecode(path))):
+                raise PermissionError(13, "Permission denied", os.fsdecode(path))
+            return call(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, name, checked)
+
+    # The tests may run as root, whom nothing is denied.
+    deny("scandir", lambda path: path == closed)
+    deny("stat", lambda path: closed in path.parents)
+    deny("open", lambda path: closed in path.parents)
+    assert find_runs(tmp_path) == [closed, good]
+    run = read_run(closed)
+    assert run.state == "damaged"
+    told = tuple(
+        f"{name}: cannot be read (Permission denied)" for name in ("config.toml", "metrics.jsonl", "summary.json")
+    )
+    assert run.problems == told
+    for folder in (tmp_path, closed):
+        (notice,) = gather([folder]).notices
+        assert (notice.kind, notice.about) == ("folder", str(closed))
+        assert notice.line == f"damaged: {'; '.join(told)}"
 
 
 def test_every_prefix_of_a_log_can_be_read(tmp_path):

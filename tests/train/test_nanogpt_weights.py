@@ -89,6 +89,14 @@ def test_other_files_are_refused(tmp_path):
     torch.save({"model": {"a": torch.zeros(1)}, "model_args": ARGS}, path)
     with pytest.raises(UserError, match=r"a has shape \(1,\), and no such tensor is due"):
         import_nanogpt(path, tmp_path / "run")
+    torch.save({"model": {7: torch.zeros(1)}, "model_args": ARGS}, path)
+    with pytest.raises(UserError, match="`model` holds more than weights by name"):
+        import_nanogpt(path, tmp_path / "run")
+    for key, value, said in [("dropout", "x", "'x' is of the wrong type"), ("n_embd", 2**40, "1099511627776 is above")]:
+        torch.save({"model": {"a": torch.zeros(1)}, "model_args": {**ARGS, key: value}}, path)
+        with pytest.raises(UserError, match=rf"^model\.{key}: {said}"):
+            import_nanogpt(path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_its_checkpoint_is_whole(tmp_path):

@@ -88,7 +88,7 @@ def test_weights_that_are_drawn_anew_before_the_first_step_are_the_ones_that_tra
 
 
 @pytest.mark.parametrize("write", [clip, clip_data])
-@at_stages(1, 2, 3)
+@at_stages(*STAGES)
 @pytest.mark.filterwarnings("ignore:model.parameters")
 def test_weights_older_than_their_masters_are_not_written_to(stage, write):
     def go(comm):

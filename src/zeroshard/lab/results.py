@@ -169,10 +169,18 @@ def read_run(
 
 
 def find_runs(root: str | Path) -> list[Path]:
-    """Folders at or below ``root`` that hold a run, or what is left of one, in order of name."""
+    """Folders at or below ``root`` that hold a run, or what is left of one, in order of name.
+
+    A folder that may not be listed is among them: `read_run` says so, where to leave it out would hide a run.
+    """
     root = Path(root)
     found = []
-    for folder, inner, names in os.walk(root):
+
+    def note(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            found.append(Path(error.filename))
+
+    for folder, inner, names in os.walk(root, onerror=note):
         if {CONFIG, METRICS, SUMMARY, LOCK} & set(names):
             found.append(Path(folder))
             inner.clear()  # what a run keeps below is its own
