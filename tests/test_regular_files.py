@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from zeroshard.regular_files import open_regular, read_bytes, read_text, require_regular
+from zeroshard.regular_files import json_of, open_regular, read_bytes, read_text, require_regular
 
 
 def _fifo(path):
@@ -109,3 +109,10 @@ def test_nothing_is_left_open_by_a_refusal(tmp_path):
         with pytest.raises(OSError, match="a named pipe"):
             require_regular(tmp_path / "pipe")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_json_that_is_nested_too_deeply_is_as_bad_as_any_other_that_is_none():
+    assert json_of('{"a": [1]}') == json_of(b'{"a": [1]}') == {"a": [1]}
+    for text, what in (("[" * 100_000, "nested too deeply"), ("{", "Expecting property name")):
+        with pytest.raises(ValueError, match=what):
+            json_of(text)

@@ -11,10 +11,12 @@ tells of these too.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from io import BufferedReader, StringIO
 from os import PathLike
+from typing import Any
 
 SETTINGS_BYTES = 16 << 20  # of files that people or their tools write: settings, descriptions of models and data
 LOG_BYTES = 4 << 30  # of what grows with a run: metrics
@@ -90,6 +92,18 @@ def read_text(path: str | PathLike[str], max_bytes: int = SETTINGS_BYTES) -> str
         UnicodeDecodeError: it is not UTF-8.
     """
     return StringIO(read_bytes(path, max_bytes).decode(), newline=None).read()
+
+
+def json_of(text: str | bytes) -> Any:
+    """What a line or a file that somebody else wrote holds.
+
+    Raises:
+        ValueError: it is no JSON, or nested so deeply that the parser gives up.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _mode_of(path: str | PathLike[str], *, follow: bool) -> int:

@@ -189,6 +189,20 @@ def test_work_that_was_begun_for_something_else_is_left_alone(folder, tmp_path, 
         prepare(other, tmp_path / "out", num_workers=1)
 
 
+@pytest.mark.parametrize("name", ["plan.json", "state.json"])
+@pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000, '{"next_part": "x"}', '{"unknown": 1}'])
+def test_begun_work_that_is_damaged_is_told_in_a_line(folder, tmp_path, small_parts, name, content):
+    def stop(told):
+        raise _StopError
+
+    spec = DataSpec("text", (str(folder),))
+    with pytest.raises(_StopError):
+        prepare(spec, tmp_path / "out", num_workers=1, told=stop)
+    (tmp_path / ".out.partial" / name).write_text(content)
+    with pytest.raises(UserError, match=r"^data\.dir: .*(is damaged|half of something else).*; .*delete"):
+        prepare(spec, tmp_path / "out", num_workers=1)
+
+
 def test_two_at_once_are_one_too_many(folder, tmp_path):
     spec = DataSpec("text", (str(folder),))
 

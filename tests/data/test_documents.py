@@ -63,6 +63,7 @@ def test_each_json_line_is_a_document(tmp_path):
     ("line", "what"),
     [
         ("{", "cannot be read"),
+        ("[" * 100_000, "nested too deeply"),
         (lines({"body": "x"}), "has no key 'text'"),
         (lines({"text": 3}), "text is int, not a string"),
         ("[1]\n", "cannot be read"),

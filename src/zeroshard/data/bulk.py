@@ -40,7 +40,7 @@ from zeroshard.data.split import Holdout
 from zeroshard.data.tables import Part, PartReader, Tables
 from zeroshard.data.tokenizer import BpeTokenizer, Tokenizer, make_tokenizer, read_tokenizer
 from zeroshard.errors import UserError
-from zeroshard.regular_files import open_regular, read_text
+from zeroshard.regular_files import json_of, open_regular, read_text
 
 TRAINING_BYTES = 256 << 20  # of text that a tokenizer learns from, a character for a byte
 _SAVE_BYTES, _SAVE_S = 256 << 20, 10.0  # of work that an interruption may cost, beside parts that are finished
@@ -113,7 +113,7 @@ def work_folder(out: Path, plan: dict[str, Any]) -> Generator[Path]:
             raise UserError("data.dir", f"another process is preparing {out}", todo) from None
         begun = work / "plan.json"
         if begun.exists() and read_text(begun) != text:
-            what = f"{work} holds the half of something else: {_difference(json.loads(read_text(begun)), plan)}"
+            what = f"{work} holds the half of something else: {_difference(_read_json(begun), plan)}"
             raise UserError("data.dir", what, "finish that, delete it, or name another folder by --data.dir")
         write_whole(begun, text.encode())
         yield work
@@ -149,7 +149,7 @@ def join_parts(
         OSError: the disk failed or is full; what was done stays for the next time.
     """
     draft = work / "draft"
-    state = _State(**_read_json(work / "state.json"))
+    state = _read_state(work / "state.json")
     limits = {"train": -1, "val": -1}
     if max_tokens:
         limits["val"] = int(max_tokens * holdout.val_fraction)
@@ -331,4 +331,28 @@ def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(read_text(path)) if path.exists() else {}
+    """What an earlier start wrote; nothing where there was none."""
+    if not path.exists():
+        return {}
+    try:
+        found = json_of(read_text(path))
+    except ValueError as error:
+        raise _damaged(path, error) from None
+    if not isinstance(found, dict):
+        raise _damaged(path, f"it holds a {type(found).__name__}")
+    return found
+
+
+def _read_state(path: Path) -> _State:
+    try:
+        state = _State(**_read_json(path))
+    except TypeError as error:
+        raise _damaged(path, error) from None
+    for name, value in asdict(_State()).items():
+        if type(getattr(state, name)) is not type(value):
+            raise _damaged(path, f"{name} is {getattr(state, name)!r}")
+    return state
+
+
+def _damaged(path: Path, why: object) -> UserError:
+    return UserError("data.dir", f"{path} is damaged ({why})", f"delete {path.parent}, and prepare anew")

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from zeroshard.errors import UserError
-from zeroshard.regular_files import open_binary
+from zeroshard.regular_files import json_of, open_binary
 
 CHUNK_BYTES = 1 << 20  # fixed, because a trained tokenizer sees no further than the end of its chunk
 
@@ -117,7 +116,7 @@ def _json_lines(path: Path) -> Iterator[Document]:
                 continue
             name = f"{path}:{number}"
             try:
-                text = json.loads(line)["text"]
+                text = json_of(line)["text"]
                 if not isinstance(text, str):
                     raise TypeError(f"text is {type(text).__name__}, not a string")
                 document = text_document(text, name)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from zeroshard.data.files import FileFacts, is_address, open_binary, patiently, require_package, suffix_of
 from zeroshard.errors import UserError
+from zeroshard.regular_files import json_of
 
 if TYPE_CHECKING:
     import pyarrow.parquet
@@ -134,7 +134,7 @@ class PartReader:
             if line.isspace():
                 continue
             try:
-                text = json.loads(line)[self.column]
+                text = json_of(line)[self.column]
                 if not isinstance(text, str | None):
                     raise TypeError(f"{self.column} is {type(text).__name__}, not a string")
                 if text and not text.isascii():

@@ -18,7 +18,7 @@ import torch
 from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.errors import UserError
 from zeroshard.models import LanguageModel
-from zeroshard.regular_files import read_text
+from zeroshard.regular_files import json_of, read_text
 from zeroshard.train.config import TrainConfig
 
 HIGHEST_STAGE = 3
@@ -60,7 +60,7 @@ def move_up(config: TrainConfig, stage: int, rank: int, world_size: int) -> str:
 
 def _read_word(path: Path) -> tuple[int, str]:
     try:
-        left = json.loads(read_text(path))
+        left = json_of(read_text(path))
         return int(left["stage"]), str(left["why"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError("strategy", f"{path} cannot be read ({error})", "delete it, or name a stage") from None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import UserError
-from zeroshard.regular_files import open_regular, read_text
+from zeroshard.regular_files import json_of, open_regular, read_text
 
 LOCK = "run.lock"
 _MOST_BYTES = 4096  # that a holder writes, and more
@@ -120,7 +120,7 @@ def _open(path: Path) -> int:
 def _read(path: Path) -> dict[str, Any]:
     """What the holder wrote; nothing where that is cut off."""
     try:
-        found = json.loads(read_text(path, _MOST_BYTES))
+        found = json_of(read_text(path, _MOST_BYTES))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -15,7 +15,7 @@ from zeroshard.errors import UserError
 from zeroshard.lab.cases import CHANGES_NO_RESULT, in_words
 from zeroshard.lab.results import RunResult, find_runs, locks_held, read_run
 from zeroshard.lab.sweep_results import SWEEP, CaseResult, read_sweep
-from zeroshard.regular_files import read_text
+from zeroshard.regular_files import json_of, read_text
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.sizes import parse_bandwidth
 
@@ -325,7 +325,7 @@ def _notices(entries: Iterable[Entry]) -> list[Notice]:
 
 def _read_crossings(folder: Path, notices: list[Notice]) -> list[Crossing]:
     try:
-        found = json.loads(read_text(folder / CROSSOVER))
+        found = json_of(read_text(folder / CROSSOVER))
         return [_crossing(each) for each in found]
     except FileNotFoundError:
         return []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zeroshard.regular_files import read_text
+from zeroshard.regular_files import json_of, read_text
 
 TRACE = Path("trace") / "trace.json"
 MOST_BYTES = 256 * 2**20  # of a trace that is read
@@ -40,7 +39,7 @@ def read_spans(path: Path) -> list[RankSpan]:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise TraceError(f"{path.name} has more than {MOST_BYTES >> 20} MiB: open it in ui.perfetto.dev")
-        events = json.loads(read_text(path, MOST_BYTES))["traceEvents"]
+        events = json_of(read_text(path, MOST_BYTES))["traceEvents"]
         spans = [span for event in events if (span := _span(event)) is not None]
     except OSError as error:
         raise TraceError(f"{path.name} cannot be read ({error.strerror})") from None
