@@ -74,7 +74,12 @@ def test_a_column_that_is_not_there_is_refused_and_the_others_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "what"),
-    [("{", "cannot be read"), ("[" * 100_000, "nested too deeply"), ('{"text": 1}', "text is int, not a string"), ('{"text": "\\ud800"}', "surrogates")],
+    [
+        ("{", "cannot be read"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"text": 1}', "text is int, not a string"),
+        ('{"text": "\\ud800"}', "surrogates"),
+    ],
 )
 def test_a_line_that_is_no_text_is_named_by_its_place(tmp_path, line, what):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
