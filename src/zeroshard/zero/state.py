@@ -53,13 +53,12 @@ class ShardReader(Protocol):
 def require_shape(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]) -> None:
     """Raise UserError unless ``name`` was saved with this shape: a smaller tensor would take a part of a larger one."""
     saved = reader.kinds(name).get(kind)
-    if saved != shape:
-        what = "" if kind == "param" else f"{kind} "
-        raise UserError(
-            name,
-            f"{what}saved with shape {'none' if saved is None else saved}, the model's is {shape}",
-            "load it into the model that it was saved from",
-        )
+    if saved == shape:
+        return
+    what = f"{'' if kind == 'param' else f'{kind} '}saved with shape {saved}, the model's is {shape}"
+    if saved is None:
+        what = f"the checkpoint has no {kind} of it"
+    raise UserError(name, what, "load it into the model that it was saved from")
 
 
 def read_whole(reader: ShardReader, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
