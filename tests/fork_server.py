@@ -23,6 +23,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import types
 from collections.abc import Callable
 from importlib import import_module
@@ -150,6 +151,7 @@ def _run(request: dict, fds: array.array[int], mask: object) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # type: ignore[arg-type]
     os.chdir(request["cwd"])
+    tempfile.tempdir = None  # an import has asked for it; the program's own TMPDIR counts
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
     for name, fd in (("stdout", 1), ("stderr", 2)):
         errors, by_line = ("backslashreplace", True) if fd == 2 else ("strict", os.isatty(fd))

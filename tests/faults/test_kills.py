@@ -1,7 +1,8 @@
 """A run that is killed at a random moment ends in the same bits as one that never was. ``pytest --kills 100``: more.
 
-Three ranks train through the command line and save often. In each round a rank is killed: at any moment from the start
-of its process to its end, or as soon as a save has begun; or the launcher is, and a new one goes on.
+Three ranks train through the command line and save often. In each round a rank is killed, or the launcher is, and a new
+one goes on: at any moment from the start of the ranks to their end, or as soon as a save has begun. Nothing of theirs
+stays behind.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,9 @@ import torch
 import forked
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
+from zeroshard.comm import mapped
 
-WORLD_SIZE, NUM_STEPS, PATIENCE_S = 3, 40, 600.0
+WORLD_SIZE, NUM_STEPS, PATIENCE_S, LOOK_S = 3, 40, 600.0, 0.2
 FLAGS = f"""train --nproc {WORLD_SIZE} --max-steps {NUM_STEPS} --checkpoint-interval 3 --eval-interval 0
     --data text --model gpt2-demo --model.n_layer 1 --model.n_embd 16 --model.n_head 2 --seq-len 16
     --micro-batch-size 1 --warmup-steps 2 --eval-batches 1 --max-restarts 3""".split()
@@ -37,13 +40,16 @@ class World:
         self.out = tmp_path / name
         self.folder = tmp_path / f"{name}-here"  # the working folder of each of its processes, by which they are known
         self.folder.mkdir()
+        self.temporary = tmp_path / f"{name}-temporary"
+        self.temporary.mkdir()
+        self.pids: set[int] = set()  # of all its processes that were ever seen
         command = [sys.executable, "-m", "zeroshard", *FLAGS, *flags, "--out", str(self.out), "--data.path", str(text)]
         self.command = [*command, "--data.dir", str(tmp_path / "data")]
         self.start()
 
     def start(self, *flags: str) -> None:
         pipe = subprocess.PIPE
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
         self.launcher = forked.Popen(
             [*self.command, *flags], env=env, cwd=self.folder, stdout=subprocess.DEVNULL, stderr=pipe, text=True
         )
@@ -60,6 +66,7 @@ class World:
                     continue  # it has ended meanwhile
                 if here == self.folder and state != "Z":
                     found.append(int(entry.name))
+        self.pids |= set(found)
         return found
 
     def ranks(self) -> list[int]:
@@ -67,8 +74,19 @@ class World:
 
     def ended(self) -> tuple[int, str]:
         """Exit status and stderr."""
-        err = self.launcher.communicate(timeout=PATIENCE_S)[1]
-        return self.launcher.returncode, err
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                err = self.launcher.communicate(timeout=LOOK_S)[1]
+                return self.launcher.returncode, err
+            except subprocess.TimeoutExpired:
+                assert time.monotonic() < deadline, "it does not end"
+                self.processes()
+
+    def left(self) -> list[Path]:
+        """What its processes left outside of its folders: temporary files, and shared memory by their pids."""
+        segments = (mapped.folder().glob(f"zeroshard-shm-{pid}-*") for pid in self.pids)
+        return [*self.temporary.iterdir(), *chain.from_iterable(segments)]
 
     def checkpoints(self) -> list[Path]:
         return sorted(self.out.glob("checkpoints/step-*"))
@@ -119,14 +137,24 @@ def _assert_sound(run):
             assert not checkpoint.verify(path)
 
 
-def _kill_a_rank(run, rng, lifetime_s):
-    """At any moment, or inside a save: then the launcher brings the world back."""
-    pids = _wait_for(lambda: run.ranks() if len(run.ranks()) == WORLD_SIZE else None)
+def _wait_for_a_moment(run, rng, lifetime_s):
+    """Any one of a run whose ranks are there, or one inside a save; no longer than it runs."""
     if rng.random() < 0.5:
         time.sleep(rng.uniform(0.0, lifetime_s))
-    else:
-        save = rng.randrange(1, NUM_STEPS // 3)
-        _wait_for(lambda: len(run.checkpoints()) >= save and any(run.out.glob("checkpoints/.step-*.tmp")))
+        return
+    save = rng.randrange(1, NUM_STEPS // 3)
+
+    def has_come():
+        is_saving = len(run.checkpoints()) >= save and any(run.out.glob("checkpoints/.step-*.tmp"))
+        return is_saving or run.launcher.poll() is not None
+
+    _wait_for(has_come)
+
+
+def _kill_a_rank(run, rng, lifetime_s):
+    """Then the launcher brings the world back."""
+    pids = _wait_for(lambda: run.ranks() if len(run.ranks()) == WORLD_SIZE else None)
+    _wait_for_a_moment(run, rng, lifetime_s)
     victim = rng.choice(pids)
     try:
         os.kill(victim, signal.SIGKILL)
@@ -136,9 +164,10 @@ def _kill_a_rank(run, rng, lifetime_s):
 
 
 def _kill_the_launcher(run, rng, lifetime_s):
-    """At any moment: the kernel takes the ranks, and a new launcher goes on."""
+    """Then the kernel takes the ranks, and a new launcher goes on."""
     _wait_for(run.ranks)
-    time.sleep(rng.uniform(0.0, lifetime_s))
+    assert any(run.temporary.iterdir())  # a launcher's, which the next one removes
+    _wait_for_a_moment(run, rng, lifetime_s)
     run.launcher.kill()
     _wait_for(lambda: not run.processes(), 30.0)
     run.launcher.communicate()
@@ -153,10 +182,11 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Weights of a run that nobody kills, and for how long it ran in seconds."""
-    began = time.monotonic()
+    """Weights of a run that nobody kills, and for how long its ranks ran in seconds."""
     run = World(tmp_path_factory.mktemp("undisturbed"), "whole")
     try:
+        _wait_for(run.ranks)
+        began = time.monotonic()
         assert run.ended() == (0, "")
         return run.weights(), time.monotonic() - began
     finally:
@@ -179,6 +209,8 @@ def test_a_run_that_is_killed_ends_in_the_bits_of_one_that_is_not(round_number, 
             assert re.search(again, err, re.M), err
     assert status == 0, err
     assert not run.processes()
+    assert len(run.pids) >= 1 + WORLD_SIZE
+    assert run.left() == []
     _assert_sound(run)
     found = run.weights()
     assert found.keys() == expected.keys()
@@ -193,6 +225,7 @@ def test_a_run_asked_to_stop_is_not_started_again_and_says_so_by_its_status(worl
         os.kill(run.ranks()[1] if number == signal.SIGUSR1 else run.launcher.pid, number)
         assert run.ended() == (status, "")
         assert not run.processes()
+        assert run.left() == []
         _assert_sound(run)
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import threading
 from functools import partial
+from operator import ge
 from pathlib import Path
 
 import pytest
@@ -20,49 +21,87 @@ from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.train import loop
 from zeroshard.train.build import build_run
 from zeroshard.train.loop import train
+from zeroshard.train.saving import Saving
 from zeroshard.train.watchdog import PATIENCE_S
 
 CPU = torch.device("cpu")
 NUM_STEPS = 5
 
 
+class _Heard:
+    """What the watchdogs of two ranks are told, in order."""
+
+    def __init__(self):
+        self.words, self._changed = [[], []], threading.Condition()
+
+    def tell(self, rank, word):
+        with self._changed:
+            self.words[rank].append(word)
+            self._changed.notify_all()
+
+    def wait_until_both_hear(self, word):
+        with self._changed:
+            assert self._changed.wait_for(lambda: all(word in words for words in self.words), 60)
+
+    def wait_until_both_hear_more(self, do):
+        with self._changed:
+            more = [len(words) + 1 for words in self.words]
+            do()
+            assert self._changed.wait_for(lambda: all(map(ge, map(len, self.words), more)), 60)
+
+    def train(self, config):
+        def rank_main(comm):
+            run = build_run(config, comm, CPU)
+            try:
+                return train(run, alive=partial(self.tell, comm.rank))
+            finally:
+                run.close()
+
+        assert run_threads(rank_main, 2) == [0, 0]
+
+
 def test_every_rank_hears_that_one_of_them_gets_on_with_the_last_save(tiny_config, monkeypatch):
     """Or the watchdogs of those that have written would end the run, which waits for the slowest disk."""
-    heard, changed, write = [[], []], threading.Condition(), api.write_rank
-
-    def reached(wanted):
-        return all(len(patience) >= num for patience, num in zip(heard, wanted, strict=True))
+    heard, write = _Heard(), api.write_rank
 
     def slow(folder, comm, shards, progress, borrow):
         for _ in range(5) if comm.rank == 0 else ():
-            with changed:
-                more = [len(patience) + 1 for patience in heard]
-                progress(1)
-                assert changed.wait_for(partial(reached, more), 60)
+            heard.wait_until_both_hear_more(lambda: progress(1))
         write(folder, comm, shards, progress, borrow)
 
     monkeypatch.setattr(api, "write_rank", slow)
-    config = tiny_config(eval_interval=0)
-
-    def rank_main(comm):
-        def alive(patience_s):
-            with changed:
-                heard[comm.rank].append(patience_s)
-                changed.notify_all()
-
-        run = build_run(config, comm, CPU)
-        try:
-            return train(run, alive=alive)
-        finally:
-            run.close()
-
-    assert run_threads(rank_main, 2) == [0, 0]
-    for patience in heard:
-        *until_saved, last = patience
+    heard.train(tiny_config(eval_interval=0))
+    for words in heard.words:
+        *until_saved, last = words
         # Five steps and what comes after each; the last step; an evaluation, which may compile, of two batches a rank.
         assert until_saved[:14] == [0.0] * 11 + [PATIENCE_S] + [0.0] * 2
         assert set(until_saved[14:]) == {PATIENCE_S}
         assert last == math.inf  # all is saved
+
+
+def test_every_rank_hears_that_one_of_them_gets_on_with_an_earlier_save(tiny_config, monkeypatch):
+    """The next save begins while it is being written, and waits for it."""
+    heard, write, begin = _Heard(), api.write_rank, Saving.begin
+
+    def noted(self, step):
+        heard.tell(self._run.strategy.comm.rank, f"save of step {step}")
+        begin(self, step)
+
+    def slow(folder, comm, shards, progress, borrow):
+        if comm.rank == 0 and "step-00000002" in folder.name:
+            heard.wait_until_both_hear("save of step 4")
+            for _ in range(5):
+                heard.wait_until_both_hear_more(lambda: progress(1))
+        write(folder, comm, shards, progress, borrow)
+
+    monkeypatch.setattr(Saving, "begin", noted)
+    monkeypatch.setattr(api, "write_rank", slow)
+    heard.train(tiny_config(eval_interval=0, checkpoint_interval=2, max_steps=4))
+    for words in heard.words:
+        *since, last = words[words.index("save of step 4") + 1 :]
+        assert len(since) > 5
+        assert set(since) == {PATIENCE_S}
+        assert last == math.inf
 
 
 def test_a_batch_of_an_evaluation_is_progress(tiny_config):
