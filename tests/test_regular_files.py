@@ -111,8 +111,12 @@ def test_nothing_is_left_open_by_a_refusal(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_json_that_is_nested_too_deeply_is_as_bad_as_any_other_that_is_none():
+def test_json_that_nobody_can_use_is_as_bad_as_any_other_that_is_none():
     assert json_of('{"a": [1]}') == json_of(b'{"a": [1]}') == {"a": [1]}
-    for text, what in (("[" * 100_000, "nested too deeply"), ("{", "Expecting property name")):
+    for text, what in (
+        ("[" * 100_000, "nested too deeply"),
+        ("{", "Expecting property name"),
+        (f'{{"world_size": 1{"0" * 400}}}', "an integer of 401 digits"),
+    ):
         with pytest.raises(ValueError, match=what):
             json_of(text)

@@ -21,6 +21,7 @@ from typing import Any
 SETTINGS_BYTES = 16 << 20  # of files that people or their tools write: settings, descriptions of models and data
 LOG_BYTES = 4 << 30  # of what grows with a run: metrics
 _READ_BYTES = 1 << 20
+_MOST_DIGITS = 30  # of an integer, with its sign
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -98,12 +99,19 @@ def json_of(text: str | bytes) -> Any:
     """What a line or a file that somebody else wrote holds.
 
     Raises:
-        ValueError: it is no JSON, or nested so deeply that the parser gives up.
+        ValueError: it is no JSON, or nested so deeply that the parser gives up, or has an integer so large that none of
+            ours could be: Python would compute with it, until somebody wants a float.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_whole_number)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
 
 
 def _mode_of(path: str | PathLike[str], *, follow: bool) -> int:

@@ -6,7 +6,6 @@ beginning.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zeroshard.regular_files import open_binary
+from zeroshard.regular_files import json_of, open_binary
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class MetricsLog:
     def _take(self, line: bytes) -> bool:
         """Take what a line says; whether it could be read."""
         try:
-            entry = json.loads(line)
+            entry = json_of(line)
             match entry["event"]:
                 case "start":
                     self.start, step = entry, int(entry.get("step", 0))
@@ -123,7 +122,7 @@ class MetricsLog:
                     self.steps[int(entry["step"])] = _step(entry)
                 case "eval":
                     self.evaluations[int(entry["step"])] = _evaluation(entry)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return False
         return True
 

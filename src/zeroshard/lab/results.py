@@ -12,7 +12,6 @@ be read is, what cannot is a line in ``problems``, and ``state`` says what the f
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zeroshard.lab.metrics_log import Evaluation, MetricsLog, Step, number_of, why_unread
-from zeroshard.regular_files import read_text
+from zeroshard.regular_files import json_of, read_text
 from zeroshard.train.lock import LOCK
 
 State = Literal["done", "failed", "running", "unfinished", "damaged"]
@@ -242,10 +241,10 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     """The JSON object in a file; empty where there is none, or where it cannot be read, which is a problem."""
     try:
-        found = json.loads(read_text(path))
+        found = json_of(read_text(path))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         problems.append(f"{path.name}: {why_unread(error)}")
         return {}
     if isinstance(found, dict):
