@@ -430,6 +430,40 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
         main(["train"])
 
 
+SWALLOWED = """
+import os, sys, threading, weakref
+from zeroshard.cli import main
+from zeroshard.train import loop
+
+class Gone:
+    pass
+
+def come(reference):
+    os.kill(os.getpid(), int(sys.argv[1]))
+    for _ in range(1000):  # where its handler runs, and raises
+        pass
+
+def go_on(*args):
+    gone = Gone()
+    kept = weakref.ref(gone, come)
+    del gone
+    threading.Event().wait(100)
+
+loop.run_training = go_on
+sys.exit(main(["train"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)],
+)
+def test_a_signal_that_meets_a_callback_which_swallows_exceptions_is_not_lost(number, status):
+    words = [sys.executable, "-c", SWALLOWED, str(int(number))]
+    done = forked.run(words, capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stderr) == (status, "")
+
+
 def test_a_hangup_that_is_ignored_stays_so(monkeypatch):
     def hung_up(*args: object) -> int:
         os.kill(os.getpid(), signal.SIGHUP)

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import zeroshard
 from zeroshard import garbage, process
@@ -29,6 +29,7 @@ _NEEDS_LESS = (
     "a higher --strategy over more ranks, --model.activation-checkpointing, a smaller --micro-batch-size or --seq-len "
     "need less, and --dry-run says how much"
 )
+_AGAIN_S = 0.05  # after which a signal comes again that was swallowed
 _NEEDS_OTHERS_LESS = "end other programs, or use a machine with more"
 _NEEDS_HIGHER_LIMITS = "raise the limits on memory and processes (`ulimit -v`, `ulimit -u`), or start fewer ranks"
 
@@ -36,11 +37,11 @@ _NEEDS_HIGHER_LIMITS = "raise the limits on memory and processes (`ulimit -v`, `
 class _TerminatedError(BaseException):
     """SIGTERM, SIGHUP or SIGUSR1 came; no Exception, like KeyboardInterrupt: nothing on the way takes it for an error.
 
-    ``status`` is what to exit with.
+    ``status`` is what to exit with, ``number`` the signal's.
     """
 
-    def __init__(self, status: ExitStatus) -> None:
-        self.status = status
+    def __init__(self, status: ExitStatus, number: int) -> None:
+        self.status, self.number = status, number
         super().__init__(status)
 
 
@@ -165,12 +166,43 @@ def _stop_signals_exit() -> Generator[None]:
     }
 
     def leave(signum: int, frame: object) -> NoReturn:
-        raise _TerminatedError(statuses[signal.Signals(signum)])
+        raise _TerminatedError(statuses[signal.Signals(signum)], signum)
 
     heard = (number for number in statuses if signal.getsignal(number) != signal.SIG_IGN)
     before = {number: signal.signal(number, leave) for number in heard}
     try:
-        yield
+        with _no_stop_is_swallowed():
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _no_stop_is_swallowed() -> Generator[None]:
+    """A signal that meets a finaliser or the callback of a weak reference comes again, a moment later.
+
+    What its handler raises there goes nowhere: Python prints it and goes on, and the run with it.
+    """
+    before = sys.unraisablehook
+    over = threading.Event()
+
+    def come_again(number: int) -> None:
+        if not over.wait(_AGAIN_S):
+            os.kill(os.getpid(), number)
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not isinstance(error, _TerminatedError | KeyboardInterrupt):
+            before(unraisable)
+            return
+        number = error.number if isinstance(error, _TerminatedError) else signal.SIGINT
+        # Not from here: what is raised in a hook is swallowed like what it was told of.
+        threading.Thread(target=come_again, args=(number,), name="signal-again", daemon=True).start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        over.set()
+        sys.unraisablehook = before
