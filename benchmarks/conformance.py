@@ -3,9 +3,10 @@
     python benchmarks/conformance.py
     python benchmarks/conformance.py --strategies zero3 fsdp2 --optimizers AdamW Muon --markdown m.md --json m.json
 
-Writes Markdown and JSON. What a cell is, and what it is compared with, stands in `zeroshard.lab.conformance`; here are
-the ranks that it runs on (gloo processes, which live on from cell to cell and are replaced where one leaves them in
-disorder) and the tables. Exit status 1 where a strategy of ours differs by more than `TOLERANCE`, fails or hangs.
+Writes Markdown and JSON. What a cell is, and what it is compared with, stands in `zeroshard.lab.audit.conformance`;
+here are the ranks that it runs on (gloo processes, which live on from cell to cell and are replaced where one leaves
+them in disorder) and the tables. Exit status 1 where a strategy of ours differs by more than `TOLERANCE`, fails or
+hangs.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm import TorchCommunicator
-from zeroshard.comm.launch import shutdown
-from zeroshard.lab.conformance import (
+from zeroshard.lab.audit.conformance import (
     CONTESTANTS,
     FEATURES,
     NUM_STEPS,
@@ -49,11 +49,12 @@ from zeroshard.lab.conformance import (
     one_process,
     train,
 )
+from zeroshard.launch.launch import shutdown
 
 ANSWER_S = 30.0  # how long a cell may take
 OTHERS_S = 1.5  # and the other ranks, once one has failed
 TOLERANCE = 1e-5  # rounding stays far below, a mistake does not
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "zeroshard.lab.conformance"]
+PRELOAD = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "zeroshard.lab.audit.conformance"]
 END = "end"
 DIED = "a process died"
 MAX_TEXT = 200

@@ -27,7 +27,7 @@ process.prepare_torch()
 from zeroshard.lab.bench import device, step  # noqa: E402
 from zeroshard.lab.bench.ranks import on_ranks  # noqa: E402
 from zeroshard.lab.bench.report import environment  # noqa: E402
-from zeroshard.lab.hardware import read_calibration, write_calibration  # noqa: E402
+from zeroshard.lab.predict.hardware import read_calibration, write_calibration  # noqa: E402
 from zeroshard.zero import STAGES  # noqa: E402
 
 TOLERANCE = 0.15
@@ -57,7 +57,7 @@ def measure(
 
 
 def predict(found: dict[str, Any]) -> list[dict[str, Any]]:
-    from zeroshard.lab.contract import predicted_step
+    from zeroshard.lab.planner.run_plan import predicted_step
 
     rows = []
     for world, given in found["calibrations"].items():

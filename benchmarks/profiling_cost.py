@@ -41,14 +41,14 @@ import torch  # noqa: E402
 from zeroshard.comm import NullCommunicator, ObservedCommunicator  # noqa: E402
 from zeroshard.lab.bench.report import environment, spread_of  # noqa: E402
 from zeroshard.lab.bench.step import SHAPES, Shape, batch, make_model  # noqa: E402
-from zeroshard.lab.buffers import buffers_of  # noqa: E402
-from zeroshard.lab.memory import OPTIMIZER_STATES, state_bytes  # noqa: E402
-from zeroshard.lab.traffic import messages  # noqa: E402
+from zeroshard.lab.predict.buffers import buffers_of  # noqa: E402
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes  # noqa: E402
+from zeroshard.lab.predict.traffic import messages  # noqa: E402
 from zeroshard.profiling.clock import Clock  # noqa: E402
 from zeroshard.profiling.memory import AllocationRecorder, ThreePoints  # noqa: E402
 from zeroshard.profiling.overlap import Flight, under_way  # noqa: E402
 from zeroshard.profiling.trace import named_units  # noqa: E402
-from zeroshard.train.contract import Contract, Planned, Sent  # noqa: E402
+from zeroshard.train.records.plan_contract import Contract, Planned, Sent  # noqa: E402
 from zeroshard.zero import STAGES, Zero  # noqa: E402
 
 LIMITS = {"off": 0.01, "on": 0.03}

@@ -52,7 +52,7 @@ PRELOAD = [
     "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
-    "zeroshard.train.loop",
+    "zeroshard.train.loop.loop",
 ]
 
 

@@ -22,17 +22,17 @@ from zeroshard import process
 
 process.prepare_torch()
 
-from zeroshard.lab import inverse  # noqa: E402
 from zeroshard.lab.bench.report import environment  # noqa: E402
-from zeroshard.lab.hardware import Link, find_link  # noqa: E402
-from zeroshard.lab.planner import Planner, Row, micro_batches, planner_for  # noqa: E402
+from zeroshard.lab.planner import inverse  # noqa: E402
+from zeroshard.lab.planner.planner import Planner, Row, micro_batches, planner_for  # noqa: E402
+from zeroshard.lab.predict.hardware import Link, find_link  # noqa: E402
+from zeroshard.lab.predict.timeline import simulate  # noqa: E402
 from zeroshard.lab.report import png  # noqa: E402
 from zeroshard.lab.report.figure import Axis, Figure, Series, bandwidth_in_words  # noqa: E402
 from zeroshard.lab.report.marks import bandwidth_ticks, style  # noqa: E402
-from zeroshard.lab.results import Spread, spread  # noqa: E402
-from zeroshard.lab.sweep_results import CaseResult, read_sweep  # noqa: E402
-from zeroshard.lab.timeline import simulate  # noqa: E402
-from zeroshard.train.sizes import parse_bandwidth  # noqa: E402
+from zeroshard.lab.run_folders import Spread, spread  # noqa: E402
+from zeroshard.lab.sweep.results import CaseResult, read_sweep  # noqa: E402
+from zeroshard.train.config.sizes import parse_bandwidth  # noqa: E402
 
 DOCS = Path(__file__).parents[1] / "docs"
 FACTS, IMAGES = DOCS / "study.json", DOCS / "images"

@@ -14,8 +14,8 @@ import sys
 import torch
 
 from zeroshard.comm import Communicator, run_threads
-from zeroshard.lab.buffers import buffers_of
-from zeroshard.lab.memory import OPTIMIZER_STATES, state_bytes
+from zeroshard.lab.predict.buffers import buffers_of
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, Zero
 

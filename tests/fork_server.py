@@ -5,7 +5,7 @@
 It has one thread and has run nothing. A client (`forked.Popen`, or the command `tests/forked-python`) connects to
 SOCKET, sends its standard streams and ``{"args": ["-m", "zeroshard", ...], "env": {...}, "cwd": "..."}``, and is sent
 ``{"pid": ...}`` and then ``{"status": ...}``, a line each; the status is `os.waitpid`'s. A program is set up as the
-launcher sets up its ranks (`zeroshard.comm.forked`), runs as ``python ARGS`` would, and is killed with its session if
+launcher sets up its ranks (`zeroshard.launch.forked`), runs as ``python ARGS`` would, and is killed with its session if
 its client goes away. Its `sys.executable` is `tests/forked-python`, so what it starts is forked too. The server ends
 when its standard input does.
 """
@@ -39,22 +39,22 @@ PRELOADED = [
     "pytest",
     "hypothesis",
     "tokenizers",
-    "zeroshard.comm.elastic",
-    "zeroshard.train.loop",
-    "zeroshard.train.evaluation",
-    "zeroshard.train.generate",
-    "zeroshard.train.prepare",
-    "zeroshard.train.hf_export",
-    "zeroshard.train.hf_import",
-    "zeroshard.train.checkpoints",
+    "zeroshard.launch.elastic",
+    "zeroshard.train.loop.loop",
+    "zeroshard.inference.evaluation",
+    "zeroshard.inference.generate",
+    "zeroshard.train.setup.prepare",
+    "zeroshard.interop.hf_export",
+    "zeroshard.interop.hf_import",
+    "zeroshard.train.state.checkpoints",
     "zeroshard.parallel.zero",
     "zeroshard.parallel.ddp",
     "zeroshard.parallel.fsdp2",
     "zeroshard.parallel.zero_redundancy",
-    "zeroshard.lab.contract",
-    "zeroshard.lab.planner",
-    "zeroshard.lab.fit",
-    "zeroshard.lab.sweep",
+    "zeroshard.lab.planner.run_plan",
+    "zeroshard.lab.planner.planner",
+    "zeroshard.lab.planner.fit",
+    "zeroshard.lab.sweep.sweep",
     "zeroshard.doctor",
     "zeroshard.cli",
 ]
@@ -139,7 +139,7 @@ def _receive(client: socket.socket, num_bytes: int, fds: array.array[int]) -> by
 
 
 def _run(request: dict, fds: array.array[int], mask: object) -> int:
-    from zeroshard.comm.forked import as_executed, run_main
+    from zeroshard.launch.forked import as_executed, run_main
 
     if request["env"].get("ZEROSHARD_LAUNCHER_PID") == str(request.get("parent")):
         request["env"]["ZEROSHARD_LAUNCHER_PID"] = str(os.getppid())  # who ends with the client, and the client with it

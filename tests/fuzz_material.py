@@ -15,9 +15,9 @@ import torch
 
 from run_folders import write_run, write_sweep
 from zeroshard.cli import main
-from zeroshard.lab.hardware import this_machine, write_calibration
-from zeroshard.train.config import TrainConfig
-from zeroshard.train.loop import run_training
+from zeroshard.lab.predict.hardware import this_machine, write_calibration
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.loop.loop import run_training
 
 NANOGPT = (
     "n_layer = 2\nn_head = 2\nn_embd = 4 * n_head\nbatch_size = 8\nlearning_rate = 1e-3\ndataset = 'shakespeare'\n"
@@ -126,7 +126,7 @@ def make_material(folder: Path) -> Material:
 
 
 def _nanogpt_weights(run: Path) -> dict[str, torch.Tensor]:
-    from zeroshard.train.generate import load_for_text
+    from zeroshard.inference.generate import load_for_text
 
     model, _ = load_for_text(run)
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}

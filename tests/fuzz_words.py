@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from zeroshard.cli import VERBS
 from zeroshard.flags import flags_of
 from zeroshard.lab.bench.settings import BENCHES
-from zeroshard.lab.cases import SweepConfig
-from zeroshard.train.config import SHORTHANDS, TrainConfig
-from zeroshard.train.validate import fields_by_name
+from zeroshard.lab.sweep.cases import SweepConfig
+from zeroshard.train.config.config import SHORTHANDS, TrainConfig
+from zeroshard.train.config.validate import fields_by_name
 
 INTEGERS = ("0", "1", "2", "3", "16", "-1", "1k", "1e3", "2.0", "2.5", "0x10", "1_000", "2147483648", "2**3", "١٢", "")
 INTEGERS_TOO = ("9223372036854775807", "9223372036854775808", "9" * 40, "9" * 400, "9" * 5000, "9" * 400 + "B", "nan")

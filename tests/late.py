@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, ReduceOp, Work
-from zeroshard.comm.wrapper import Wrapper
+from zeroshard.comm.wrappers.wrapper import Wrapper
 
 
 def poison(tensor: Tensor) -> None:

@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeroshard.lab.cases import SweepConfig, cases_of
-from zeroshard.lab.sweep_results import SWEEP_FORMAT, run_folder
-from zeroshard.train.config import TrainConfig
-from zeroshard.train.sizes import parse_bandwidth
-from zeroshard.train.toml import dump_toml
+from zeroshard.lab.sweep.cases import SweepConfig, cases_of
+from zeroshard.lab.sweep.results import SWEEP_FORMAT, run_folder
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sizes import parse_bandwidth
+from zeroshard.train.config.toml import dump_toml
 
 LINK = {
     "mode": "netns",

@@ -22,8 +22,8 @@ import zeroshard
 from zeroshard.cli import VERBS, main
 from zeroshard.errors import ExitStatus
 from zeroshard.flags import flags_of
-from zeroshard.train import loop
-from zeroshard.train.config import SHORTHANDS, TrainConfig
+from zeroshard.train.config.config import SHORTHANDS, TrainConfig
+from zeroshard.train.loop import loop
 
 ZEROSHARD = [sys.executable, "-m", "zeroshard"]
 ENDLESS = ["train", "--nproc", "2", "--max-steps", "100000", "--eval-interval", "0", "--model.n-layer", "1"]
@@ -203,7 +203,7 @@ def test_more_ranks_than_the_machine_can_hold_are_refused_before_any_starts(caps
     def started(*args: object, **kwargs: object) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("zeroshard.comm.launch.launch_workers", started)
+    monkeypatch.setattr("zeroshard.launch.launch.launch_workers", started)
     for verb in (["train"], ["eval", "runs/x"]):
         line = refusal(capsys, *verb, "--nproc", "99999999")
         assert re.match(r"error: nproc: 99,999,999 ranks do not fit into this machine's [\d,]+ GiB; give ", line)
@@ -267,7 +267,7 @@ def test_doctor_explains_the_variables_of_the_network(capsys, monkeypatch):
 
 
 def test_doctor_tells_of_optimizers_that_were_asked_for(capsys, monkeypatch):
-    monkeypatch.setattr("zeroshard.lab.optimizers.torch_optimizers", lambda: [torch.optim.LBFGS])
+    monkeypatch.setattr("zeroshard.lab.audit.optimizers.torch_optimizers", lambda: [torch.optim.LBFGS])
     assert main(["doctor", "--optimizers", "torch.optim:Muon"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"LBFGS +refused +closure-driven +it calls the closure again .*", lines[1])
@@ -433,7 +433,7 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
 SWALLOWED = """
 import os, sys, threading, weakref
 from zeroshard.cli import main
-from zeroshard.train import loop
+from zeroshard.train.loop import loop
 
 class Gone:
     pass

@@ -12,8 +12,8 @@ import yaml
 from pages import ROOT
 from zeroshard.cli import VERBS
 from zeroshard.flags import flags_of, read_flags
-from zeroshard.train.config import SHORTHANDS, TrainConfig, merge
-from zeroshard.train.validate import validate
+from zeroshard.train.config.config import SHORTHANDS, TrainConfig, merge
+from zeroshard.train.config.validate import validate
 
 CLUSTER = ROOT / "examples" / "cluster"
 

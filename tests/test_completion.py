@@ -10,7 +10,7 @@ import pytest
 from zeroshard.cli import VERBS, main
 from zeroshard.completion import SHELLS
 from zeroshard.flags import flags_of
-from zeroshard.train.config import SHORTHANDS
+from zeroshard.train.config.config import SHORTHANDS
 
 
 @pytest.fixture

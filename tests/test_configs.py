@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.train.build import accumulation_steps
-from zeroshard.train.config import load_config
+from zeroshard.train.config.config import load_config
+from zeroshard.train.setup.build import accumulation_steps
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RECIPES = sorted(path.name for path in CONFIGS.glob("*.toml"))

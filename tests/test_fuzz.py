@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from fuzz_material import Material, copied, make_material, spoil
 from fuzz_sandbox import run
 from fuzz_words import Line, command_lines
-from zeroshard.comm.ending import Ending
+from zeroshard.launch.ending import Ending
 
 ORDINARY, SOAK = 200, 5000  # cases
 
@@ -38,19 +38,19 @@ def nothing_lasts(monkeypatch):
 
     gc.collect()
     gc.freeze()  # a command that ends collects garbage: not that of all tests before this one
-    monkeypatch.setattr("zeroshard.train.loop.run_training", done)
-    monkeypatch.setattr("zeroshard.comm.launch.launch_workers", started)
-    monkeypatch.setattr("zeroshard.comm.launch.end_with_starter", done)
-    monkeypatch.setattr("zeroshard.train.harness.run_tasks", done)
+    monkeypatch.setattr("zeroshard.train.loop.loop.run_training", done)
+    monkeypatch.setattr("zeroshard.launch.launch.launch_workers", started)
+    monkeypatch.setattr("zeroshard.launch.launch.end_with_starter", done)
+    monkeypatch.setattr("zeroshard.inference.harness.run_tasks", done)
     monkeypatch.setattr("zeroshard.lab.bench.command.run_bench", done)
-    monkeypatch.setattr("zeroshard.lab.sweep.Runner.run", done)
-    monkeypatch.setattr("zeroshard.lab.sweep._run_crossovers", done)
-    monkeypatch.setattr("zeroshard.lab.optimizers.measure", done)
-    monkeypatch.setattr("zeroshard.lab.optimizers.table", lambda measured: "")
+    monkeypatch.setattr("zeroshard.lab.sweep.sweep.Runner.run", done)
+    monkeypatch.setattr("zeroshard.lab.sweep.sweep._run_crossovers", done)
+    monkeypatch.setattr("zeroshard.lab.audit.optimizers.measure", done)
+    monkeypatch.setattr("zeroshard.lab.audit.optimizers.table", lambda measured: "")
     monkeypatch.setattr("zeroshard.lab.report.png.draw", done)
     monkeypatch.setattr("zeroshard.submit.submit", lambda config, words: "queued")
     for name in ("clean", "apply", "status", "delete"):
-        monkeypatch.setattr(f"zeroshard.lab.network.{name}", lambda *args, **kwargs: {})
+        monkeypatch.setattr(f"zeroshard.lab.network.network.{name}", lambda *args, **kwargs: {})
     yield
     gc.unfreeze()
 

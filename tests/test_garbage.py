@@ -34,7 +34,7 @@ def test_training_searches_as_ever_but_not_through_what_was_there(tmp_path):
     program = f"""
 import gc, sys
 from zeroshard import cli
-from zeroshard.train import saving
+from zeroshard.train.loop import saving
 as_ever, seen, poll = gc.get_threshold(), [], saving.Saving.poll
 def noted(self):
     seen.append((gc.get_threshold() == as_ever, gc.get_freeze_count() > 100_000))

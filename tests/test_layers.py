@@ -23,7 +23,7 @@ def test_every_import_points_down():
 
 
 SETTERS = [
-    "comm/forked.py",  # gives a forked rank an environment of its own
+    "launch/forked.py",  # gives a forked rank an environment of its own
     "data/pool.py",  # tells the tokenizers of its own worker processes to use one thread
     "process.py",  # tells torch, malloc and Triton what nobody has told them yet
 ]
@@ -39,7 +39,7 @@ def test_one_file_alone_reads_the_environment():
             for node in ast.walk(ast.parse(path.read_text()))
         )
     ]
-    assert readers == sorted(["comm/launch.py", *SETTERS])
+    assert readers == sorted(["launch/launch.py", *SETTERS])
 
 
 @pytest.mark.parametrize("name", [name for name in zeroshard.__all__ if name != "__version__"])

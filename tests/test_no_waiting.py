@@ -13,9 +13,9 @@ from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.dashboard.watch import Watch
-from zeroshard.lab.hardware import read_calibration
-from zeroshard.lab.results import read_run
-from zeroshard.zero.state import NamedShard
+from zeroshard.lab.predict.hardware import read_calibration
+from zeroshard.lab.run_folders import read_run
+from zeroshard.zero.state.named_shards import NamedShard
 
 PIPE = "it is a named pipe, not a file"
 DEVICE = "it is a device, not a file"
@@ -141,7 +141,7 @@ def test_a_hugging_face_folder_with_a_pipe_for_a_file_is_refused(one_line, tmp_p
 
 @pytest.mark.parametrize("name", ["run.lock", "metrics.jsonl"])
 def test_a_run_whose_log_or_lock_is_a_pipe_is_not_begun(tiny_config, tmp_path, capsys, name):
-    from zeroshard.train.toml import dump_toml
+    from zeroshard.train.config.toml import dump_toml
 
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / name)

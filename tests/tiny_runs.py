@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroshard.train.config import TrainConfig
+from zeroshard.train.config.config import TrainConfig
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from zeroshard.lab.buffers import Buffer, buffers_of
-from zeroshard.lab.memory import OPTIMIZER_STATES, state_bytes
-from zeroshard.lab.traffic import messages
+from zeroshard.lab.predict.buffers import Buffer, buffers_of
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
+from zeroshard.lab.predict.traffic import messages
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, FlatLayout
 from zeroshard.zero.strategy import SHARD

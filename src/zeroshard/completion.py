@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from zeroshard.errors import UserError
 from zeroshard.flags import flags_of
-from zeroshard.train.validate import fields_by_name, nearest
+from zeroshard.train.config.validate import fields_by_name, nearest
 
 # fields whose values are places on the disk
 _PATHS = frozenset({"config", "data.dir", "data.path", "out", "resume", "run", "source"})

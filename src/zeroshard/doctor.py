@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 
 import zeroshard
-from zeroshard.comm.launch import variable, world_from_env
 from zeroshard.comm.variables import VARIABLES
+from zeroshard.launch.launch import variable, world_from_env
 from zeroshard.process import num_cpus
 
 GIB = 2**30
@@ -51,12 +51,12 @@ def environment() -> str:
 
 
 def optimizers(specs: Sequence[str] = ()) -> str:
-    """The table of `zeroshard.lab.optimizers`: what torch ships, and the classes that ``module:Class`` names.
+    """The table of `zeroshard.lab.audit.optimizers`: what torch ships, and the classes that ``module:Class`` names.
 
     Raises:
         UserError: a name that leads to no optimizer class.
     """
-    from zeroshard.lab.optimizers import load_class, measure, table, torch_optimizers
+    from zeroshard.lab.audit.optimizers import load_class, measure, table, torch_optimizers
 
     named = [load_class(spec) for spec in specs]  # first: a mistake need not wait for measurements
     return table(measure(cls) for cls in (*torch_optimizers(), *named))

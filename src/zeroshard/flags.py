@@ -1,6 +1,6 @@
 """Flags in, a nested dict of raw values out: the same shape that a TOML file gives.
 
-One parser of values is enough: what a flag says stays text here and is judged by `zeroshard.train.validate`,
+One parser of values is enough: what a flag says stays text here and is judged by `zeroshard.train.config.validate`,
 like the same key in a file. tyro draws ``--help`` from the same classes; its own parser is left aside because
 it reports errors only as drawn boxes, and cannot lay flags over a file before the whole is checked.
 
@@ -17,7 +17,7 @@ from typing import Any, Literal, get_origin
 from pydantic import BaseModel
 
 from zeroshard.errors import UserError
-from zeroshard.train.validate import fields_by_name, nearest, no_text
+from zeroshard.train.config.validate import fields_by_name, nearest, no_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from zeroshard.comm.launch import World, child_environment, preempt_with
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.train.config import Config
+from zeroshard.launch.launch import World, child_environment, preempt_with
+from zeroshard.train.config.config import Config
 
 SIGNAL = signal.SIGUSR1  # what a run saves upon and ends in `ExitStatus.PREEMPTED`
 _FIRST_PORT, _NUM_PORTS = 20_000, 40_000

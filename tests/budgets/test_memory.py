@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from zeroshard.comm import NullCommunicator, run_threads
-from zeroshard.lab.buffers import buffers_of
-from zeroshard.lab.memory import OPTIMIZER_STATES, state_bytes
+from zeroshard.lab.predict.buffers import buffers_of
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy, Zero
 

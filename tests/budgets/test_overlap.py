@@ -19,10 +19,8 @@ from zeroshard.comm import (
     ObservedCommunicator,
     ThrottledCommunicator,
     base,
-    exposed,
-    observe,
-    throttle,
 )
+from zeroshard.comm.wrappers import exposed, observe, throttle
 
 COMPUTE_S = 8e-3  # of a unit's forward, and of its backward
 NUM_UNITS, WIDTH = 5, 64

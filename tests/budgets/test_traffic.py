@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
-from zeroshard.lab.buffers import buffers_of
-from zeroshard.lab.traffic import bytes_by_op, messages
+from zeroshard.lab.predict.buffers import buffers_of
+from zeroshard.lab.predict.traffic import bytes_by_op, messages
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, MixedPrecision, Placement, ShardingStrategy, Zero
 

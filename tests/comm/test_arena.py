@@ -7,9 +7,10 @@ import gc
 import pytest
 import torch
 
-from zeroshard.comm import SharedMemoryCommunicator, arena, mapped, shm
-from zeroshard.comm.arena import Arena, Neighbour
-from zeroshard.comm.mapped import LOST, Segment
+from zeroshard.comm import SharedMemoryCommunicator
+from zeroshard.comm.shm import arena, mapped, shm
+from zeroshard.comm.shm.arena import Arena, Neighbour
+from zeroshard.comm.shm.mapped import LOST, Segment
 
 
 @pytest.fixture

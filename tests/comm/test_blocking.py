@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeroshard.comm import BlockingCommunicator, Link, NullCommunicator, ObservedCommunicator, ThrottledCommunicator
-from zeroshard.comm import throttle as module
+from zeroshard.comm.wrappers import throttle as module
 
 
 def test_an_operation_has_ended_when_its_call_returns(monkeypatch):

@@ -12,8 +12,8 @@ from zeroshard.comm import (
     buffer_bytes,
     split,
 )
-from zeroshard.comm.ring import MIN_CHUNK_BYTES
-from zeroshard.comm.slots import NUM_SLOTS, SLOT_BYTES
+from zeroshard.comm.ring.ring import MIN_CHUNK_BYTES
+from zeroshard.comm.shm.slots import NUM_SLOTS, SLOT_BYTES
 
 
 def test_who_keeps_nothing_has_none():

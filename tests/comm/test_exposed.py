@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fake_time import Clock
-from zeroshard.comm import CONTROL, Exposed, NullCommunicator, ObservedCommunicator, by_kind, exposed, observe, scope
+from zeroshard.comm import CONTROL, Exposed, NullCommunicator, ObservedCommunicator, by_kind, scope
+from zeroshard.comm.wrappers import exposed, observe
 
 CPU = torch.device("cpu")
 

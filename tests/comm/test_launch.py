@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import forked
-from zeroshard.comm.elastic import _ending
-from zeroshard.comm.ending import Ending, root_cause
-from zeroshard.comm.launch import (
+from zeroshard.errors import UserError
+from zeroshard.launch.elastic import _ending
+from zeroshard.launch.ending import Ending, root_cause
+from zeroshard.launch.launch import (
     World,
     init_process_group,
     launch_workers,
@@ -26,7 +27,6 @@ from zeroshard.comm.launch import (
     tell_launcher,
     world_from_env,
 )
-from zeroshard.errors import UserError
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "40123"}
@@ -47,7 +47,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 def launch(*argv: str) -> Ending:
     """`launch_workers` in a process of its own, for it takes the process's signal handlers."""
     code = (
-        "import json; from zeroshard.comm.launch import launch_workers\n"
+        "import json; from zeroshard.launch.launch import launch_workers\n"
         f"ending = launch_workers({list(argv)}, 2); print(json.dumps([ending.status, ending.line]))"
     )
     done = run_python(code)
@@ -142,7 +142,7 @@ def test_a_world_that_was_started_again_finds_nothing_of_the_one_before(monkeypa
 def test_two_processes_meet_by_the_environment_and_part_cleanly():
     code = (
         "import torch, torch.distributed as dist\n"
-        "from zeroshard.comm.launch import init_process_group, shutdown, world_from_env\n"
+        "from zeroshard.launch.launch import init_process_group, shutdown, world_from_env\n"
         "world = world_from_env()\n"
         "init_process_group(world, torch.device('cpu'), timeout_s=30)\n"
         "total = torch.tensor([world.rank + 1.0]); dist.all_reduce(total); print(total.item())\n"
@@ -213,7 +213,7 @@ def test_ranks_of_one_machine_talk_over_the_loopback_interface_where_nobody_says
     if asked:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", asked)
     seen = []
-    monkeypatch.setattr("zeroshard.comm.elastic.run_elastic", lambda *args, **kwargs: seen.append(dict(os.environ)))
+    monkeypatch.setattr("zeroshard.launch.elastic.run_elastic", lambda *args, **kwargs: seen.append(dict(os.environ)))
     with monkeypatch.context() as env:
         env.setattr(os, "environ", os.environ.copy())
         launch_workers(["train"], 2)

@@ -10,7 +10,7 @@ import pytest
 # Ctrl-C, and then an exit that never comes: the main thread holds Python's lock in C, as a finalizer might.
 STUCK = """
 import atexit, ctypes, os, signal
-from zeroshard.comm import leaving
+from zeroshard.launch import leaving
 leaving.INTERRUPT_GRACE_S = 0.1
 if STUCK_WITH_THE_LOCK:
     atexit.register(ctypes.PyDLL(None).pause)

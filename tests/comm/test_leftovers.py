@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.comm.leftovers import owned_folder, remove_unowned
+from zeroshard.launch.leftovers import owned_folder, remove_unowned
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from zeroshard.comm import machines
-from zeroshard.comm.machines import DEFAULT_PORT, Meeting, meeting_at
 from zeroshard.errors import UserError
+from zeroshard.launch import machines
+from zeroshard.launch.machines import DEFAULT_PORT, Meeting, meeting_at
 
 
 def _free_port():

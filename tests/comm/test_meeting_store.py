@@ -8,11 +8,11 @@ import socket
 import psutil
 import pytest
 
-from zeroshard.comm import elastic, launch, meeting_store
-from zeroshard.comm.launch import World
-from zeroshard.comm.machines import Meeting, meeting_at
-from zeroshard.comm.meeting_store import open_store
-from zeroshard.comm.one_host import OneHost
+from zeroshard.launch import elastic, launch, meeting_store
+from zeroshard.launch.launch import World
+from zeroshard.launch.machines import Meeting, meeting_at
+from zeroshard.launch.meeting_store import open_store
+from zeroshard.launch.one_host import OneHost
 
 
 def _listening(port):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fake_time import Clock
-from zeroshard.comm import CONTROL, Communicator, NullCommunicator, ObservedCommunicator, observe, scope, split
+from zeroshard.comm import CONTROL, Communicator, NullCommunicator, ObservedCommunicator, scope, split
+from zeroshard.comm.wrappers import observe
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroshard.comm import pieces, scope
-from zeroshard.comm.pieces import Topics, on_flat, shard_interval
+from zeroshard.comm import scope
+from zeroshard.comm.queued import pieces
+from zeroshard.comm.queued.pieces import Topics, on_flat, shard_interval
 
 
 @pytest.mark.parametrize("numel", [0, 1, 3, 4, 5, 7, 12, 1001])

@@ -10,10 +10,10 @@ from zeroshard.comm import (
     ThrottledCommunicator,
     run_threads,
     thread_transports,
-    throttle,
 )
 from zeroshard.comm import probe as probe_module
 from zeroshard.comm.probe import Probed, probe, why_not_comparable
+from zeroshard.comm.wrappers import throttle
 
 
 @pytest.fixture

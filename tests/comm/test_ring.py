@@ -8,7 +8,8 @@ from functools import reduce
 import pytest
 import torch
 
-from zeroshard.comm import PeerError, RingCommunicator, ring, run_threads, thread_transports
+from zeroshard.comm import PeerError, RingCommunicator, run_threads, thread_transports
+from zeroshard.comm.ring import ring
 
 
 class Counting:

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from fake_time import Clock
-from zeroshard.comm import NullCommunicator, ObservedCommunicator, PeerError, scope, sentinel, split
-from zeroshard.comm.sentinel import MemoryBoard, SentinelCommunicator, StoreBoard, first_difference
+from zeroshard.comm import NullCommunicator, ObservedCommunicator, PeerError, scope, split
+from zeroshard.comm.wrappers import sentinel
+from zeroshard.comm.wrappers.sentinel import MemoryBoard, SentinelCommunicator, StoreBoard, first_difference
 
 
 @pytest.fixture(autouse=True)

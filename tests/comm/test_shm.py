@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroshard.comm import PeerError, SharedMemoryCommunicator, mapped, ranks_share_host, run_threads, shm
+from zeroshard.comm import PeerError, SharedMemoryCommunicator, ranks_share_host, run_threads
+from zeroshard.comm.shm import mapped, shm
 from zeroshard.errors import UserError
 
 

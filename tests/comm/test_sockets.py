@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import PeerError, SocketTransport, handshake, run_threads
-from zeroshard.comm.handshake import introduce
-from zeroshard.comm.sockets import AT_ONCE_BYTES, _settle, own_address
+from zeroshard.comm import PeerError, SocketTransport, run_threads
+from zeroshard.comm.ring import handshake
+from zeroshard.comm.ring.handshake import introduce
+from zeroshard.comm.ring.sockets import AT_ONCE_BYTES, _settle, own_address
 from zeroshard.errors import UserError
 
 LARGE = 3 << 20  # elements; more than sockets keep

@@ -8,21 +8,11 @@ import pytest
 import torch
 
 from fake_time import Clock
-from zeroshard.comm import (
-    Link,
-    NullCommunicator,
-    ThrottledCommunicator,
-    base,
-    exposed,
-    observe,
-    run_threads,
-    scope,
-    split,
-    throttle,
-)
-from zeroshard.comm.observe import ObservedCommunicator
-from zeroshard.comm.throttle import bytes_per_link, num_hops
-from zeroshard.comm.wrapper import Wrapper
+from zeroshard.comm import Link, NullCommunicator, ThrottledCommunicator, base, run_threads, scope, split
+from zeroshard.comm.wrappers import exposed, observe, throttle
+from zeroshard.comm.wrappers.observe import ObservedCommunicator
+from zeroshard.comm.wrappers.throttle import bytes_per_link, num_hops
+from zeroshard.comm.wrappers.wrapper import Wrapper
 from zeroshard.profiling.overlap import Flight, overlap, under_way
 
 SLOW = Link(latency_s=1e-3, bytes_per_s=1e6)

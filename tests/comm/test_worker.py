@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from zeroshard.comm.worker import Worker
+from zeroshard.comm.queued.worker import Worker
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from zeroshard.data.stream import StreamBatches, global_batch, validation_tokens
 from zeroshard.data.tables import PartReader
 from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.errors import UserError
-from zeroshard.train.agree import gather_bytes
+from zeroshard.train.setup.agree import gather_bytes
 
 T = 32
 

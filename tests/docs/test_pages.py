@@ -16,9 +16,9 @@ from pages import BLOCKS, PAGES, ROOT, blocks_of
 from zeroshard.cli import VERBS
 from zeroshard.errors import UserError
 from zeroshard.flags import flags_of, read_flags, take_option
-from zeroshard.train.config import SHORTHANDS, merge
-from zeroshard.train.toml import read_toml
-from zeroshard.train.validate import validate
+from zeroshard.train.config.config import SHORTHANDS, merge
+from zeroshard.train.config.toml import read_toml
+from zeroshard.train.config.validate import validate
 
 SHELL = [block for block in BLOCKS if block.language in ("sh", "console", "bash")]
 KNOWN = {"--help", "--version", "--config", *(word for verb in VERBS.values() for word in verb.words)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zeroshard.comm import RingCommunicator, SharedMemoryCommunicator
-from zeroshard.comm.shm import DIRECT_BYTES
+from zeroshard.comm.shm.shm import DIRECT_BYTES
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.comm import run_threads
-from zeroshard.lab.optimizers import torch_optimizers
+from zeroshard.lab.audit.optimizers import torch_optimizers
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, Zero
 

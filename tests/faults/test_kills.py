@@ -23,7 +23,7 @@ import torch
 import forked
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
-from zeroshard.comm import mapped
+from zeroshard.comm.shm import mapped
 
 WORLD_SIZE, NUM_STEPS, PATIENCE_S, LOOK_S = 3, 40, 600.0, 0.2
 FLAGS = f"""train --nproc {WORLD_SIZE} --max-steps {NUM_STEPS} --checkpoint-interval 3 --eval-interval 0

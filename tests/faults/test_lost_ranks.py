@@ -23,7 +23,7 @@ from zeroshard import cli
 from zeroshard import process
 
 process.prepare_torch()
-from zeroshard.zero import unit
+from zeroshard.zero.buffers import unit
 
 fault, culprit, *argv = sys.argv[1:]
 reduce_grads, calls = unit.Unit.reduce_grads, []
@@ -43,7 +43,7 @@ def reduce_with_fault(self):
 unit.Unit.reduce_grads = reduce_with_fault
 
 if fault.startswith("dies in "):  # inside of blocks.1, which need not be a unit of ours
-    from zeroshard.train import loop
+    from zeroshard.train.loop import loop
 
     take_step = loop.take_step
 

@@ -21,10 +21,10 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint import background, store
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus, FirstRankStorageError, UserError
-from zeroshard.train.build import build_run
-from zeroshard.train.corpus import open_corpus
-from zeroshard.train.lock import RunLock
-from zeroshard.train.loop import run_training, train
+from zeroshard.train.loop.loop import run_training, train
+from zeroshard.train.setup.build import build_run
+from zeroshard.train.setup.corpus import open_corpus
+from zeroshard.train.state.lock import RunLock
 
 CPU = torch.device("cpu")
 NOBODY = 65534
@@ -278,7 +278,7 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_one_writes(config
     run = build_run(made, LocalCommunicator(), CPU)
     with pytest.raises(UserError, match=rf"^out: .* is in use by process {os.getpid()} on .*; end that run first"):
         build_run(made.model_copy(update={"resume": "auto"}), LocalCommunicator(), CPU)
-    program = f"from pathlib import Path; from zeroshard.train.lock import RunLock; RunLock(Path({made.out!r}))"
+    program = f"from pathlib import Path; from zeroshard.train.state.lock import RunLock; RunLock(Path({made.out!r}))"
     ended = forked.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "is in use by process" in ended.stderr
     run.close()
@@ -287,7 +287,7 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_one_writes(config
 
 def test_a_run_that_was_killed_holds_its_folder_no_more(tmp_path):
     program = (
-        "import os; from pathlib import Path; from zeroshard.train.lock import RunLock;"
+        "import os; from pathlib import Path; from zeroshard.train.state.lock import RunLock;"
         f"lock = RunLock(Path({str(tmp_path)!r})); os.kill(os.getpid(), 9)"
     )
     assert forked.run([sys.executable, "-c", program]).returncode == -9

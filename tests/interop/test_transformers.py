@@ -14,11 +14,11 @@ from zeroshard import checkpoint  # noqa: E402
 from zeroshard.cli import main  # noqa: E402
 from zeroshard.comm import run_threads  # noqa: E402
 from zeroshard.data.tokenizer import load_tokenizer, make_tokenizer  # noqa: E402
+from zeroshard.inference.generate import WeightsOnly  # noqa: E402
 from zeroshard.models import GPT2, GPT2Config, Llama, LlamaConfig  # noqa: E402
-from zeroshard.train.assemble import make_model, model_table  # noqa: E402
-from zeroshard.train.build import tokenizer_folder  # noqa: E402
-from zeroshard.train.config import TrainConfig, load_config  # noqa: E402
-from zeroshard.train.generate import WeightsOnly  # noqa: E402
+from zeroshard.train.config.config import TrainConfig, load_config  # noqa: E402
+from zeroshard.train.setup.assemble import make_model, model_table  # noqa: E402
+from zeroshard.train.setup.build import tokenizer_folder  # noqa: E402
 from zeroshard.zero import Zero  # noqa: E402
 
 TOLERANCE = 1e-5  # fp32, absolute: logits here are of order 1, and sums are taken in another order

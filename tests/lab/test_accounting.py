@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from zeroshard.lab.buffers import buffers_of
-from zeroshard.lab.memory import OPTIMIZER_STATES, state_bytes
-from zeroshard.lab.traffic import bytes_by_op, messages
+from zeroshard.lab.predict.buffers import buffers_of
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
+from zeroshard.lab.predict.traffic import bytes_by_op, messages
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, FlatLayout, MixedPrecision
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm import NullCommunicator
-from zeroshard.lab.buffers import buffers_of
+from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.models import build_model
 from zeroshard.zero import Zero
 

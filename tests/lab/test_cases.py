@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 
 from zeroshard.errors import UserError
-from zeroshard.lab.cases import SweepConfig, case_name, cases_of, in_words, make_case
-from zeroshard.train.config import TrainConfig
-from zeroshard.train.toml import read_toml
-from zeroshard.train.validate import validate
+from zeroshard.lab.sweep.cases import SweepConfig, case_name, cases_of, in_words, make_case
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.toml import read_toml
+from zeroshard.train.config.validate import validate
 
 
 def sweep(**kwargs):

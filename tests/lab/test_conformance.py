@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from zeroshard.comm import LocalCommunicator
-from zeroshard.lab import conformance
-from zeroshard.lab.conformance import (
+from zeroshard.lab.audit import conformance
+from zeroshard.lab.audit.conformance import (
     CONTESTANTS,
     FEATURES,
     MAX_NORM,

@@ -1,8 +1,8 @@
 import pytest
 
-from zeroshard.lab.explain import explain
-from zeroshard.lab.hardware import Device
-from zeroshard.lab.planner import planner_for
+from zeroshard.lab.planner.explain import explain
+from zeroshard.lab.planner.planner import planner_for
+from zeroshard.lab.predict.hardware import Device
 
 SMALL = {"n_layer": 6, "n_head": 4, "n_embd": 64, "vocab_size": 512, "seq_len": 64}
 

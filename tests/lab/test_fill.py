@@ -1,6 +1,6 @@
-from zeroshard.lab.fill import largest_micro_batch
-from zeroshard.lab.planner import planner_for
-from zeroshard.train.config import TrainConfig
+from zeroshard.lab.planner.fill import largest_micro_batch
+from zeroshard.lab.planner.planner import planner_for
+from zeroshard.train.config.config import TrainConfig
 
 MIB = 2**20
 SMALL = {"nproc": 4, "seq_len": 64, "device": "cpu", "model": {"name": "gpt2-demo", "n_layer": 2}}

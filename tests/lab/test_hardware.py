@@ -3,7 +3,7 @@ import json
 import pytest
 
 from zeroshard.errors import UserError
-from zeroshard.lab.hardware import (
+from zeroshard.lab.predict.hardware import (
     DEVICES,
     LINKS,
     Calibration,

@@ -2,8 +2,7 @@ import pytest
 
 from zeroshard.errors import UserError
 from zeroshard.lab import plan
-from zeroshard.lab.hardware import Device, Link
-from zeroshard.lab.inverse import (
+from zeroshard.lab.planner.inverse import (
     _filled,
     _most,
     crossover,
@@ -12,7 +11,8 @@ from zeroshard.lab.inverse import (
     largest_model,
     lowest_bandwidth,
 )
-from zeroshard.lab.planner import planner_for
+from zeroshard.lab.planner.planner import planner_for
+from zeroshard.lab.predict.hardware import Device, Link
 
 SMALL = {"n_layer": 6, "n_head": 4, "n_embd": 64, "vocab_size": 512, "seq_len": 64}
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from zeroshard.lab.buffers import Buffer
-from zeroshard.lab.memory import OPTIMIZER_STATES, state_bytes
+from zeroshard.lab.predict.buffers import Buffer
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.zero import STAGES, FlatLayout, MixedPrecision
 
 N, W = 1000, 4

@@ -10,7 +10,7 @@ import pytest
 from run_folders import write_run
 from zeroshard.lab import metrics_log
 from zeroshard.lab.dashboard.watch import Watch
-from zeroshard.lab.results import read_run
+from zeroshard.lab.run_folders import read_run
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import pytest
 
 from zeroshard.cli import main
 from zeroshard.errors import UserError
-from zeroshard.lab import network
-from zeroshard.lab.network import shaper_burst, shaping
-from zeroshard.train.sizes import parse_bandwidth
+from zeroshard.lab.network import network
+from zeroshard.lab.network.network import shaper_burst, shaping
+from zeroshard.train.config.sizes import parse_bandwidth
 
 
 def _why_not() -> str:
@@ -168,7 +168,7 @@ def test_a_kernel_that_cannot_delay_says_so_and_leaves_nothing(as_before):
 
 OWNER = """
 import time
-from zeroshard.lab import network
+from zeroshard.lab.network import network
 with network.nodes(2, 1, 1e6) as nodes:
     print(nodes, flush=True)
     time.sleep(60)

@@ -5,7 +5,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeroshard.errors import UserError
-from zeroshard.lab.optimizers import OptimizerRow, load_class, measure, table, torch_optimizers
+from zeroshard.lab.audit.optimizers import OptimizerRow, load_class, measure, table, torch_optimizers
 from zeroshard.zero import OptimizerKind, Scope
 
 
@@ -42,7 +42,7 @@ def test_every_class_is_exact_at_each_stage_or_refused(cls):
 
 def test_a_class_on_the_wrong_layout_is_measured_to_be_wrong(monkeypatch):
     kind = OptimizerKind(Scope.ELEMENT_WISE, "it is not", (0, 1, 2))
-    monkeypatch.setattr("zeroshard.zero.optimizer.classify", lambda *_: kind)
+    monkeypatch.setattr("zeroshard.zero.optimizers.piecewise.classify", lambda *_: kind)
     assert all(value > 1e-3 for value in measure(ByTensor).differences.values())
 
 

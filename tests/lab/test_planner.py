@@ -8,11 +8,11 @@ from torch import nn
 
 from zeroshard.errors import UserError
 from zeroshard.lab import plan
-from zeroshard.lab.advice import recommended
-from zeroshard.lab.hardware import Device
-from zeroshard.lab.planner import NCCL_BYTES, planner_for
-from zeroshard.lab.show import text
-from zeroshard.lab.traffic import bytes_by_op
+from zeroshard.lab.planner.advice import recommended
+from zeroshard.lab.planner.planner import NCCL_BYTES, planner_for
+from zeroshard.lab.planner.show import text
+from zeroshard.lab.predict.hardware import Device
+from zeroshard.lab.predict.traffic import bytes_by_op
 from zeroshard.models import build_model
 
 SMALL = {"n_layer": 6, "n_head": 4, "n_embd": 64, "vocab_size": 512, "seq_len": 64}

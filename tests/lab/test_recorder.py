@@ -1,6 +1,6 @@
 import torch
 
-from zeroshard.lab.recorder import StorageEvents
+from zeroshard.lab.predict.recorder import StorageEvents
 
 
 def test_allocations_views_and_ends_are_told_in_their_order():

@@ -12,9 +12,9 @@ import pytest
 
 from run_folders import LINK, write_run
 from zeroshard.lab.report.material import gather
-from zeroshard.lab.results import find_runs, read_run, read_runs, spread
-from zeroshard.train.config import TrainConfig
-from zeroshard.train.loop import run_training
+from zeroshard.lab.run_folders import find_runs, read_run, read_runs, spread
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.loop.loop import run_training
 
 
 def test_a_run_that_the_trainer_made_is_read_whole(tiny_config):

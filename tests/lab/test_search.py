@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from zeroshard.lab.search import crossover, largest_that_fits, rounded
+from zeroshard.lab.sweep.search import crossover, largest_that_fits, rounded
 
 
 @pytest.mark.pairwise

@@ -16,14 +16,14 @@ import pytest
 
 import forked
 from zeroshard.errors import UserError
-from zeroshard.lab.cases import SweepConfig
-from zeroshard.lab.sweep import run_sweep
-from zeroshard.lab.sweep_results import read_sweep
-from zeroshard.train.validate import validate
+from zeroshard.lab.sweep.cases import SweepConfig
+from zeroshard.lab.sweep.results import read_sweep
+from zeroshard.lab.sweep.sweep import run_sweep
+from zeroshard.train.config.validate import validate
 
 STAND_IN = """
 import json, os, pathlib, sys, time, tomllib, uuid
-from zeroshard.comm.launch import end_with_starter
+from zeroshard.launch.launch import end_with_starter
 end_with_starter()
 text = open(sys.argv[2]).read()
 config = tomllib.loads(text)
@@ -129,7 +129,7 @@ def test_a_sweep_killed_at_random_moments_loses_nothing_and_runs_nothing_twice(t
     config = sweep(tmp_path, repeats=2, axes={"seed": [1, 2, 3, 4]})
     (tmp_path / "config.json").write_text(config.model_dump_json())
     code = (
-        "from zeroshard.lab.cases import SweepConfig; from zeroshard.lab.sweep import run_sweep\n"
+        "from zeroshard.lab.sweep.cases import SweepConfig; from zeroshard.lab.sweep.sweep import run_sweep\n"
         f"config = SweepConfig.model_validate_json(open({str(tmp_path / 'config.json')!r}).read())\n"
         f"raise SystemExit(run_sweep(config, command={stand_in!r}))"
     )
@@ -165,7 +165,7 @@ def test_one_process_runs_a_sweep(tmp_path, stand_in):
     config = sweep(tmp_path, axes={"seed": [777]})
     (tmp_path / "config.json").write_text(config.model_dump_json())
     code = (
-        "from zeroshard.lab.cases import SweepConfig; from zeroshard.lab.sweep import run_sweep\n"
+        "from zeroshard.lab.sweep.cases import SweepConfig; from zeroshard.lab.sweep.sweep import run_sweep\n"
         f"config = SweepConfig.model_validate_json(open({str(tmp_path / 'config.json')!r}).read())\n"
         f"run_sweep(config, command={stand_in!r})"
     )

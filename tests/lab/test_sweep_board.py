@@ -3,9 +3,9 @@ import pty
 import sys
 
 from run_folders import LINK, write_run
-from zeroshard.lab.cases import make_case
-from zeroshard.lab.results import read_run
-from zeroshard.lab.sweep_board import Board
+from zeroshard.lab.run_folders import read_run
+from zeroshard.lab.sweep.board import Board
+from zeroshard.lab.sweep.cases import make_case
 
 
 def shown(play) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 
 from run_folders import LINK, write_run
 from zeroshard import regular_files
-from zeroshard.lab.sweep_results import SWEEP, SWEEP_FORMAT, read_sweep, run_folder
+from zeroshard.lab.sweep.results import SWEEP, SWEEP_FORMAT, read_sweep, run_folder
 
 
 def test_a_folder_that_is_not_there_is_no_error(tmp_path):

@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from zeroshard.lab.actions import Compute, Issue, Moment, Step, Wait
-from zeroshard.lab.hardware import Device, Link
-from zeroshard.lab.timeline import Cluster, operation_s, simulate
-from zeroshard.lab.traffic import Message
-from zeroshard.lab.work import Work
+from zeroshard.lab.predict.actions import Compute, Issue, Moment, Step, Wait
+from zeroshard.lab.predict.hardware import Device, Link
+from zeroshard.lab.predict.timeline import Cluster, operation_s, simulate
+from zeroshard.lab.predict.traffic import Message
+from zeroshard.lab.predict.work import Work
 
 DEVICE = Device("test", 10**9, {"float32": 1e12}, 1e9, "invented", kernel_s=1e-6)
 WITHIN = Link("within", 1e-6, 100e9, "invented", call_s=0.0, share=1.0)

@@ -2,8 +2,8 @@
 
 import torch
 
-from zeroshard.lab.buffers import Buffer
-from zeroshard.lab.traffic import bytes_by_op, messages
+from zeroshard.lab.predict.buffers import Buffer
+from zeroshard.lab.predict.traffic import bytes_by_op, messages
 from zeroshard.zero import STAGES, FlatLayout, MixedPrecision
 
 WORLD_SIZE = 2

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.lab.work import work_of
+from zeroshard.lab.predict.work import work_of
 
 
 class _Works(TorchDispatchMode):

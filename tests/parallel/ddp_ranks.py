@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm import TorchCommunicator
-from zeroshard.comm.launch import shutdown
-from zeroshard.train.build import build_run
-from zeroshard.train.config import TrainConfig
-from zeroshard.train.loop import train
+from zeroshard.launch.launch import shutdown
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.loop.loop import train
+from zeroshard.train.setup.build import build_run
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from torch import nn
 import forked
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, NullCommunicator
-from zeroshard.comm.launch import World, init_process_group, shutdown
+from zeroshard.launch.launch import World, init_process_group, shutdown
 from zeroshard.parallel import Setup, build_strategy
 
 

@@ -10,8 +10,8 @@ import torch
 
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.train.build import build_run
-from zeroshard.train.loop import train
+from zeroshard.train.loop.loop import train
+from zeroshard.train.setup.build import build_run
 
 CPU = torch.device("cpu")
 

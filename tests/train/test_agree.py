@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm import LocalCommunicator, PeerError, RingCommunicator, run_threads
-from zeroshard.comm.launch import World
 from zeroshard.errors import FirstRankStorageError, UserError
-from zeroshard.train import agree, ranks
-from zeroshard.train.agree import agree_at, agree_on, code_version, first_rank_does, gather_bytes, start_facts
-from zeroshard.train.build import build_run
+from zeroshard.launch.launch import World
+from zeroshard.train.setup import agree, ranks
+from zeroshard.train.setup.agree import agree_at, agree_on, code_version, first_rank_does, gather_bytes, start_facts
+from zeroshard.train.setup.build import build_run
 
 
 def test_only_the_first_rank_works_and_the_others_wait_for_it():

@@ -12,8 +12,8 @@ import torch
 
 import forked
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.train.auto import lowest_stage, move_up
-from zeroshard.train.build import build_run
+from zeroshard.train.setup.auto import lowest_stage, move_up
+from zeroshard.train.setup.build import build_run
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ import os, sys
 from zeroshard import cli, process
 process.prepare_torch()
 import torch
-from zeroshard.train import loop
+from zeroshard.train.loop import loop
 
 take_step = loop.take_step
 

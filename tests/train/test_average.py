@@ -11,13 +11,13 @@ import torch
 
 from zeroshard.comm import LocalCommunicator
 from zeroshard.errors import UserError
+from zeroshard.inference.generate import load_for_text, run_generate
 from zeroshard.parallel import STRATEGIES
-from zeroshard.train.build import build_run
-from zeroshard.train.commands import GenerateConfig
-from zeroshard.train.generate import load_for_text, run_generate
-from zeroshard.train.loop import take_step, train
-from zeroshard.train.saving import Saving
-from zeroshard.zero.ema import Ema
+from zeroshard.train.config.commands import GenerateConfig
+from zeroshard.train.loop.loop import take_step, train
+from zeroshard.train.loop.saving import Saving
+from zeroshard.train.setup.build import build_run
+from zeroshard.zero.optimizers.ema import Ema
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.kernels import dispatch
 from zeroshard.kernels.launch import INTERPRETED
-from zeroshard.train.assemble import make_model
-from zeroshard.train.build import build_run, choose_device
-from zeroshard.train.config import load_config
-from zeroshard.train.loop import run_training
+from zeroshard.train.config.config import load_config
+from zeroshard.train.loop.loop import run_training
+from zeroshard.train.setup.assemble import make_model
+from zeroshard.train.setup.build import build_run, choose_device
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ def test_a_run_folder_without_write_permission_is_refused(tiny_config, tmp_path,
     def denied(self, *args, **kwargs):
         raise PermissionError(13, "Permission denied")  # the tests may run as root, whom nothing is denied
 
-    monkeypatch.setattr("zeroshard.train.lock.os.open", denied)
+    monkeypatch.setattr("zeroshard.train.state.lock.os.open", denied)
     assert "cannot be written (Permission denied)" in _refusal(tiny_config())
 
 

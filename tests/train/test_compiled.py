@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from zeroshard.errors import UserError
-from zeroshard.train.build import build_run
-from zeroshard.train.compiled import compile_blocks
-from zeroshard.train.loop import take_step
+from zeroshard.train.loop.loop import take_step
+from zeroshard.train.setup.build import build_run
+from zeroshard.train.setup.compiled import compile_blocks
 
 CPU = torch.device("cpu")
 SHAPE = {"name": "gpt2-demo", "n_layer": 10, "n_embd": 16, "n_head": 2}  # more blocks than dynamo allows variants

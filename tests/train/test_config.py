@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.errors import UserError
-from zeroshard.train.commands import GenerateConfig
-from zeroshard.train.config import TrainConfig, load_config, merge
-from zeroshard.train.toml import dump_toml, read_toml
-from zeroshard.train.validate import fields_by_name, validate
+from zeroshard.train.config.commands import GenerateConfig
+from zeroshard.train.config.config import TrainConfig, load_config, merge
+from zeroshard.train.config.toml import dump_toml, read_toml
+from zeroshard.train.config.validate import fields_by_name, validate
 
 
 def refusal(raw: dict) -> UserError:
@@ -159,7 +159,7 @@ def test_every_field_says_what_it_is():
 
 
 def test_reading_a_configuration_imports_no_torch():
-    code = "import sys, zeroshard, zeroshard.cli, zeroshard.train.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, zeroshard, zeroshard.cli, zeroshard.train.config.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

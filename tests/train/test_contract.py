@@ -9,10 +9,10 @@ import torch
 
 from zeroshard.comm import CONTROL, CommRecord, LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
-from zeroshard.lab.contract import predict
-from zeroshard.train.build import build_run
-from zeroshard.train.contract import Contract, Planned, Sent, memory_difference, message_difference
-from zeroshard.train.loop import train
+from zeroshard.lab.planner.run_plan import predict
+from zeroshard.train.loop.loop import train
+from zeroshard.train.records.plan_contract import Contract, Planned, Sent, memory_difference, message_difference
+from zeroshard.train.setup.build import build_run
 
 CPU = torch.device("cpu")
 GATHER = Sent("all_gather", 32, "root/weights", 2)

@@ -13,13 +13,13 @@ from zeroshard.data import tables as tables_module
 from zeroshard.data.lanes import Lanes
 from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.errors import UserError
-from zeroshard.train.build import build_run, tokenizer_folder
-from zeroshard.train.commands import EvalConfig
-from zeroshard.train.corpus import open_corpus
-from zeroshard.train.evaluation import _warn_of_overlap, local_score
-from zeroshard.train.loop import run_training, train
-from zeroshard.train.resume import check_changes
-from zeroshard.train.run import checkpoint_folder
+from zeroshard.inference.evaluation import _warn_of_overlap, local_score
+from zeroshard.train.config.commands import EvalConfig
+from zeroshard.train.loop.loop import run_training, train
+from zeroshard.train.loop.run import checkpoint_folder
+from zeroshard.train.setup.build import build_run, tokenizer_folder
+from zeroshard.train.setup.corpus import open_corpus
+from zeroshard.train.state.resume import check_changes
 
 
 @pytest.fixture

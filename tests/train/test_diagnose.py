@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.train.diagnose import first_not_finite
+from zeroshard.train.loop.diagnose import first_not_finite
 
 
 def num_compiled() -> int:

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.train.evaluate import evaluate
+from zeroshard.train.loop.validation_loss import evaluate
 
 CPU = torch.device("cpu")
 

@@ -12,11 +12,11 @@ from zeroshard.data.joining import num_text_bytes
 from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.data.tokenizer import train_bpe
 from zeroshard.errors import UserError
-from zeroshard.train.commands import EvalConfig, ExportConfig
-from zeroshard.train.evaluation import Scores, in_words, local_score, run_eval, score
-from zeroshard.train.generate import load_for_text
-from zeroshard.train.hf_export import run_export
-from zeroshard.train.loop import run_training
+from zeroshard.inference.evaluation import Scores, in_words, local_score, run_eval, score
+from zeroshard.inference.generate import load_for_text
+from zeroshard.interop.hf_export import run_export
+from zeroshard.train.config.commands import EvalConfig, ExportConfig
+from zeroshard.train.loop.loop import run_training
 
 CPU = torch.device("cpu")
 

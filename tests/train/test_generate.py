@@ -6,14 +6,14 @@ import torch
 
 from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.errors import UserError
+from zeroshard.inference.generate import _draw as _draw_one
+from zeroshard.inference.generate import decoded, run_generate, sample
+from zeroshard.interop.hf_export import run_export
 from zeroshard.models import build_model
 from zeroshard.models.cache import KVCache
-from zeroshard.train.assemble import make_model
-from zeroshard.train.commands import ExportConfig, GenerateConfig
-from zeroshard.train.generate import _draw as _draw_one
-from zeroshard.train.generate import decoded, run_generate, sample
-from zeroshard.train.hf_export import run_export
-from zeroshard.train.loop import run_training
+from zeroshard.train.config.commands import ExportConfig, GenerateConfig
+from zeroshard.train.loop.loop import run_training
+from zeroshard.train.setup.assemble import make_model
 
 
 @pytest.fixture

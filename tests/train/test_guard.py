@@ -1,6 +1,6 @@
 import json
 
-from zeroshard.train.guard import FEWEST, StepGuard
+from zeroshard.train.loop.step_guard import FEWEST, StepGuard
 
 NAN, INF = float("nan"), float("inf")
 

@@ -6,11 +6,11 @@ import torch
 
 from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.errors import UserError
+from zeroshard.inference.generate import sample
+from zeroshard.inference.harness import harness_model, loglikelihoods, run_tasks
 from zeroshard.models import build_model
-from zeroshard.train.commands import EvalConfig
-from zeroshard.train.generate import sample
-from zeroshard.train.harness import harness_model, loglikelihoods, run_tasks
-from zeroshard.train.loop import run_training
+from zeroshard.train.config.commands import EvalConfig
+from zeroshard.train.loop.loop import run_training
 
 
 @pytest.fixture
@@ -106,6 +106,6 @@ def test_a_task_of_ones_own_runs(text_config, tmp_path, capsys, monkeypatch):
 
 
 def test_without_the_harness_it_is_said(monkeypatch):
-    monkeypatch.setattr("zeroshard.train.harness.find_spec", lambda name: None)
+    monkeypatch.setattr("zeroshard.inference.harness.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"tasks: they need the package lm-eval; pip install 'zeroshard\[lm-eval\]'"):
         run_tasks(EvalConfig(run="runs/x", tasks=("arc_easy",)))

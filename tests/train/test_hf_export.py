@@ -13,9 +13,9 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint.stream import StreamedTensor
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
-from zeroshard.train import hf_export
-from zeroshard.train.hf_export import split_by_size
-from zeroshard.train.loop import run_training
+from zeroshard.interop import hf_export
+from zeroshard.interop.hf_export import split_by_size
+from zeroshard.train.loop.loop import run_training
 from zeroshard.zero import NamedShard
 
 

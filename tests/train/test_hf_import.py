@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from zeroshard import checkpoint
 from zeroshard.cli import main
-from zeroshard.train.config import load_config
+from zeroshard.train.config.config import load_config
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_every_size_of_the_model_is_in_the_configuration(tmp_path):
     from dataclasses import replace
 
     from zeroshard.models import LlamaConfig, model_config
-    from zeroshard.train.assemble import model_overrides, model_table
+    from zeroshard.train.setup.assemble import model_overrides, model_table
 
     shape = LlamaConfig(vocab_size=77, seq_len=40, n_layer=2, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24)
     for config in (shape, replace(shape, tie_embeddings=True, rope_theta=123.0, norm_eps=0.25)):

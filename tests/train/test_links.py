@@ -13,12 +13,12 @@ import torch
 import forked
 from zeroshard.cli import main
 from zeroshard.comm import Link, LocalCommunicator, NullCommunicator, ThrottledCommunicator
-from zeroshard.comm.launch import World
 from zeroshard.errors import UserError
-from zeroshard.train import links
-from zeroshard.train.config import LinkConfig, TrainConfig
-from zeroshard.train.links import Links
-from zeroshard.train.validate import validate
+from zeroshard.launch.launch import World
+from zeroshard.train.config.config import LinkConfig, TrainConfig
+from zeroshard.train.config.validate import validate
+from zeroshard.train.setup import links
+from zeroshard.train.setup.links import Links
 
 CPU = torch.device("cpu")
 SIMULATED = ["--link.mode", "simulated", "--link.bandwidth", "1Gbit/s"]

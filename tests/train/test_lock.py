@@ -4,7 +4,7 @@ import os
 import pytest
 
 from zeroshard.errors import UserError
-from zeroshard.train.lock import LOCK, RunLock
+from zeroshard.train.state.lock import LOCK, RunLock
 
 
 def test_a_folder_is_held_once_and_attempts_are_counted(tmp_path):

@@ -12,9 +12,9 @@ import torch
 from zeroshard import checkpoint, cli
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
-from zeroshard.train import loop
-from zeroshard.train.build import build_run
-from zeroshard.train.loop import run_training, train
+from zeroshard.train.loop import loop
+from zeroshard.train.loop.loop import run_training, train
+from zeroshard.train.setup.build import build_run
 
 CPU = torch.device("cpu")
 

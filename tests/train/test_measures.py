@@ -8,8 +8,8 @@ import torch
 
 from zeroshard.comm import Link, LocalCommunicator, ThrottledCommunicator, run_threads
 from zeroshard.profiling.memory import POINTS
-from zeroshard.train.build import build_run
-from zeroshard.train.loop import train
+from zeroshard.train.loop.loop import train
+from zeroshard.train.setup.build import build_run
 
 CPU = torch.device("cpu")
 

@@ -4,11 +4,11 @@ import tomllib
 import pytest
 
 from zeroshard.errors import UserError
-from zeroshard.train.config import TrainConfig
-from zeroshard.train.deepspeed import read_deepspeed
-from zeroshard.train.loop import run_training
-from zeroshard.train.migrate import run_import_config
-from zeroshard.train.nanogpt import DEFAULTS, read_nanogpt
+from zeroshard.interop.deepspeed import read_deepspeed
+from zeroshard.interop.migrate import run_import_config
+from zeroshard.interop.nanogpt import DEFAULTS, read_nanogpt
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.loop.loop import run_training
 
 SHAKESPEARE = """\
 # train a miniature character-level shakespeare model

@@ -5,14 +5,14 @@ from torch import nn
 from zeroshard.checkpoint import latest
 from zeroshard.data import read_meta
 from zeroshard.errors import UserError
+from zeroshard.inference.generate import load_weights
+from zeroshard.interop.hf_import import run_import
+from zeroshard.interop.nanogpt_weights import import_nanogpt
 from zeroshard.models import GPT2, GPT2Config
-from zeroshard.train.build import tokenizer_folder
-from zeroshard.train.commands import ImportConfig
-from zeroshard.train.config import load_config
-from zeroshard.train.generate import load_weights
-from zeroshard.train.hf_import import run_import
-from zeroshard.train.loop import run_training
-from zeroshard.train.nanogpt_weights import import_nanogpt
+from zeroshard.train.config.commands import ImportConfig
+from zeroshard.train.config.config import load_config
+from zeroshard.train.loop.loop import run_training
+from zeroshard.train.setup.build import tokenizer_folder
 
 ARGS = {"vocab_size": 65, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 16, "bias": False, "dropout": 0.2}
 
@@ -102,6 +102,6 @@ def test_other_files_are_refused(tmp_path):
 def test_its_checkpoint_is_whole(tmp_path):
     ckpt(tmp_path / "ckpt.pt")
     import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "run")
-    from zeroshard.train.checkpoints import run_checkpoint
+    from zeroshard.train.state.checkpoints import run_checkpoint
 
     assert run_checkpoint(["verify", str(latest(tmp_path / "run" / "checkpoints"))]) == 0

@@ -11,8 +11,8 @@ import torch
 from zeroshard.comm import run_threads
 from zeroshard.errors import ExitStatus
 from zeroshard.parallel import STRATEGIES
-from zeroshard.train.build import build_run
-from zeroshard.train.loop import take_step, train
+from zeroshard.train.loop.loop import take_step, train
+from zeroshard.train.setup.build import build_run
 
 CPU = torch.device("cpu")
 BAD_RANK, NUM_STEPS, BAD = 1, 5, {1, 3}

@@ -6,10 +6,10 @@ from rich.console import Console
 import small_tables as made
 from zeroshard.data.bulk import Told
 from zeroshard.errors import UserError
-from zeroshard.train.commands import PrepareConfig
-from zeroshard.train.config import DataConfig
-from zeroshard.train.prepare import Teller, data_folder, facts_of, run_prepare
-from zeroshard.train.validate import validate
+from zeroshard.train.config.commands import PrepareConfig
+from zeroshard.train.config.config import DataConfig
+from zeroshard.train.config.validate import validate
+from zeroshard.train.setup.prepare import Teller, data_folder, facts_of, run_prepare
 
 
 def test_what_was_prepared_is_said(tmp_path, capsys):

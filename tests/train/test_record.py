@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zeroshard.train.record import (
+from zeroshard.train.records.records import (
     GIB,
     ConsoleRecorder,
     JsonlWriter,

@@ -10,13 +10,13 @@ import torch
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
-from zeroshard.lab.results import read_run
+from zeroshard.lab.run_folders import read_run
 from zeroshard.models.presets import PRESETS
 from zeroshard.optim import learning_rate
-from zeroshard.train import saved_run
-from zeroshard.train.build import build_run
-from zeroshard.train.loop import run_training, train
-from zeroshard.train.resume import FREE, check_changes, schedule_of
+from zeroshard.train.loop.loop import run_training, train
+from zeroshard.train.setup.build import build_run
+from zeroshard.train.state import saved_run
+from zeroshard.train.state.resume import FREE, check_changes, schedule_of
 
 CPU = torch.device("cpu")
 

@@ -18,11 +18,11 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint import api
 from zeroshard.checkpoint.diff import differences
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.train import loop
-from zeroshard.train.build import build_run
-from zeroshard.train.loop import train
-from zeroshard.train.saving import Saving
-from zeroshard.train.watchdog import PATIENCE_S
+from zeroshard.train.loop import loop
+from zeroshard.train.loop.loop import train
+from zeroshard.train.loop.saving import Saving
+from zeroshard.train.loop.watchdog import PATIENCE_S
+from zeroshard.train.setup.build import build_run
 
 CPU = torch.device("cpu")
 NUM_STEPS = 5

@@ -1,7 +1,7 @@
 import pytest
 
 from zeroshard.errors import UserError
-from zeroshard.train.sizes import parse_bandwidth, parse_duration, parse_size
+from zeroshard.train.config.sizes import parse_bandwidth, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(

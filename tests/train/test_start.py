@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 from zeroshard import checkpoint
 from zeroshard.checkpoint import api
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
+from zeroshard.inference.evaluation import local_score, score
+from zeroshard.inference.generate import load_for_text
 from zeroshard.models import build_model, gpt2
-from zeroshard.train.assemble import sharded
-from zeroshard.train.build import build_run
-from zeroshard.train.commands import EvalConfig
-from zeroshard.train.evaluation import local_score, score
-from zeroshard.train.generate import load_for_text
-from zeroshard.train.loop import run_training
+from zeroshard.train.config.commands import EvalConfig
+from zeroshard.train.loop.loop import run_training
+from zeroshard.train.setup.assemble import sharded
+from zeroshard.train.setup.build import build_run
 from zeroshard.zero import STAGES, Zero, loaded_later
 
 CPU = torch.device("cpu")
@@ -153,7 +153,7 @@ def test_ranks_that_keep_whole_weights_receive_them_too(tiny_config, drawn, monk
     class Second(LocalCommunicator):
         rank = 1
 
-    monkeypatch.setattr("zeroshard.train.assemble.agree_on", lambda *args: None)
+    monkeypatch.setattr("zeroshard.train.setup.assemble.agree_on", lambda *args: None)
     model, _ = sharded(config, 61, None, Second(), CPU)
     assert drawn == []
     assert all(param.isnan().all() for param in model.parameters())

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from zeroshard.errors import UserError
-from zeroshard.train.config import TrackConfig, TrainConfig, merge
-from zeroshard.train.loop import run_training
-from zeroshard.train.record import StepRecord
-from zeroshard.train.trackers import TrackedRun, trackers, values_of
-from zeroshard.train.validate import validate
+from zeroshard.train.config.config import TrackConfig, TrainConfig, merge
+from zeroshard.train.config.validate import validate
+from zeroshard.train.loop.loop import run_training
+from zeroshard.train.records.records import StepRecord
+from zeroshard.train.records.trackers import TrackedRun, trackers, values_of
 
 RECORD = StepRecord(3, 2.5, 0.9, 1e-3, 0.1, 96, 960.0, memory_bytes={"params": 8}, exposed_s={"a/b/c": 0.5})
 
@@ -82,7 +82,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_alone(fails_in, capsys):
 
 
 def test_a_run_outlives_its_tracker(tiny_config, monkeypatch, capsys):
-    from zeroshard.train import trackers as module
+    from zeroshard.train.records import trackers as module
 
     monkeypatch.setattr(module, "TensorBoardTracker", lambda folder: Recorder("log"))
     config = tiny_config(track={"to": ["tensorboard"]})

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from fake_time import Clock
-from zeroshard.train import watchdog
-from zeroshard.train.watchdog import Watchdog
+from zeroshard.train.loop import watchdog
+from zeroshard.train.loop.watchdog import Watchdog
 
 
 class Heard:

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from zeroshard.comm import ObservedCommunicator, run_threads
-from zeroshard.zero.carry import PARCELS_IN_FLIGHT, Flight, _Unpickler, as_bytes, cut, gather_to, put_bytes, send_bytes
+from zeroshard.zero.transfer import (
+    PARCELS_IN_FLIGHT,
+    Flight,
+    _Unpickler,
+    as_bytes,
+    cut,
+    gather_to,
+    put_bytes,
+    send_bytes,
+)
 
 KINDS = [
     torch.arange(6.0).view(2, 3).t(),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from zeroshard.zero.contract import Scope, classify
+from zeroshard.zero.optimizers.requirements import Scope, classify
 
 ELEMENT_WISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 SCOPES = dict.fromkeys(ELEMENT_WISE, Scope.ELEMENT_WISE) | {

@@ -4,7 +4,7 @@ from torch import nn
 
 from zeroshard.comm import LocalCommunicator, NullCommunicator
 from zeroshard.zero import STAGES, Levels, MixedPrecision
-from zeroshard.zero.flat import FlatParams
+from zeroshard.zero.buffers.flat_params import FlatParams
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 

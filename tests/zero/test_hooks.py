@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from nets import NOTHING_RANDOM, Net, Turn, assert_every_stage_equals_one_process, linear, rows
 from zeroshard.comm import NullCommunicator
 from zeroshard.zero import Zero
-from zeroshard.zero.hooks import tensors_in
+from zeroshard.zero.runtime.module_hooks import tensors_in
 
 
 @dataclasses.dataclass

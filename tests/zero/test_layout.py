@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.zero import FlatLayout
-from zeroshard.zero.layout import ALIGNMENT, LEAST_ALIGNED, WHOLE_ALIGNMENT, balance
+from zeroshard.zero.buffers.layout import ALIGNMENT, LEAST_ALIGNED, WHOLE_ALIGNMENT, balance
 
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=6)
 

@@ -9,7 +9,7 @@ from torch import nn
 from nets import Net, Turn, backward, one_process, rows, train
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads, scope
 from zeroshard.zero import STAGES, FlatLayout, Levels, Placement, ShardingStrategy, Zero
-from zeroshard.zero.reduction import FlatGrads
+from zeroshard.zero.buffers.flat_grads import FlatGrads
 
 SHARDING = [1, 2, 3]
 

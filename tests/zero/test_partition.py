@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from zeroshard.zero import loaded_later
-from zeroshard.zero.partition import materialise, partition
+from zeroshard.zero.buffers.partition import materialise, partition
 
 
 class Shared(nn.Module):

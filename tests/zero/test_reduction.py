@@ -4,7 +4,7 @@ import torch
 from nets import Net, rows
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.zero import STAGES, FlatLayout, Levels, Zero
-from zeroshard.zero.reduction import FlatGrads
+from zeroshard.zero.buffers.flat_grads import FlatGrads
 
 SHAPES = [("a", (2, 2)), ("b", (3,))]
 

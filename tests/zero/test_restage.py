@@ -10,9 +10,9 @@ from torch import nn
 
 from nets import Net, rows
 from zeroshard.comm import ObservedCommunicator, run_threads
-from zeroshard.lab.optimizers import torch_optimizers
+from zeroshard.lab.audit.optimizers import torch_optimizers
 from zeroshard.zero import STAGES, MixedPrecision, Zero
-from zeroshard.zero.flat import FlatParams
+from zeroshard.zero.buffers.flat_params import FlatParams
 
 PAIRS = list(itertools.product(STAGES, repeat=2))
 CLASSES = {cls.__name__: cls for cls in torch_optimizers()}

@@ -15,7 +15,7 @@ from nets import Net, rows
 from zeroshard.comm import run_threads
 from zeroshard.optim import FusedAdamW
 from zeroshard.zero import STAGES, MixedPrecision, Zero
-from zeroshard.zero.sharded_grad import ShardedGrad
+from zeroshard.zero.runtime.sharded_grad import ShardedGrad
 
 WORLD = 2
 

@@ -4,7 +4,7 @@ from torch import nn
 
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, Levels, MixedPrecision, Unit
-from zeroshard.zero.unit import build_groups, memory_of, reduced_whole
+from zeroshard.zero.buffers.unit import build_groups, memory_of, reduced_whole
 
 
 def _params():

@@ -32,8 +32,8 @@ from zeroshard.checkpoint.together import first_words, together
 from zeroshard.checkpoint.verify import damage_of, share
 from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
-from zeroshard.zero.carry import send_bytes
-from zeroshard.zero.state import NamedShard, ShardReader
+from zeroshard.zero.state.named_shards import NamedShard, ShardReader
+from zeroshard.zero.transfer import send_bytes
 
 
 class Saveable(Protocol):

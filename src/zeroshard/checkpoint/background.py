@@ -36,7 +36,7 @@ from zeroshard.checkpoint.folder import prune
 from zeroshard.checkpoint.loan import HostMemory, Loan
 from zeroshard.checkpoint.together import first_words, together
 from zeroshard.comm import CONTROL, Communicator, scope
-from zeroshard.zero.state import NamedShard
+from zeroshard.zero.state.named_shards import NamedShard
 
 _LOOK_S = 0.1  # between two looks at how far a write is
 

@@ -12,7 +12,7 @@ import torch
 
 from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.errors import UserError
-from zeroshard.zero.carry import send_bytes
+from zeroshard.zero.transfer import send_bytes
 
 
 def together(comm: Communicator, phase: str, work: Callable[[], object]) -> None:

@@ -25,7 +25,7 @@ from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.store import TORCH_DTYPES
 from zeroshard.checkpoint.stream import StreamedTensor, drafted, intervals, write_streamed
 from zeroshard.checkpoint.verify import damages
-from zeroshard.zero.ema import EMA
+from zeroshard.zero.optimizers.ema import EMA
 
 _METADATA = {"format": "pt"}
 

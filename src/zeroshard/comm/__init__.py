@@ -1,6 +1,6 @@
 """Collectives: one contract, several implementations, and wrappers that observe them.
 
-Names are loaded on first use: `zeroshard.comm.launch` is read by a command line that may need no torch.
+Names are loaded on first use: what a command line reads needs no torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 from zeroshard.lazily import loaded
 
 if TYPE_CHECKING:
+    from zeroshard.comm.backends.local import LocalCommunicator
+    from zeroshard.comm.backends.null import NullCommunicator
+    from zeroshard.comm.backends.threads import ThreadCommunicator, run_threads
+    from zeroshard.comm.backends.torch_dist import TorchCommunicator
     from zeroshard.comm.base import (
         Allocator,
         Buffered,
@@ -25,19 +29,15 @@ if TYPE_CHECKING:
         empty_for,
         split,
     )
-    from zeroshard.comm.blocking import BlockingCommunicator
-    from zeroshard.comm.exposed import Exposed, by_kind
     from zeroshard.comm.labels import CONTROL, current_scope, scope
-    from zeroshard.comm.local import LocalCommunicator
-    from zeroshard.comm.null import NullCommunicator
-    from zeroshard.comm.observe import CommRecord, ObservedCommunicator
-    from zeroshard.comm.p2p import ThreadTransport, TorchTransport, Transport, thread_transports
-    from zeroshard.comm.ring import RingCommunicator
-    from zeroshard.comm.shm import SharedMemoryCommunicator, ranks_share_host
-    from zeroshard.comm.sockets import SocketTransport
-    from zeroshard.comm.threads import ThreadCommunicator, run_threads
-    from zeroshard.comm.throttle import Link, ThrottledCommunicator
-    from zeroshard.comm.torch_dist import TorchCommunicator
+    from zeroshard.comm.queued.messages import ThreadTransport, TorchTransport, Transport, thread_transports
+    from zeroshard.comm.ring.ring import RingCommunicator
+    from zeroshard.comm.ring.sockets import SocketTransport
+    from zeroshard.comm.shm.shm import SharedMemoryCommunicator, ranks_share_host
+    from zeroshard.comm.wrappers.blocking import BlockingCommunicator
+    from zeroshard.comm.wrappers.exposed import Exposed, by_kind
+    from zeroshard.comm.wrappers.observe import CommRecord, ObservedCommunicator
+    from zeroshard.comm.wrappers.throttle import Link, ThrottledCommunicator
 
 _HOME = {
     "Allocator": "base",
@@ -53,29 +53,29 @@ _HOME = {
     "buffer_bytes": "base",
     "empty_for": "base",
     "split": "base",
-    "BlockingCommunicator": "blocking",
-    "Exposed": "exposed",
-    "by_kind": "exposed",
-    "LocalCommunicator": "local",
-    "NullCommunicator": "null",
-    "CommRecord": "observe",
-    "ObservedCommunicator": "observe",
+    "BlockingCommunicator": "wrappers.blocking",
+    "Exposed": "wrappers.exposed",
+    "by_kind": "wrappers.exposed",
+    "LocalCommunicator": "backends.local",
+    "NullCommunicator": "backends.null",
+    "CommRecord": "wrappers.observe",
+    "ObservedCommunicator": "wrappers.observe",
     "CONTROL": "labels",
     "current_scope": "labels",
     "scope": "labels",
-    "ThreadTransport": "p2p",
-    "TorchTransport": "p2p",
-    "Transport": "p2p",
-    "thread_transports": "p2p",
-    "RingCommunicator": "ring",
-    "SharedMemoryCommunicator": "shm",
-    "ranks_share_host": "shm",
-    "SocketTransport": "sockets",
-    "ThreadCommunicator": "threads",
-    "run_threads": "threads",
-    "Link": "throttle",
-    "ThrottledCommunicator": "throttle",
-    "TorchCommunicator": "torch_dist",
+    "ThreadTransport": "queued.messages",
+    "TorchTransport": "queued.messages",
+    "Transport": "queued.messages",
+    "thread_transports": "queued.messages",
+    "RingCommunicator": "ring.ring",
+    "SharedMemoryCommunicator": "shm.shm",
+    "ranks_share_host": "shm.shm",
+    "SocketTransport": "ring.sockets",
+    "ThreadCommunicator": "backends.threads",
+    "run_threads": "backends.threads",
+    "Link": "wrappers.throttle",
+    "ThrottledCommunicator": "wrappers.throttle",
+    "TorchCommunicator": "backends.torch_dist",
 }
 
 __all__ = [

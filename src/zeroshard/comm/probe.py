@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.comm.base import Communicator, Work, split
-from zeroshard.comm.throttle import Link
+from zeroshard.comm.wrappers.throttle import Link
 
 TOLERANCE = 0.05
 LONG_S, SHORT_S = 0.4, 0.1  # how long the two transfers should take

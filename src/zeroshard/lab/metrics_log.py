@@ -18,7 +18,7 @@ from zeroshard.regular_files import json_of, open_binary
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step, as `zeroshard.train.record.StepRecord` was written; NaN where the log has null.
+    """One optimizer step, as `zeroshard.train.records.records.StepRecord` was written; NaN where the log has null.
 
     Attributes:
         exposed_s: seconds that rank 0 stood still for communication, by kind ("weights/forward", ...).

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
-from zeroshard.zero.ema import Ema
-from zeroshard.zero.state import NamedShard, ShardReader
+from zeroshard.zero.optimizers.ema import Ema
+from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 
 
 @dataclass(frozen=True)

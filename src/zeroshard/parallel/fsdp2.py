@@ -25,11 +25,10 @@ from torch.distributed.tensor import DTensor, Shard
 from zeroshard.comm import Communicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import is_grouped, require_group
-from zeroshard.zero.ema import EMA, Ema
-from zeroshard.zero.flat import loaded_later
-from zeroshard.zero.full_state import named_state, tied_names
-from zeroshard.zero.shards import persistent_buffers
-from zeroshard.zero.state import (
+from zeroshard.zero.buffers.flat_params import loaded_later
+from zeroshard.zero.optimizers.ema import EMA, Ema
+from zeroshard.zero.state.full_state import named_state, tied_names
+from zeroshard.zero.state.named_shards import (
     MODEL_KINDS,
     NamedShard,
     ShardReader,
@@ -38,6 +37,7 @@ from zeroshard.zero.state import (
     require_shape,
     restore_settings,
 )
+from zeroshard.zero.state.training_state import persistent_buffers
 
 
 class Fsdp2:

@@ -20,10 +20,17 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
-from zeroshard.zero.ema import EMA, Ema
-from zeroshard.zero.full_state import named_state, tied_names
-from zeroshard.zero.shards import persistent_buffers
-from zeroshard.zero.state import MODEL_KINDS, NamedShard, ShardReader, named_group, read_whole, restore_settings
+from zeroshard.zero.optimizers.ema import EMA, Ema
+from zeroshard.zero.state.full_state import named_state, tied_names
+from zeroshard.zero.state.named_shards import (
+    MODEL_KINDS,
+    NamedShard,
+    ShardReader,
+    named_group,
+    read_whole,
+    restore_settings,
+)
+from zeroshard.zero.state.training_state import persistent_buffers
 
 
 class Replica:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
 from zeroshard.zero import STAGES, MixedPrecision, Zero
-from zeroshard.zero.ema import Ema
-from zeroshard.zero.holdings import Holding
-from zeroshard.zero.state import NamedShard, ShardReader
+from zeroshard.zero.buffers.holdings import Holding
+from zeroshard.zero.optimizers.ema import Ema
+from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 
 
 class ZeroStrategy:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import Replica, require_group
-from zeroshard.zero.state import NamedShard
+from zeroshard.zero.state.named_shards import NamedShard
 
 with warnings.catch_warnings():  # the package compiles optimizers that nobody asked for, in a way it deprecates
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)

@@ -42,7 +42,8 @@ class Device:
         attention_share: likewise, fused attention kernels.
         memory_share: of ``bytes_per_s``, likewise.
         kernel_s: the least time that an operation takes, however little it does.
-        link: name of the links between the devices of a node, in `zeroshard.lab.hardware.LINKS`; empty: unknown.
+        link: name of the links between the devices of a node, in `zeroshard.lab.predict.hardware.LINKS`; empty:
+        unknown.
         driver_name: words that the name has which a driver reports; empty: none is known.
         device_type: torch's word for it, ``"cuda"`` or ``"cpu"``.
     """

@@ -2,7 +2,7 @@
 
 Three ways to look, from cheap to thorough:
 
-* `held_bytes` adds up what an engine says that it holds (`zeroshard.zero.holdings`). Each storage counts once.
+* `held_bytes` adds up what an engine says that it holds (`zeroshard.zero.buffers.holdings`). Each storage counts once.
 * `reconciled` lays that beside what CUDA's caching allocator says: what nobody claims is activations and temporaries
   inside a step, and workspaces (cuBLAS) between steps.
 * `AllocationRecorder` sees every operation of a thread, follows each storage that one reads or writes until it is gone,

@@ -8,8 +8,8 @@ from its own issue, or from the end of the one before it where that is later, to
                             ^ 1 ended
 
 So the shares of all operations add up to the time in which any was under way: the *total*. What of it computation stood
-still for is *exposed* (`zeroshard.comm.exposed` measures it, label by label); the rest was *hidden*. A rank that comes
-late to a collective has the others wait: that counts as communication, on them.
+still for is *exposed* (`zeroshard.comm.wrappers.exposed` measures it, label by label); the rest was *hidden*. A rank
+that comes late to a collective has the others wait: that counts as communication, on them.
 
 A label is ``UNIT/WHAT/PHASE``: ``blocks.3/weights/backward`` is what was issued, or waited for, in backward.
 """

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.lab.config import PlanConfig
+from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.submit import SubmitConfig
-from zeroshard.train.commands import EvalConfig, ExportConfig, GenerateConfig, ImportConfig, PrepareConfig
-from zeroshard.train.config import SHORTHANDS, TrainConfig
+from zeroshard.train.config.commands import EvalConfig, ExportConfig, GenerateConfig, ImportConfig, PrepareConfig
+from zeroshard.train.config.config import SHORTHANDS, TrainConfig
 from zeroshard.verbs.base import Verb, read_file, say, show_help
 from zeroshard.verbs.laboratory import SWEEP, bench, dashboard, lab, plan, report, sweep
 from zeroshard.verbs.training import (

@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from zeroshard.errors import UserError, shortened
-from zeroshard.train.config import SHORTHANDS, TrainConfig
-from zeroshard.train.toml import read_toml
-from zeroshard.train.validate import validate
+from zeroshard.train.config.config import SHORTHANDS, TrainConfig
+from zeroshard.train.config.toml import read_toml
+from zeroshard.train.config.validate import validate
 
 LONGEST_LINE = 1500  # letters of an error's line; a word of it may have 200
 
@@ -64,7 +64,7 @@ def _returns_from_help() -> Generator[None]:
 
 def say(line: str, *, all_ranks: bool = False) -> None:
     """One line on stderr, from one rank: the launcher prints for its workers, else rank 0 does, if it still can."""
-    from zeroshard.comm import launch
+    from zeroshard.launch import launch
 
     line = shortened(" ".join(map(shortened, line.split())), LONGEST_LINE)
     line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)

@@ -11,10 +11,10 @@ from pydantic import BaseModel
 from zeroshard import process
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import Flag, flags_of, read_flags, take_option
-from zeroshard.lab.config import PlanConfig
-from zeroshard.train.config import SHORTHANDS, TrainConfig, merge
-from zeroshard.train.toml import read_toml
-from zeroshard.train.validate import nearest, validate
+from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.train.config.config import SHORTHANDS, TrainConfig, merge
+from zeroshard.train.config.toml import read_toml
+from zeroshard.train.config.validate import nearest, validate
 from zeroshard.verbs.base import Verb, show_help
 from zeroshard.verbs.training import written
 
@@ -22,8 +22,8 @@ SWEEP = "Train once for each combination of settings, and compare."
 
 
 def plan(config: PlanConfig, argv: Sequence[str]) -> int:
-    """What `zeroshard.lab.planner` foresees."""
-    from zeroshard.lab.command import run_plan
+    """What `zeroshard.lab.planner.planner` foresees."""
+    from zeroshard.lab.planner.command import run_plan
 
     return run_plan(config)
 
@@ -58,11 +58,11 @@ def bench(config: None, words: Sequence[str]) -> int:
 
 def sweep(config: None, words: Sequence[str]) -> int:
     """``base`` and ``axes`` have the flags of a training run: ``--base.max-steps 30 --axes.strategy zero0 zero3``."""
-    from zeroshard.lab.cases import SweepConfig
-    from zeroshard.lab.sweep import run_sweep
+    from zeroshard.lab.sweep.cases import SweepConfig
+    from zeroshard.lab.sweep.sweep import run_sweep
 
     def predicted(*asked: Any) -> int:
-        from zeroshard.lab.fill import largest_micro_batch  # with torch, which no other sweep needs
+        from zeroshard.lab.planner.fill import largest_micro_batch  # with torch, which no other sweep needs
 
         return largest_micro_batch(*asked)
 
@@ -132,7 +132,7 @@ def _folders_and_out(words: Sequence[str]) -> tuple[list[str], str]:
 
 def lab(config: None, words: Sequence[str]) -> int:
     """Networks: removed, or shaped."""
-    from zeroshard.lab.commands import OPTIONS, WORDS, run_lab
+    from zeroshard.lab.network.commands import OPTIONS, WORDS, run_lab
 
     flags = {"--yes": Flag(("yes",), "switch"), **{f"--{name}": Flag((name,), "one") for name in OPTIONS}}
     return run_lab(read_flags(words, flags, WORDS))

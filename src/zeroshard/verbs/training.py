@@ -15,17 +15,17 @@ from zeroshard import process
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import flags_of, read_flags, take_option
 from zeroshard.submit import SubmitConfig
-from zeroshard.train.commands import EvalConfig, ExportConfig, GenerateConfig, ImportConfig, PrepareConfig
-from zeroshard.train.config import SHORTHANDS, TrainConfig, merge, parse_nnodes, require_data
-from zeroshard.train.validate import validate
+from zeroshard.train.config.commands import EvalConfig, ExportConfig, GenerateConfig, ImportConfig, PrepareConfig
+from zeroshard.train.config.config import SHORTHANDS, TrainConfig, merge, parse_nnodes, require_data
+from zeroshard.train.config.validate import validate
 from zeroshard.verbs.base import read_file, say
 
 if TYPE_CHECKING:
-    from zeroshard.comm.launch import Nodes
+    from zeroshard.launch.launch import Nodes
 
 NUM_STAGES = 4
 # What a rank imports anyhow. torch's optimizers import torch._dynamo at their first step, in seconds.
-TRAINS = ("zeroshard.train.loop", "torch._dynamo")
+TRAINS = ("zeroshard.train.loop.loop", "torch._dynamo")
 OF_STRATEGY = {
     "fsdp2": ("zeroshard.parallel.fsdp2",),
     "ddp": ("zeroshard.parallel.ddp",),
@@ -36,7 +36,7 @@ LEAST_BYTES_OF_A_RANK = 32 * 2**20  # of its own, even where it was forked from 
 
 def train(config: TrainConfig, argv: Sequence[str]) -> int:
     """A training run: this rank's part of it, or the launcher of all."""
-    from zeroshard.comm import launch, leaving, machines
+    from zeroshard.launch import launch, leaving, machines
 
     require_data(config.data)
     process.prepare_torch()
@@ -71,7 +71,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
     faulthandler.enable(2)  # what ends in C, as a mapped file that was cut off does, says at least where
     with leaving.ended_with_launcher():
         from zeroshard.comm import PeerError
-        from zeroshard.train.loop import run_training
+        from zeroshard.train.loop.loop import run_training
 
         try:
             return run_training(config, _choose_stage if config.strategy == "auto" else None, _predict)
@@ -94,8 +94,8 @@ def _nodes(config: TrainConfig) -> AbstractContextManager[Nodes | None]:
     """Where the ranks of a run live: in namespaces, if its links are to be slow so."""
     if config.link.mode != "netns":
         return nullcontext()
-    from zeroshard.lab.network import nodes
-    from zeroshard.train.sizes import parse_bandwidth, parse_duration, parse_size
+    from zeroshard.lab.network.network import nodes
+    from zeroshard.train.config.sizes import parse_bandwidth, parse_duration, parse_size
 
     link = config.link
     return nodes(
@@ -108,64 +108,64 @@ def _nodes(config: TrainConfig) -> AbstractContextManager[Nodes | None]:
 
 
 def _choose_stage(*facts: Any) -> tuple[int, str]:
-    from zeroshard.lab.fit import fitting_stage
+    from zeroshard.lab.planner.fit import fitting_stage
 
     return fitting_stage(*facts)
 
 
 def _predict(job: Any) -> Any:
-    from zeroshard.lab.contract import predict
+    from zeroshard.lab.planner.run_plan import predict
 
     return predict(job)
 
 
 def prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
     """Tokens on disk."""
-    from zeroshard.train.prepare import run_prepare
+    from zeroshard.train.setup.prepare import run_prepare
 
     return written(config.data.dir or "data", lambda: run_prepare(config.data))
 
 
 def generate(config: GenerateConfig, argv: Sequence[str]) -> int:
     """Text, as it comes."""
-    from zeroshard.train.generate import run_generate
+    from zeroshard.inference.generate import run_generate
 
     return run_generate(config)
 
 
 def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
     """Loss, perplexity and bits per byte, or scores of tasks."""
-    from zeroshard.comm import launch, leaving
+    from zeroshard.launch import launch, leaving
 
     process.prepare_torch()
     if config.tasks:
-        from zeroshard.train.harness import run_tasks
+        from zeroshard.inference.harness import run_tasks
 
         if config.nproc > 1 or config.strategy != "none":
             raise UserError("tasks", "they run in one process, on whole weights", "leave out --nproc and --strategy")
         return run_tasks(config)
     if launch.world_from_env() is None and config.nproc > 1:
         require_room(config.nproc)
-        ending = launch.launch_workers(argv, config.nproc, config.port, imports=("zeroshard.train.evaluation",))
+        ending = launch.launch_workers(argv, config.nproc, config.port, imports=("zeroshard.inference.evaluation",))
         if ending.line:
             say(ending.line)
         return ending.status
     with leaving.ended_with_launcher():
-        from zeroshard.train.evaluation import run_eval
+        from zeroshard.inference.evaluation import run_eval
 
         return run_eval(config)
 
 
 def export(config: ExportConfig, argv: Sequence[str]) -> int:
     """A Hugging Face folder of a run."""
-    from zeroshard.train.hf_export import run_export
+    from zeroshard.interop.hf_export import run_export
 
     return written(config.out, lambda: run_export(config))
 
 
 def import_model(config: ImportConfig, argv: Sequence[str]) -> int:
     """A run of somebody else's weights."""
-    from zeroshard.train.hf_import import run_import
+    from zeroshard.interop.hf_import import run_import
 
     return written(config.out, lambda: run_import(config))
 
@@ -180,8 +180,8 @@ def written(out: str, write: Callable[[], int]) -> int:
 
 
 def look_at_checkpoints(config: None, words: Sequence[str]) -> int:
-    """What `zeroshard.train.checkpoints` answers."""
-    from zeroshard.train.checkpoints import run_checkpoint
+    """What `zeroshard.train.state.checkpoints` answers."""
+    from zeroshard.train.state.checkpoints import run_checkpoint
 
     try:
         status = run_checkpoint(words)
@@ -194,7 +194,7 @@ def look_at_checkpoints(config: None, words: Sequence[str]) -> int:
 
 def import_config(config: None, words: Sequence[str]) -> int:
     """Our settings of somebody else's."""
-    from zeroshard.train.migrate import run_import_config
+    from zeroshard.interop.migrate import run_import_config
 
     return run_import_config(words)
 

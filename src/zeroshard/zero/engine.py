@@ -19,23 +19,24 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, scope
-from zeroshard.zero import adoption, full_state, shards
-from zeroshard.zero import restage as restaging
-from zeroshard.zero.carry import as_bytes, put_bytes
-from zeroshard.zero.ema import EMA, Ema
-from zeroshard.zero.guard import Guard, has_engine
-from zeroshard.zero.holdings import Holding, holdings
-from zeroshard.zero.hooks import attach
+from zeroshard.zero.buffers.holdings import Holding, holdings
+from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
+from zeroshard.zero.buffers.unit import Unit, build_groups, memory_of
 from zeroshard.zero.levels import Levels, check_row
-from zeroshard.zero.module_buffers import BufferSync, ModuleBuffers, check_sync
-from zeroshard.zero.optimizer_state import whole_state
-from zeroshard.zero.partition import Init, UnitSpec, materialise, partition
+from zeroshard.zero.optimizers import adoption
+from zeroshard.zero.optimizers.ema import EMA, Ema
+from zeroshard.zero.optimizers.state_dict import whole_state
+from zeroshard.zero.optimizers.stepping import Stepping
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.runtime import Runtime
-from zeroshard.zero.state import NamedShard, ShardReader, named_group, restore_settings
-from zeroshard.zero.stepping import Stepping
+from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers, check_sync
+from zeroshard.zero.runtime.module_hooks import attach
+from zeroshard.zero.runtime.module_methods import Guard, has_engine
+from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.state import full_state, training_state
+from zeroshard.zero.state import restage as restaging
+from zeroshard.zero.state.named_shards import NamedShard, ShardReader, named_group, restore_settings
 from zeroshard.zero.strategy import REPLICATE, ShardingStrategy, resolve_strategy
-from zeroshard.zero.unit import Unit, build_groups, memory_of
+from zeroshard.zero.transfer import as_bytes, put_bytes
 
 Accumulate = Literal["local", "sharded"]
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -153,10 +154,10 @@ class Zero:
         It is a real `torch.optim.Optimizer` of exactly that class, whose ``param_groups`` hold the model's parameters:
         schedulers, hooks, clipping, `torch.amp.GradScaler` and edits of settings work on it. ``state`` is by `pieces`.
 
-        What the class needs is found out on tiny tensors (`zeroshard.zero.contract`). One that works element by
-        element, such as `torch.optim.AdamW`, is given 1-D slices. For one that looks at whole tensors, such as
-        `torch.optim.Muon`, its parameters are laid out anew, so that each tensor lies on one rank: that is collective,
-        and must happen before the first step of another optimizer of the same units.
+        What the class needs is found out on tiny tensors (`zeroshard.zero.optimizers.requirements`). One that works
+        element by element, such as `torch.optim.AdamW`, is given 1-D slices. For one that looks at whole tensors, such
+        as `torch.optim.Muon`, its parameters are laid out anew, so that each tensor lies on one rank: that is
+        collective, and must happen before the first step of another optimizer of the same units.
 
         Args:
             optimizer_cls: the class.
@@ -329,7 +330,7 @@ class Zero:
         Raises:
             RuntimeError: inside `Ema.weights`.
         """
-        yield from shards.named_shards(self.model, self._runtime, self._stepping.state_holders("named_shards"))
+        yield from training_state.named_shards(self.model, self._runtime, self._stepping.state_holders("named_shards"))
 
     def named_param_groups(self) -> list[dict[str, Any]]:
         """Every optimizer's param groups as JSON can hold them, with the parameters' ordinary names; on every rank."""
@@ -352,9 +353,9 @@ class Zero:
         stepping = self._stepping
         stepping.require_weights("load_named_shards")
         self._runtime.require_unpinned("load_named_shards")
-        stepping.missed = shards.load_named_shards(self.model, self._runtime, stepping.piecewise, reader)
+        stepping.missed = training_state.load_named_shards(self.model, self._runtime, stepping.piecewise, reader)
         if stepping.ema is not None:
-            stepping.ema.load(shards.reader_of(self._runtime, reader, EMA))
+            stepping.ema.load(training_state.reader_of(self._runtime, reader, EMA))
 
     # -- facts ------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zeroshard.lab.bench import device
-from zeroshard.lab.hardware import read_calibration
+from zeroshard.lab.predict.hardware import read_calibration
 
 
 def test_a_constant_and_a_rate_are_fitted_to_sizes():

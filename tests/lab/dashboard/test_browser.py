@@ -86,7 +86,7 @@ def test_a_run_appears_while_it_trains_and_the_planner_answers(browser, dashboar
     wide, narrow = browser.open(dashboard, 1280), browser.open(dashboard, 400)
     wide.get_by_text("no run yet").wait_for()
     config = tiny_config(max_steps=100_000, eval_interval=0, checkpoint_interval=0, out=str(tmp_path / "runs" / ATTACK))
-    from zeroshard.train.toml import dump_toml
+    from zeroshard.train.config.toml import dump_toml
 
     (tmp_path / "run.toml").write_text(dump_toml(config))
     command = [sys.executable, "-m", "zeroshard", "train", "--config", str(tmp_path / "run.toml")]

@@ -17,7 +17,7 @@ from zeroshard.lab.bench.settings import (
     MemoryBench,
     StepBench,
 )
-from zeroshard.train.sizes import parse_size
+from zeroshard.train.config.sizes import parse_size
 
 
 def run_bench(settings: Any, json_path: str = "", plot_path: str = "") -> int:
@@ -121,7 +121,7 @@ def _kernels(settings: KernelsBench) -> Report:
     from zeroshard.kernels.launch import HAS_TRITON
     from zeroshard.lab.bench import kernels
     from zeroshard.lab.bench.kernel_cases import CASES
-    from zeroshard.train.validate import nearest
+    from zeroshard.train.config.validate import nearest
 
     if not HAS_TRITON:
         raise UserError("bench", "Triton is not installed", 'pip install "zeroshard[kernels]"')

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from zeroshard.comm import Communicator, Work
 from zeroshard.lab.bench.ranks import ON_CPU, close, communicator, on_ranks, slowest, synchronise
 from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, environment, interleaved, spread_of
-from zeroshard.lab.hardware import Calibration, Device, Link, write_calibration
+from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
 WARM_S = 0.1  # how long a timing lasts at least, in calls
@@ -255,7 +255,7 @@ def fitted(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, flo
 
 
 def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type: str, num_threads: int) -> Calibration:
-    """What `zeroshard.lab.hardware` keeps of the measurements."""
+    """What `zeroshard.lab.predict.hardware` keeps of the measurements."""
     middle = {name: statistics.median(times) for name, times in found["seconds"].items()}
     amounts = found["amounts"]
 

@@ -1,4 +1,4 @@
-"""Bytes on a rank at three points, component by component, beside the formula of `zeroshard.lab.memory`.
+"""Bytes on a rank at three points, component by component, beside the formula of `zeroshard.lab.predict.memory`.
 
 The real engine is built for a rank of a world of any size, alone (`zeroshard.comm.NullCommunicator`), and takes two
 steps. Measured is what its storages hold (`zeroshard.profiling.memory`), predicted what the formula says from shapes
@@ -15,8 +15,8 @@ import torch
 
 from zeroshard.comm import NullCommunicator
 from zeroshard.lab.bench.report import Chart, Column, Report, Row
-from zeroshard.lab.buffers import buffers_of
-from zeroshard.lab.memory import OPTIMIZER_STATES, state_bytes
+from zeroshard.lab.predict.buffers import buffers_of
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.profiling.memory import POINTS, STATE, AllocationRecorder, ThreePoints, held_bytes
 from zeroshard.zero import STAGES, MixedPrecision, Zero

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from zeroshard.train.config import Config
+from zeroshard.train.config.config import Config
 
 Dtype = Literal["float32", "bfloat16"]
 CommName = Literal["torch", "ring", "shm"]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from zeroshard.lab.report.figure import CYCLE, Axis, Figure, Series
-from zeroshard.lab.results import RunResult, Step
+from zeroshard.lab.run_folders import RunResult, Step
 
 MOST_POINTS = 400
 _Value = Callable[[Step], float]

@@ -10,18 +10,18 @@ from typing import Any
 from dash import dcc, html
 
 from zeroshard.errors import UserError
-from zeroshard.lab.advice import GIB, MICRO_BATCHES
-from zeroshard.lab.command import arguments
-from zeroshard.lab.config import PlanConfig
-from zeroshard.lab.hardware import DEVICES, LINKS
-from zeroshard.lab.planner import plan
+from zeroshard.lab.planner.advice import GIB, MICRO_BATCHES
+from zeroshard.lab.planner.command import arguments
+from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.lab.planner.planner import plan
+from zeroshard.lab.planner.rows import Plan, Row
+from zeroshard.lab.planner.show import COLUMNS, cells, heading
+from zeroshard.lab.predict.hardware import DEVICES, LINKS
 from zeroshard.lab.report.figure import BLACK, GREEN, GREY, VERMILLION, Axis, Figure, Series
 from zeroshard.lab.report.insides import CATEGORY_COLOURS
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
-from zeroshard.lab.rows import Plan, Row
-from zeroshard.lab.show import COLUMNS, cells, heading
 from zeroshard.models.presets import PRESETS
-from zeroshard.train.validate import validate
+from zeroshard.train.config.validate import validate
 
 BANDWIDTHS = ("100Mbit/s", "1Gbit/s", "10Gbit/s", "25Gbit/s", "100Gbit/s", "200Gbit/s", "400Gbit/s", "800Gbit/s")
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -9,16 +9,16 @@ from typing import Any
 
 from dash import dcc, html
 
-from zeroshard.lab.cases import in_words
 from zeroshard.lab.dashboard import live
+from zeroshard.lab.planner.show import size
 from zeroshard.lab.report.figure import Axis, Figure
 from zeroshard.lab.report.insides import memory
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
 from zeroshard.lab.report.marks import LeftOutError
 from zeroshard.lab.report.material import entries_of_runs, pair_of, plan_of
-from zeroshard.lab.results import RunResult
-from zeroshard.lab.show import size
-from zeroshard.lab.sweep_results import SWEEP
+from zeroshard.lab.run_folders import RunResult
+from zeroshard.lab.sweep.cases import in_words
+from zeroshard.lab.sweep.results import SWEEP
 
 REFRESH_MS = 2000
 MOST_SHOWN = 6  # runs that are chosen where nobody has chosen

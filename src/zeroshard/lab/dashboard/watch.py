@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 
 from zeroshard.lab.metrics_log import MetricsLog
-from zeroshard.lab.results import CONFIG, METRICS, SUMMARY, RunResult, find_runs, is_held, locks_held, read_run
-from zeroshard.train.lock import LOCK
+from zeroshard.lab.run_folders import CONFIG, METRICS, SUMMARY, RunResult, find_runs, is_held, locks_held, read_run
+from zeroshard.train.state.lock import LOCK
 
 _FILES = (CONFIG, METRICS, SUMMARY)
 _Signature = tuple[tuple[int, int, int] | None, ...]

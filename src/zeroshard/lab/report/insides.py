@@ -24,7 +24,7 @@ from zeroshard.lab.report.figure import (
 from zeroshard.lab.report.marks import MOST_BARS, LeftOutError, numbered, only_first, rank_of_strategy, style
 from zeroshard.lab.report.material import OF_LINKS, Entry, pair_of, plan_of
 from zeroshard.lab.report.spans import TRACE, TraceError, read_spans
-from zeroshard.lab.results import RunResult
+from zeroshard.lab.run_folders import RunResult
 
 MOST_LINES = 12
 MOST_POINTS = 400  # of a curve

@@ -24,7 +24,7 @@ from zeroshard.lab.report.figure import (
     bandwidth_in_words,
 )
 from zeroshard.lab.report.material import STRATEGIES, Entry
-from zeroshard.lab.results import Spread
+from zeroshard.lab.run_folders import Spread
 
 MOST_GROUPS = 4  # figures of one kind, for combinations of what is on no axis
 MOST_BARS = 14

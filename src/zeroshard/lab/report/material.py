@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zeroshard.errors import UserError
-from zeroshard.lab.cases import CHANGES_NO_RESULT, in_words
-from zeroshard.lab.results import RunResult, find_runs, locks_held, read_run
-from zeroshard.lab.sweep_results import SWEEP, CaseResult, read_sweep
+from zeroshard.lab.run_folders import RunResult, find_runs, locks_held, read_run
+from zeroshard.lab.sweep.cases import CHANGES_NO_RESULT, in_words
+from zeroshard.lab.sweep.results import SWEEP, CaseResult, read_sweep
 from zeroshard.regular_files import json_of, read_text
-from zeroshard.train.config import TrainConfig
-from zeroshard.train.sizes import parse_bandwidth
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sizes import parse_bandwidth
 
 CROSSOVER = "crossover.json"
 STRATEGIES = ("zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2", "auto")  # in the order of figures

@@ -11,12 +11,12 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from zeroshard.lab.cases import in_words
+from zeroshard.lab.planner.show import size
 from zeroshard.lab.report.figure import Figure, bandwidth_in_words
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
 from zeroshard.lab.report.material import OF_LINKS, Entry, Material, Notice, pair_of
-from zeroshard.lab.results import Spread
-from zeroshard.lab.show import size
+from zeroshard.lab.run_folders import Spread
+from zeroshard.lab.sweep.cases import in_words
 
 _NAME_DIGITS = 6
 _ABOUT = {

@@ -25,7 +25,7 @@ from zeroshard.lab.report.marks import (
     titled,
 )
 from zeroshard.lab.report.material import OF_LINKS, Crossing, Entry
-from zeroshard.lab.results import Spread
+from zeroshard.lab.run_folders import Spread
 
 
 def throughput(entries: Sequence[Entry]) -> list[Figure]:

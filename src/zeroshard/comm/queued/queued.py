@@ -1,0 +1,113 @@
+"""Communicators of CPU tensors whose operations run behind their caller, on a thread of their own.
+
+The caller's thread checks the arguments and makes them flat; the thread runs one operation after another (`worker`),
+each under a topic that ranks which have diverged do not share (`pieces.Topics`). What an operation does there is all
+that an implementation says: `_all_reduce` and the others are given 1-D tensors in order of memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from zeroshard.comm.base import ReduceOp, Work, check_op, check_rank, check_shards
+from zeroshard.comm.queued.messages import CPU, require_cpu
+from zeroshard.comm.queued.pieces import Topics, on_flat
+from zeroshard.comm.queued.worker import Operation, Worker
+
+
+class QueuedCommunicator(ABC):
+    """What such communicators share; `_open` is called once ``rank`` and ``world_size`` are known."""
+
+    uniform_order = True
+    control_device = CPU
+    rank: int
+    world_size: int
+
+    def _open(self, name: str) -> None:
+        """Begin to take operations, on a thread of this name."""
+        self._topics = Topics()
+        self._worker = Worker(name)
+        self._parts: weakref.WeakSet[QueuedCommunicator] = weakref.WeakSet()
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce ``tensor`` in place; any strides, at the cost of copies where its elements do not lie in order."""
+        check_op(op)
+        return self._submit(f"all_reduce {op}", on_flat(tensor, lambda flat: self._all_reduce(flat, op)), tensor)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce and keep this rank's slice."""
+        check_op(op)
+        check_shards(input, output, self.world_size)
+        whole, shard = input.detach().view(-1), output.detach().view(-1)
+        return self._submit(f"reduce_scatter {op}", lambda: self._reduce_scatter(whole, op, shard), input, output)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        """Gather every rank's shard."""
+        check_shards(output, input, self.world_size)
+        whole, shard = output.detach().view(-1), input.detach().view(-1)
+        return self._submit("all_gather", lambda: self._all_gather(whole, shard), output, input)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Work:
+        """Take rank ``src``'s tensor; any strides."""
+        check_rank(src, self.world_size)
+        return self._submit(f"broadcast {src}", on_flat(tensor, lambda flat: self._broadcast(flat, src)), tensor)
+
+    def barrier(self) -> None:
+        """Return when every rank has called it and all that was issued before is done."""
+        self._submit("barrier", self._barrier).wait()
+
+    @property
+    @abstractmethod
+    def buffer_bytes(self) -> int:
+        """Memory of its own on this rank, its parts' among it."""
+
+    def close(self) -> None:
+        """Finish what was issued, end the thread and let go of the other ranks, parts first; harmless twice."""
+        for part in list(self._parts):
+            part.close()
+        self._worker.close()
+        self._leave()
+
+    def _submit(self, op: str, operation: Operation, *tensors: Tensor) -> Work:
+        """Have the worker run ``operation``; the first of ``tensors`` is the whole one."""
+        require_cpu(type(self).__name__, *tensors)
+        topic = self._topics.next(op, tensors[0] if tensors else None)
+
+        def run() -> None:
+            self._take_up(topic)
+            operation()
+
+        return self._worker.submit(run)
+
+    # -- what an implementation does, on the worker's thread but for the last -----------------------------------
+
+    @abstractmethod
+    def _take_up(self, topic: int) -> None:
+        """Have all messages from now on carry this topic."""
+
+    @abstractmethod
+    def _all_reduce(self, flat: Tensor, op: ReduceOp) -> None:
+        """``flat`` becomes the reduction."""
+
+    @abstractmethod
+    def _reduce_scatter(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
+        """``shard`` becomes this rank's shard of the reduction of ``whole``, of which it may be a part."""
+
+    @abstractmethod
+    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
+        """Every rank's shard goes into ``whole``; ``shard`` is this rank's, and may lie there already."""
+
+    @abstractmethod
+    def _broadcast(self, flat: Tensor, src: int) -> None:
+        """``flat`` becomes rank ``src``'s."""
+
+    @abstractmethod
+    def _barrier(self) -> None:
+        """Return when every rank is here."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Let go of what carries the messages; harmless twice."""

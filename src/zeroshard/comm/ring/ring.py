@@ -1,0 +1,208 @@
+"""Collectives from send and receive alone: each rank talks to its two neighbours, and all links are busy at once.
+
+A tensor of n elements is cut into W shards of ceil(n / W), the last ones shorter or empty. In a reduce-scatter each
+shard travels once around, and every rank that it visits adds its own; in an all-gather it travels around again:
+
+    rank 0 --shard 3--> rank 1 --shard 3--> rank 2 --shard 3--> rank 3 (its owner)
+              x0                x0 + x1           (x0 + x1) + x2        ((x0 + x1) + x2) + x3
+
+So shard s is reduced in the order s+1, s+2, ..., s (modulo W), wherever it ends up: the same bits on every rank, from
+run to run, and from `all_reduce`, which is the one and then the other. A rank sends (W-1)/W of the tensor for each of
+the two, the least that is possible (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", 2009). With two ranks a ring is a direct exchange of halves.
+
+Shards travel in chunks: while one is added, the next arrives and the one before leaves. All go the same way round, for
+a rank that sends and receives at once fills both directions of its link already. A rank holds two chunks beside the
+caller's tensors and nothing else: partial sums are made in the input, and gathered shards land in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.base import Groups, ReduceOp, Work
+from zeroshard.comm.queued.messages import Transport
+from zeroshard.comm.queued.pieces import COMBINE, copy, shard_interval
+from zeroshard.comm.queued.queued import QueuedCommunicator
+from zeroshard.comm.ring.sockets import SocketTransport
+
+MIN_CHUNK_BYTES = 256 << 10  # below it, a message costs more than its bytes
+MAX_CHUNK_BYTES = 2 << 20
+_CHUNKS_PER_SHARD = 4  # enough to overlap; more only adds messages
+
+Leave = Callable[[Tensor], None]  # send a chunk to the right neighbour
+
+
+class RingCommunicator(QueuedCommunicator):
+    """The ranks of a process group as a ring of neighbours, on CPU tensors of any dtype.
+
+    Operations run in issue order on a thread of their own; a reduce-scatter leaves partial sums in its input. To build
+    one is collective over ``group``.
+
+    Args:
+        group: a process group that this rank belongs to; None: the default group.
+        transport: what carries the messages instead; None: TCP connections of their own.
+        timeout_s: after which a peer that sends nothing is given up; only for the transport made here.
+
+    Raises:
+        RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, transport: Transport | None = None, timeout_s: float = 600.0
+    ) -> None:
+        self.transport: Transport = transport or SocketTransport(group, timeout_s=timeout_s)
+        self.rank = self.transport.rank
+        self.world_size = self.transport.world_size
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._open(f"ring-{self.rank}")
+
+    def split(self, groups: Groups) -> RingCommunicator:
+        """A ring of each group of ranks, with connections and a thread of its own."""
+        part = RingCommunicator(transport=self.transport.split(groups))
+        self._parts.add(part)
+        return part
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Where two chunks land, here and in each part."""
+        return self._memory.nbytes + sum(part.buffer_bytes for part in self._parts)
+
+    def _take_up(self, topic: int) -> None:
+        self.transport.topic = topic
+
+    def _leave(self) -> None:
+        self.transport.close()
+
+    # -- the rings, on the worker's thread ----------------------------------------------------------------------
+
+    def _shard(self, flat: Tensor, index: int) -> tuple[int, int]:
+        """The interval of ``flat`` that is shard ``index`` (modulo the world)."""
+        return shard_interval(flat.numel(), self.world_size, index % self.world_size)
+
+    def _arrivals(self, flat: Tensor, chunk: int, first: int) -> list[list[Tensor]]:
+        """What the left neighbour sends, step by step, where shard ``first`` comes first: chunks of ``flat``."""
+        shards = (self._shard(flat, first - step) for step in range(self.world_size - 1))
+        return [_chunks(flat, start, stop, chunk) for start, stop in shards]
+
+    def _reduce(self, flat: Tensor, op: ReduceOp, output: Tensor, leave: Leave, *, last_leaves: bool) -> None:
+        """Reduce-scatter in ``flat``, this rank's shard into ``output``; the chunks of that leave too if asked."""
+        combine, chunk, left = COMBINE[op], self._chunk(flat), (self.rank - 1) % self.world_size
+        *travelling, own = self._arrivals(flat, chunk, self.rank - 2)
+        hops = [(part, part, True) for parts in travelling for part in parts]
+        hops += [
+            (part, out, last_leaves) for part, out in zip(own, _chunks(output, 0, len(output), chunk), strict=True)
+        ]
+        buffers = self._landing(flat.dtype, chunk)
+
+        def post(index: int) -> Work:
+            return self.transport.recv(buffers[index % 2, : len(hops[index][0])], left)
+
+        posted = [post(index) for index in range(min(2, len(hops)))]
+        for part in _chunks(flat, *self._shard(flat, self.rank - 1), chunk):
+            leave(part)
+        for index, (part, target, leaves) in enumerate(hops):
+            posted[index].wait()
+            combine(part, buffers[index % 2, : len(part)], out=target)
+            if index + 2 < len(hops):
+                posted.append(post(index + 2))
+            if leaves:
+                leave(target)
+
+    def _gather(self, flat: Tensor, leave: Leave) -> None:
+        """All-gather in ``flat``, this rank's shard having left; ``leave`` as in `_reduce`."""
+        left = (self.rank - 1) % self.world_size
+        steps = self._arrivals(flat, self._chunk(flat), self.rank - 1)
+        posted = [(step, part, self.transport.recv(part, left)) for step, parts in enumerate(steps) for part in parts]
+        for step, part, work in posted:
+            work.wait()
+            if step < self.world_size - 2:
+                leave(part)
+
+    def _reduce_scatter(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
+        if self.world_size == 1:
+            copy(shard, whole)
+            return
+        sends = _Sends(self)
+        self._reduce(whole, op, shard, sends, last_leaves=False)
+        sends.wait()
+
+    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
+        start, stop = self._shard(whole, self.rank)
+        copy(whole[start:stop], shard)
+        if self.world_size > 1:
+            sends = _Sends(self)
+            for part in _chunks(whole, start, stop, self._chunk(whole)):
+                sends(part)
+            self._gather(whole, sends)
+            sends.wait()
+
+    def _all_reduce(self, flat: Tensor, op: ReduceOp) -> None:
+        if self.world_size > 1:
+            sends = _Sends(self)
+            start, stop = self._shard(flat, self.rank)
+            self._reduce(flat, op, flat[start:stop], sends, last_leaves=True)
+            self._gather(flat, sends)
+            sends.wait()
+
+    def _broadcast(self, flat: Tensor, src: int) -> None:
+        """Chunks go along the chain src, src + 1, ..., src - 1."""
+        place = (self.rank - src) % self.world_size
+        chunks = _chunks(flat, 0, flat.numel(), self._chunk(flat))
+        sends = _Sends(self)
+        posted = [self.transport.recv(part, (self.rank - 1) % self.world_size) for part in chunks] if place else []
+        for index, part in enumerate(chunks):
+            if place:
+                posted[index].wait()
+            if place < self.world_size - 1:
+                sends(part)
+        sends.wait()
+
+    def _barrier(self) -> None:
+        """Dissemination: in round k, tell the rank 2^k to the right (Hensgen, Finkel and Manber, 1988)."""
+        distance = 1
+        while distance < self.world_size:
+            token = torch.zeros(2, dtype=torch.uint8)
+            heard = self.transport.recv(token[:1], (self.rank - distance) % self.world_size)
+            told = self.transport.send(token[1:], (self.rank + distance) % self.world_size)
+            heard.wait()
+            told.wait()
+            distance *= 2
+
+    def _landing(self, dtype: torch.dtype, chunk: int) -> Tensor:
+        """Where two chunks land; operations run one at a time, so that they share it."""
+        num_bytes = 2 * chunk * dtype.itemsize
+        if self._memory.nbytes < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._memory[:num_bytes].view(dtype).view(2, chunk)
+
+    def _chunk(self, flat: Tensor) -> int:
+        """Elements of a chunk: the same on every rank, for it depends on the tensor's size alone."""
+        shard_bytes = -(-flat.nbytes // self.world_size)
+        chunk_bytes = min(max(shard_bytes // _CHUNKS_PER_SHARD, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+        return max(chunk_bytes // flat.element_size(), 1)
+
+
+class _Sends:
+    """The messages to the right neighbour, which leave in the order in which it is called with them."""
+
+    def __init__(self, comm: RingCommunicator) -> None:
+        self._transport = comm.transport
+        self._right = (comm.rank + 1) % comm.world_size
+        self._works: list[Work] = []
+
+    def __call__(self, part: Tensor) -> None:
+        self._works.append(self._transport.send(part, self._right))
+
+    def wait(self) -> None:
+        """Return when all have left."""
+        for work in self._works:
+            work.wait()
+
+
+def _chunks(flat: Tensor, start: int, stop: int, chunk: int) -> list[Tensor]:
+    return list(flat[start:stop].split(chunk)) if stop > start else []

@@ -1,0 +1,267 @@
+"""Collectives through memory that the CPU ranks of one host map together: no socket, no kernel.
+
+A large tensor that was cut from shared memory (`SharedMemoryCommunicator.empty`; the engine's flat buffers are) is read
+by the others where it lies: a reduction adds straight from there, a gather copies straight from there. Others travel
+through slots (`zeroshard.comm.shm.slots`). A slot holds, for a reduce-scatter, a piece of every other rank's shard; for
+a
+gather or broadcast, a piece of its owner's data. Pieces are small enough to stay in the caches:
+
+    publish piece 0 | publish piece 1, reduce piece 0 | publish piece 2, reduce piece 1 | ...
+
+Sums run in the order of ranks, ``((x0 + x1) + x2) + ...``, whoever owns the shard and whichever way it went, and
+`all_reduce` is a reduce-scatter and an all-gather: the same bits on every rank, from run to run, and from both.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.base import Groups, ReduceOp, own_group
+from zeroshard.comm.queued.messages import members, own_store
+from zeroshard.comm.queued.pieces import COMBINE, Combine, copy, shard_interval
+from zeroshard.comm.queued.queued import QueuedCommunicator
+from zeroshard.comm.shm.mapped import Segment
+from zeroshard.comm.shm.slots import NUM_COUNTERS, NUM_SLOTS, SLOT_BYTES, Slots
+from zeroshard.errors import UserError
+
+DIRECT_BYTES = 256 << 10  # of the whole tensor; below it, two rounds of counters cost more than a copy
+_CACHED_BYTES = 256 << 10  # of a partial sum
+_FAILED = "failed: "
+
+
+class SharedMemoryCommunicator(QueuedCommunicator):
+    """The CPU ranks of one host; tensors of any dtype.
+
+    Operations run in issue order on a thread of their own. To build one is collective over ``group``. It maps
+    ``NUM_SLOTS * SLOT_BYTES`` for each rank, and what `empty` gives out; the files behind them are gone before the
+    constructor returns.
+
+    Args:
+        group: a process group that this rank belongs to; None: the default group.
+        timeout_s: after which a peer that does not answer is given up. One that has died is noticed in a second.
+
+    Raises:
+        RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
+        UserError: the ranks are not all on one host, or it has too little memory to share.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
+        parent, rank, world_size = members(group)
+        self._join(own_store(parent), rank, range(world_size), timeout_s)
+
+    def _join(self, store: dist.Store, rank: int, names: Sequence[int], timeout_s: float) -> None:
+        """``names``: what each rank is called in messages to the user."""
+        self.rank, self.world_size = rank, len(names)
+        self._store, self._names, self._timeout_s, self._num_splits = store, names, timeout_s, 0
+        segments = _map_segments(store, rank, names) if self.world_size > 1 else []
+        self._slots = Slots(segments, rank, timeout_s)
+        self._open(f"shm-{names[rank]}")
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """``[numel]``, not filled, in memory that all ranks map; ordinary memory where there is no room for it."""
+        arena = self._slots.arena
+        return torch.empty(numel, dtype=dtype) if arena is None else arena.empty(numel, dtype)
+
+    def split(self, groups: Groups) -> SharedMemoryCommunicator:
+        """Memory of their own, and a thread, for each group of ranks."""
+        index, ranks = own_group(groups, self.rank)
+        part = object.__new__(SharedMemoryCommunicator)
+        store = dist.PrefixStore(f"part/{self._num_splits}/{index}", self._store)
+        self._num_splits += 1
+        part._join(store, ranks.index(self.rank), [self._names[rank] for rank in ranks], self._timeout_s)
+        self._parts.add(part)
+        return part
+
+    @property
+    def buffer_bytes(self) -> int:
+        """This rank's slots, here and in each part; not what `empty` gave out."""
+        own = NUM_SLOTS * SLOT_BYTES if self.world_size > 1 else 0
+        return own + sum(part.buffer_bytes for part in self._parts)
+
+    def _take_up(self, topic: int) -> None:
+        self._slots.topic = topic
+
+    def _leave(self) -> None:
+        self._slots.close()
+
+    # -- the collectives, on the worker's thread ----------------------------------------------------------------
+
+    def _reduce_scatter(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
+        if self.world_size == 1:
+            copy(shard, whole)
+        elif (wholes := self._offer(whole, whole.nbytes)) is not None:
+            self._reduce_where_they_lie(wholes, op, shard)
+            self._slots.done()
+        else:
+            self._reduce_in_slots(whole, op, shard)
+
+    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
+        start, stop = shard_interval(whole.numel(), self.world_size, self.rank)
+        if self.world_size > 1 and (shards := self._offer(shard, whole.nbytes)) is not None:
+            for peer in self._slots.peers:
+                start_of, stop_of = shard_interval(whole.numel(), self.world_size, peer)
+                whole[start_of:stop_of].copy_(shards[peer])
+            copy(whole[start:stop], shard)
+            self._slots.done()
+        else:
+            copy(whole[start:stop], shard)
+            self._gather_in_slots(whole, shard)
+
+    def _all_reduce(self, flat: Tensor, op: ReduceOp) -> None:
+        if self.world_size == 1:
+            return
+        start, stop = shard_interval(flat.numel(), self.world_size, self.rank)
+        if (wholes := self._offer(flat, flat.nbytes)) is not None:
+            self._reduce_where_they_lie(wholes, op, flat[start:stop])
+            self._slots.done()  # now each shard is reduced, in its owner's tensor
+            for peer in self._slots.peers:
+                theirs = slice(*shard_interval(flat.numel(), self.world_size, peer))
+                flat[theirs].copy_(wholes[peer][theirs])
+            self._slots.done()
+        else:
+            self._reduce_in_slots(flat, op, flat[start:stop])
+            self._gather_in_slots(flat, flat[start:stop])
+
+    def _offer(self, tensor: Tensor, whole_bytes: int) -> list[Tensor] | None:
+        """Every rank's ``tensor``, if it pays and all can be reached."""
+        return self._slots.offer(tensor) if whole_bytes >= DIRECT_BYTES else None
+
+    def _reduce_where_they_lie(self, wholes: list[Tensor], op: ReduceOp, shard: Tensor) -> None:
+        start, stop = shard_interval(wholes[0].numel(), self.world_size, self.rank)
+        size = _CACHED_BYTES // shard.element_size()
+        partial = torch.empty(min(size, stop - start), dtype=shard.dtype)
+        for first in range(start, stop, size):
+            parts = [whole[first : min(first + size, stop)] for whole in wholes]
+            target = shard[first - start : first - start + parts[0].numel()]
+            _combine_in_order(COMBINE[op], parts, target, self.rank, partial[: parts[0].numel()])
+
+    def _reduce_in_slots(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
+        slots, combine, rank = self._slots, COMBINE[op], self.rank
+        starts, stops = zip(*(shard_interval(whole.numel(), self.world_size, r) for r in slots.ranks), strict=True)
+        size = slots.numel(whole.dtype) // max(self.world_size - 1, 1)  # of a piece of one shard
+
+        def publish(piece: int, slot: Tensor) -> None:
+            for peer in slots.peers:
+                start = min(starts[peer] + piece * size, stops[peer])
+                part = whole[start : min(start + size, stops[peer])]
+                place = (peer - (peer > rank)) * size
+                slot[place : place + part.numel()].copy_(part)
+
+        def read(piece: int, published: list[Tensor]) -> None:
+            start = starts[rank] + piece * size
+            own = whole[start : min(start + size, stops[rank])]
+            target = shard[piece * size : piece * size + own.numel()]
+            parts = []
+            for peer, slot in enumerate(published):
+                place = (rank - (rank > peer)) * size
+                parts.append(own if peer == rank else slot[place : place + own.numel()])
+            _combine_in_order(combine, parts, target, rank, parts[0])  # in the slot only we read this part
+
+        slots.exchange(whole.dtype, -(-(stops[0] - starts[0]) // size), publish, read)
+
+    def _gather_in_slots(self, whole: Tensor, shard: Tensor) -> None:
+        slots, size = self._slots, self._slots.numel(whole.dtype)
+        intervals = [shard_interval(whole.numel(), self.world_size, r) for r in slots.ranks]
+
+        def publish(piece: int, slot: Tensor) -> None:
+            part = shard[piece * size : (piece + 1) * size]
+            slot[: part.numel()].copy_(part)
+
+        def read(piece: int, published: list[Tensor]) -> None:
+            for peer in slots.peers:
+                start, stop = intervals[peer]
+                target = whole[min(start + piece * size, stop) : min(start + (piece + 1) * size, stop)]
+                target.copy_(published[peer][: target.numel()])
+
+        slots.exchange(whole.dtype, -(-intervals[0][1] // size), publish, read)
+
+    def _broadcast(self, flat: Tensor, src: int) -> None:
+        size = self._slots.numel(flat.dtype)
+
+        def publish(piece: int, slot: Tensor) -> None:
+            part = flat[piece * size : (piece + 1) * size]
+            if self.rank == src:
+                slot[: part.numel()].copy_(part)
+
+        def read(piece: int, published: list[Tensor]) -> None:
+            part = flat[piece * size : (piece + 1) * size]
+            if self.rank != src:
+                part.copy_(published[src][: part.numel()])
+
+        self._slots.exchange(flat.dtype, -(-flat.numel() // size), publish, read)
+
+    def _barrier(self) -> None:
+        self._slots.exchange(torch.uint8, 1, lambda piece, slot: None, lambda piece, published: None)
+
+
+def _combine_in_order(combine: Combine, parts: list[Tensor], target: Tensor, own: int, partial: Tensor) -> None:
+    """``target`` becomes the combination of ``parts`` in their order; it may be part number ``own`` itself.
+
+    Until that part is in, sums gather in ``partial``, which may be the first part.
+    """
+    total = parts[0]
+    for index in range(1, len(parts)):
+        total = combine(total, parts[index], out=target if index >= own else partial)
+
+
+def ranks_share_host(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks of ``group`` (None: the default group) run on one host. Collective."""
+    parent, rank, world_size = members(group)
+    return len(set(_tell_all(own_store(parent), "host", rank, world_size, _host()))) == 1
+
+
+def _host() -> str:
+    """A name for this host that no other has: a container's own name, and the boot of the kernel beneath it."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}".strip()
+
+
+def _tell_all(store: dist.Store, what: str, rank: int, world_size: int, word: str) -> list[str]:
+    """Every rank's word, by rank."""
+    store.set(f"{what}/{rank}", word)
+    return [store.get(f"{what}/{r}").decode() for r in range(world_size)]
+
+
+def _map_segments(store: dist.Store, rank: int, names: Sequence[int]) -> list[Segment]:
+    """All ranks' segments, mapped here; no file is left behind. Every rank raises if one cannot take part."""
+    world_size = len(names)
+    hosts = _tell_all(store, "host", rank, world_size, _host())
+    for name, host in zip(names, hosts, strict=True):
+        if host != hosts[0]:
+            what = f"shared memory joins ranks of one host, and rank {name} is on {host}, rank {names[0]} on {hosts[0]}"
+            raise UserError("comm", what, "use ring")
+    own: Segment | None = None
+    segments: list[Segment] = []
+    try:
+        try:
+            own = Segment.create(names[rank], NUM_COUNTERS, NUM_SLOTS * SLOT_BYTES)
+            found = str(own.path)
+        except UserError as error:
+            found = f"{_FAILED}{error.what}"
+        paths = _agreed(_tell_all(store, "path", rank, world_size, found))
+        try:
+            for other, path in enumerate(paths):
+                is_own = other == rank and own is not None
+                segments.append(own if is_own else Segment.attach(Path(path), names[other], NUM_COUNTERS))
+            state = "mapped"
+        except OSError as error:
+            state = f"{_FAILED}rank {names[rank]} cannot open another rank's memory ({error})"
+        _agreed(_tell_all(store, "state", rank, world_size, state))
+    finally:
+        if own is not None:
+            own.unlink()
+    return segments
+
+
+def _agreed(words: list[str]) -> list[str]:
+    """``words``, unless one of them says that its rank has failed."""
+    for word in words:
+        if word.startswith(_FAILED):
+            raise UserError("comm", word.removeprefix(_FAILED), "use ring")
+    return words

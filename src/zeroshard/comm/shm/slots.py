@@ -1,0 +1,168 @@
+"""How the ranks of one host hand data to each other: through slots, or where it lies.
+
+Each rank owns a segment that the others map. Either it *publishes* what they need in the next of a few slots, announces
+it in a counter, and they read it there; or, where every rank's tensor was cut from its own segment (`Arena`), it
+*offers* the place of the tensor, and they read that until they have said that they are done.
+
+[Note: four slots need no second counter] Who publishes piece n has read piece n - 2 of every rank. That rank published
+it after it had read piece n - 4, whose slot piece n now takes. So no slot is filled while somebody reads it.
+
+[Note: one note is enough for offers] A rank writes its next offer only after every rank has read the last one: either
+all have said that they are done with what was offered, or, where slots were used instead, all have published a piece,
+which they do after they have read the offers.
+
+[Note: nobody reads what is not meant] With each offer and each piece a rank notes its topic, a number of the operation
+that it belongs to. A rank that finds another topic than its own fails instead of reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.base import PeerError
+from zeroshard.comm.shm.arena import Arena, Neighbour, Place
+from zeroshard.comm.shm.mapped import LOST, NOTE_WORDS, PeerLost, Segment
+
+SLOT_BYTES = 1 << 20
+_AHEAD = 1  # pieces published before the first is read
+NUM_SLOTS = 2 * (_AHEAD + 1)  # [Note: four slots need no second counter]
+_PUBLISHED, _OFFERED, _DONE = LOST + 1, LOST + 2, LOST + 3  # how many slots are filled, offers made, offers done with
+NUM_COUNTERS = LOST + 4
+
+Publish = Callable[[int, Tensor], None]  # lay piece number i into this rank's slot
+Read = Callable[[int, list[Tensor]], None]  # take piece number i from the slots, by rank
+_NOWHERE = Place(0, 0, 0)
+# Words of a segment's note: the place that is offered, the topic of the offer, the topic of each slot's piece.
+_OFFER_TOPIC = len(_NOWHERE)
+_SLOT_TOPICS = _OFFER_TOPIC + 1
+assert _SLOT_TOPICS + NUM_SLOTS <= NOTE_WORDS
+
+
+class Slots:
+    """The segments of all ranks. Every rank uses its own in step with the others: one count serves all.
+
+    Args:
+        segments: by rank; empty in a world of one.
+        rank: which of them is ours.
+        timeout_s: after which a rank that does not answer is lost.
+
+    Attributes:
+        topic: of the operation that runs now: [Note: nobody reads what is not meant].
+    """
+
+    def __init__(self, segments: list[Segment], rank: int, timeout_s: float) -> None:
+        self.ranks = range(max(len(segments), 1))
+        self.peers = [r for r in self.ranks if r != rank]
+        self._rank = rank
+        self._segments = segments
+        self._timeout_s = timeout_s
+        self.topic = 0
+        self._num_published = self._num_read = self._num_offers = self._num_done = 0
+        self.arena = Arena(segments[rank]) if segments else None
+        self._neighbours = [Neighbour(segment) for segment in segments]
+        self._views: dict[torch.dtype, list[list[Tensor]]] = {}
+
+    def numel(self, dtype: torch.dtype) -> int:
+        """Elements that a slot holds."""
+        return SLOT_BYTES // dtype.itemsize
+
+    def exchange(self, dtype: torch.dtype, num_pieces: int, publish: Publish, read: Read) -> None:
+        """Publish pieces 0, 1, ... and read each when all ranks have published it.
+
+        Raises:
+            PeerError: a rank is gone, does not answer, or is in another operation.
+        """
+        if not self._segments:
+            return
+        with self._telling():
+            for index in range(num_pieces + _AHEAD):
+                if index < num_pieces:
+                    self._publish(dtype, lambda slot, piece=index: publish(piece, slot))
+                if index >= _AHEAD:
+                    self._read(dtype, lambda slots, piece=index - _AHEAD: read(piece, slots))
+
+    def offer(self, tensor: Tensor) -> list[Tensor] | None:
+        """Every rank's ``tensor`` (1-D, alike on all), to be read until `done`; None unless all can be reached.
+
+        Where it returns None, at least one piece must go through the slots next.
+
+        Raises:
+            PeerError: a rank is gone, does not answer, or is in another operation.
+        """
+        assert self.arena is not None
+        place = self.arena.place_of(tensor)
+        own, self._num_offers = self._segments[self._rank], self._num_offers + 1
+        for word, number in enumerate(place or _NOWHERE):
+            own.note[word] = number
+        own.note[_OFFER_TOPIC] = self.topic
+        own.counters[_OFFERED].advance(self._num_offers)
+        places = []
+        with self._telling():
+            for peer in self.ranks:
+                if peer != self._rank:
+                    self._segments[peer].counters[_OFFERED].wait(self._num_offers, self._timeout_s)
+                    self._require_topic(peer, _OFFER_TOPIC)
+                start, num_bytes, offset = self._segments[peer].note[:3]
+                places.append(Place(start, num_bytes, offset))
+        if _NOWHERE in places:
+            return None
+        views = [n.view(at, tensor.numel(), tensor.dtype) for n, at in zip(self._neighbours, places, strict=True)]
+        views[self._rank] = tensor
+        return views
+
+    def done(self) -> None:
+        """Say that we have read, and written, all we had to, and return when every rank has.
+
+        Raises:
+            PeerError: a rank is gone, does not answer, or is in another operation.
+        """
+        self._num_done += 1
+        self._segments[self._rank].counters[_DONE].advance(self._num_done)
+        with self._telling():
+            for peer in self.peers:
+                self._segments[peer].counters[_DONE].wait(self._num_done, self._timeout_s)
+
+    @contextmanager
+    def _telling(self) -> Generator[None]:
+        """Note for the others which rank was found lost in this block."""
+        try:
+            yield
+        except PeerLost as error:
+            self._segments[self._rank].counters[LOST].advance(error.rank + 1)
+            raise
+
+    def _publish(self, dtype: torch.dtype, publish: Callable[[Tensor], None]) -> None:
+        count = self._num_published
+        publish(self._slots(dtype, count)[self._rank])
+        self._segments[self._rank].note[_SLOT_TOPICS + count % NUM_SLOTS] = self.topic
+        self._num_published = count + 1
+        self._segments[self._rank].counters[_PUBLISHED].advance(count + 1)
+
+    def _read(self, dtype: torch.dtype, read: Callable[[list[Tensor]], None]) -> None:
+        count = self._num_read
+        for peer in self.peers:
+            self._segments[peer].counters[_PUBLISHED].wait(count + 1, self._timeout_s)
+            self._require_topic(peer, _SLOT_TOPICS + count % NUM_SLOTS)
+        read(self._slots(dtype, count))
+        self._num_read = count + 1
+
+    def _require_topic(self, peer: int, word: int) -> None:
+        if self._segments[peer].note[word] != self.topic:
+            raise PeerError(f"rank {self._segments[peer].rank} made another call than this rank")
+
+    def _slots(self, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """By rank, the slots of publication number ``count``."""
+        views = self._views.get(dtype)
+        if views is None:
+            whole = [segment.data.view(dtype).view(NUM_SLOTS, -1) for segment in self._segments]
+            views = self._views[dtype] = [[rows[slot] for rows in whole] for slot in range(NUM_SLOTS)]
+        return views[count % NUM_SLOTS]
+
+    def close(self) -> None:
+        """Let go of the segments; the memory goes with the last view of it."""
+        for segment in self._segments:
+            segment.close()

@@ -1,0 +1,1 @@
+"""Communicators around another one: they measure, slow down, watch over, or block."""

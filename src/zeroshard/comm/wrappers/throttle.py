@@ -1,0 +1,279 @@
+"""A slower network than there is: every operation takes as long as a ring over given links would take.
+
+`ThrottledCommunicator` lets the communicator in it move the bytes, and has `Work.wait` return no sooner than they
+would have arrived. Nothing sleeps before that, so computation between issue and wait hides the delay, as it would hide
+the network's. W ranks form a ring; links are full duplex, and each direction of each is charged what passes through it
+(N: bytes of the whole tensor, alpha: latency of a link, B: bytes per second in one direction):
+
+    reduce_scatter, all_gather    (W - 1) alpha       +  (W - 1) / W  N / B
+    all_reduce                    2 (W - 1) alpha     +  2 (W - 1) / W  N / B
+    broadcast                     (W - 1) alpha       +  N / B                       a chain, in chunks
+    barrier                       ceil(log2 W) alpha                                 dissemination
+
+Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005, section 4, with
+the bandwidth terms of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+
+[Note: When a transfer begins]
+    A collective begins when the last rank has issued it, and a rank knows its own moment alone. So each operation is
+    followed by a maximum over the ranks' clocks. Without it a rank that waits for a slow one would find its data the
+    sooner, the later the other came. The clock is the host's: ranks on several hosts have none in common, and are
+    refused at their first wait.
+
+[Note: What shares a link]
+    Operations of one communicator follow each other, as they do on a ring's thread and on a NCCL stream. Those of its
+    parts share the rank's links with them, through a token bucket for each level. Between nodes a node has one link;
+    where ranks of one node each have a ring that leaves it (the columns of a two-level world), these share it equally.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.base import Communicator, Groups, Tells, Work, own_group
+from zeroshard.comm.labels import CONTROL, scope
+from zeroshard.comm.queued.messages import require_cpu
+from zeroshard.comm.wrappers.wrapper import Wrapper
+
+SPIN_S = 100e-6  # the kernel may come so much too late out of a sleep
+_NS = 1e9
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a link.
+
+    Attributes:
+        latency_s: from one end to the other.
+        bytes_per_s: what passes; infinite where nothing holds it up.
+        burst_bytes: what passes at once after a pause, as through a shaper's token bucket.
+
+    Raises:
+        ValueError: a negative latency or burst, or no bandwidth.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+    burst_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.latency_s >= 0 or math.isinf(self.latency_s):
+            raise ValueError(f"latency_s: {self.latency_s} is no time; give seconds, 0 or more")
+        if not self.bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s: {self.bytes_per_s} lets nothing pass; give more than 0")
+        if self.burst_bytes < 0:
+            raise ValueError(f"burst_bytes: {self.burst_bytes} is below 0; give 0 or more")
+
+
+def bytes_per_link(op: str, num_bytes: int, world_size: int) -> float:
+    """Bytes in one direction of each link of a ring, for ``op`` on a whole tensor of ``num_bytes``."""
+    once = num_bytes * (world_size - 1) / world_size
+    return {"reduce_scatter": once, "all_gather": once, "all_reduce": 2 * once, "broadcast": num_bytes}.get(op, 0)
+
+
+def num_hops(op: str, world_size: int) -> int:
+    """Messages that follow each other in ``op``: how often it pays a link's latency."""
+    once = world_size - 1
+    if op == "barrier":
+        return once.bit_length()  # ceil(log2 W)
+    return 2 * once if op == "all_reduce" else once
+
+
+class _Bucket:
+    """The tokens of one direction of a link, as the moment until which they are spent."""
+
+    def __init__(self) -> None:
+        self._spent_until = -math.inf
+
+    def take(self, start_s: float, seconds: float, burst_s: float) -> float:
+        """When what takes ``seconds`` has passed, if it may begin at ``start_s``."""
+        self._spent_until = max(start_s - burst_s, self._spent_until) + seconds
+        return max(start_s, self._spent_until)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The links of one kind that a ring passes: what they are, which bucket, and how many rings share each."""
+
+    link: Link
+    bucket: _Bucket
+    num_rings: int
+
+
+class ThrottledCommunicator(Wrapper):
+    """``inner``, as slow as a ring over ``link`` between nodes, and ``inside`` within one.
+
+    What it computes, and its bits, are the inner communicator's. A world of one rank has no link.
+
+    Args:
+        inner: moves the bytes; the faster, the better the delays are kept. Its ranks share a host.
+        link: between nodes, each of which has one.
+        node_size: neighbouring ranks that are a node; 1: every rank is.
+        inside: between the ranks of a node.
+
+    Raises:
+        ValueError: ``node_size`` below 1.
+    """
+
+    def __init__(self, inner: Communicator, link: Link, *, node_size: int = 1, inside: Link | None = None) -> None:
+        if node_size < 1:
+            raise ValueError(f"node_size: {node_size} ranks; give at least 1")
+        super().__init__(inner)
+        self._links = {"between": link, "inside": inside or Link()}
+        self._buckets = {level: _Bucket() for level in self._links}
+        self._node_size = node_size
+        self._begin(range(inner.world_size), {"between": 1, "inside": 1})
+
+    def _begin(self, names: Sequence[int], num_rings: dict[str, int]) -> None:
+        """``names``: what the ranks are called in the whole world."""
+        self._names, self._num_rings = names, num_rings
+        self._levels = [
+            _Level(self._links[level], self._buckets[level], num_rings[level]) for level in sorted(self._passes(names))
+        ]
+        self._unresolved: deque[_Delayed] = deque()
+        self._resolving = threading.Lock()
+        self._last_s = -math.inf  # when the last operation is done
+
+    def split(self, groups: Groups) -> Self:
+        """A part of the inner communicator over the same links."""
+        part = super().split(groups)
+        named = [[self._names[rank] for rank in ranks] for ranks in groups]
+        index, _ = own_group(groups, self.rank)
+        node = self._node_of(self._names[self.rank])
+        through_node = [names for names in named if node in map(self._node_of, names)]
+        leaving = sum("between" in self._passes(names) for names in through_node)
+        part._begin(named[index], {**self._num_rings, "between": self._num_rings["between"] * max(leaving, 1)})
+        return part
+
+    def _node_of(self, name: int) -> int:
+        return name // self._node_size
+
+    def _passes(self, names: Sequence[int]) -> set[str]:
+        """The levels whose links a ring of ranks passes."""
+        hops = zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ()
+        return {"inside" if self._node_of(a) == self._node_of(b) else "between" for a, b in hops}
+
+    def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
+        """Issue an operation that is done when it would be over the links."""
+        if whole is not None:
+            require_cpu("ThrottledCommunicator", whole)
+        clock = torch.tensor([time.monotonic_ns()])
+        work = issue()
+        if self.world_size == 1 or (whole is not None and whole.numel() == 0):
+            return work
+        with scope(CONTROL):
+            agreed = self.inner.all_reduce(clock, "max")  # [Note: When a transfer begins]
+        num_bytes = 0 if whole is None else whole.numel() * whole.element_size()
+        delayed = _Delayed(self, work, agreed, clock, op, num_bytes)
+        self._unresolved.append(delayed)
+        return delayed
+
+    def resolve(self, wanted: _Delayed) -> None:
+        """Say of ``wanted``, and of all that was issued before it, when it is done."""
+        with self._resolving:
+            while wanted.done_s is None:
+                first = self._unresolved[0]
+                first.done_s = self._last_s = self._done_s(first)
+                self._unresolved.popleft()
+
+    def _done_s(self, delayed: _Delayed) -> float:
+        start_s = max(delayed.start_s(), self._last_s)
+        num_bytes = bytes_per_link(delayed.op, delayed.num_bytes, self.world_size)
+        passed = [
+            level.bucket.take(
+                start_s,
+                num_bytes * level.num_rings / level.link.bytes_per_s,
+                level.link.burst_bytes / level.link.bytes_per_s,
+            )
+            for level in self._levels
+        ]
+        latency_s = max(level.link.latency_s for level in self._levels)  # of the slowest link, in step with the others
+        return max(passed) + num_hops(delayed.op, self.world_size) * latency_s
+
+
+class _Delayed:
+    """An operation of the inner communicator that is done when the links say so."""
+
+    def __init__(
+        self, comm: ThrottledCommunicator, work: Work, agreed: Work, clock: Tensor, op: str, num_bytes: int
+    ) -> None:
+        self._comm, self._work, self._agreed, self._clock = comm, work, agreed, clock
+        self.op, self.num_bytes = op, num_bytes
+        self.done_s: float | None = None
+        self._arrived_at_s: float | None = None  # these two by time.perf_counter
+        self._ended_at_s: float | None = None
+        self._listeners: list[Callable[[float], None]] = []
+
+    def start_s(self) -> float:
+        """When the last rank had issued it, on the host's monotonic clock."""
+        self._agreed.wait()
+        start_ns = int(self._clock)
+        if start_ns > time.monotonic_ns():
+            raise RuntimeError(
+                "the ranks' clocks differ, so that a simulated link means nothing; use ranks of one host"
+            )
+        return start_ns / _NS
+
+    def tell(self, ended: Callable[[float], None]) -> None:
+        """Call ``ended`` in `wait`: until then nobody has compared the ranks' clocks."""
+        if self._ended_at_s is not None:
+            ended(self._ended_at_s)
+            return
+        if isinstance(self._work, Tells):
+            self._work.tell(self._arrive)
+        self._listeners.append(ended)
+
+    def _arrive(self, at_s: float) -> None:
+        self._arrived_at_s = at_s
+
+    def wait(self) -> None:
+        """Return when the bytes are there and would be there; at once a second time."""
+        self._work.wait()
+        arrived_at_s = self._arrived_at_s or time.perf_counter()  # who does not tell has ended by now
+        if self.done_s is None:
+            self._comm.resolve(self)
+        assert self.done_s is not None
+        sleep_until(self.done_s)
+        if self._ended_at_s is None:
+            due_at_s = self.done_s + (time.perf_counter() - time.monotonic())
+            self._ended_at_s = max(arrived_at_s, due_at_s)
+        while self._listeners:
+            self._listeners.pop()(self._ended_at_s)
+
+
+def sleep_until(deadline_s: float) -> None:
+    """Return at ``deadline_s`` of `time.monotonic`, some 10 microseconds late where a core is free."""
+    if not _precise.get():
+        _wake_in_time()
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        time.sleep(left_s - SPIN_S if left_s > SPIN_S else 0)
+
+
+class _Precise(threading.local):
+    """Whether this thread's timers are exact; the kernel keeps that by thread."""
+
+    done = False
+
+    def get(self) -> bool:
+        was, self.done = self.done, True
+        return was
+
+
+_precise = _Precise()
+
+
+def _wake_in_time() -> None:
+    """Have the kernel wake this thread when it is due, and not, to save power, up to 50 microseconds later."""
+    if sys.platform == "linux":
+        pr_set_timerslack, one_ns = 29, 1
+        ctypes.CDLL(None).prctl(pr_set_timerslack, one_ns, 0, 0, 0)

@@ -1,0 +1,1 @@
+"""A trained model at work: validation loss, text, benchmarks of others."""

@@ -1,0 +1,274 @@
+"""``zeroshard eval``: how well the model of a run, or of a Hugging Face folder, predicts prepared text.
+
+loss            mean negative log-likelihood of a token, nats
+perplexity      exp(loss)
+bits_per_byte   loss * tokens / (ln 2 * bytes of text): alike for every tokenizer, so it compares models that have
+                different ones (Gao et al., "The Pile", 2020, https://arxiv.org/abs/2101.00027, section 3.1)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from math import exp, inf, log
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zeroshard import checkpoint
+from zeroshard.comm import Communicator, LocalCommunicator
+from zeroshard.data import EvalBatches, TokenDataset, Tokenizer, load_tokenizer, num_rows, read_meta, require_enough
+from zeroshard.data.joining import num_text_bytes
+from zeroshard.data.prepared import rule_of, say
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.inference.generate import load_for_text, load_weights, nothing_in
+from zeroshard.launch.launch import World, world_from_env
+from zeroshard.models import LanguageModel
+from zeroshard.parallel import Strategy
+from zeroshard.train.config.commands import EvalConfig
+from zeroshard.train.config.config import UNNAMED, TrainConfig, load_config
+from zeroshard.train.loop.run import checkpoint_folder
+from zeroshard.train.loop.validation_loss import evaluate
+from zeroshard.train.records.records import finite_or_null
+from zeroshard.train.setup.assemble import sharded
+from zeroshard.train.setup.build import choose_device, tokenizer_folder
+from zeroshard.train.setup.prepare import data_folder
+from zeroshard.train.setup.ranks import join
+from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ShardReader
+
+MOST_EXPONENT = 709.0  # of what a double can hold e to the power of
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What came out.
+
+    Attributes:
+        loss: nats per token.
+        perplexity: its exponential.
+        bits_per_byte: of text; None where tokens stand for no text.
+        num_tokens: that were predicted.
+        num_bytes: of text that they stand for; 0 where for none.
+        step: of the checkpoint; None for a Hugging Face folder.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    num_tokens: int
+    num_bytes: int
+    step: int | None
+
+
+def run_eval(config: EvalConfig) -> int:
+    """Evaluate and print, from rank 0; returns the exit status. One call per rank.
+
+    Raises:
+        UserError: there is no run, no checkpoint, no data, or they do not fit together.
+    """
+    world = world_from_env() or World()
+    device = choose_device("auto", world.local_rank)
+    with ExitStack() as stack:
+        strategy = config.strategy if config.strategy != "none" else "zero0"
+        comm = join(world, "auto", strategy, device, stack).comm
+        scores = score(config, comm, device)
+        if comm.rank == 0:
+            print(json.dumps(finite_or_null(asdict(scores))) if config.json_line else in_words(scores))
+    return int(ExitStatus.OK)
+
+
+def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Scores:
+    """The scores of one split; the same on every rank. Collective."""
+    folder = Path(config.run)
+    trained = load_config(folder / "config.toml") if (folder / "config.toml").is_file() else None
+    if trained is None and not (folder / "config.json").is_file():
+        raise nothing_in(folder)
+    tokens_folder = _tokens_folder(config, trained)
+    meta = read_meta(tokens_folder)
+    tokens = TokenDataset.open(tokens_folder, config.split)
+    model, step, seq_len = _model(config, trained, comm, device)
+    tokenizer = None if meta.tokenizer == "none" else _tokenizer(tokens_folder, comm)
+    _require_same_tokenizer(folder, tokens_folder, meta.vocab_size, model)
+    if config.split == "val" and comm.rank == 0:
+        _warn_of_overlap(folder, tokens_folder)
+    seq_len = config.seq_len or seq_len
+    model.check_seq_len(seq_len)
+    require_enough(tokens, seq_len, 1, split=config.split)
+    rows = config.batches * config.micro_batch_size or num_rows(tokens, seq_len)
+    batches = EvalBatches(tokens, seq_len, config.micro_batch_size, rows, comm.rank, comm.world_size)
+    loss = evaluate(model, _known_ids(batches, model.config.vocab_size, tokens_folder), comm, device)
+    num_tokens = batches.num_rows * seq_len
+    num_bytes = 0 if tokenizer is None else _text_bytes(tokenizer, batches, tokens, seq_len)
+    bits = loss * num_tokens / (log(2) * num_bytes) if num_bytes else None
+    perplexity = exp(loss) if loss < MOST_EXPONENT else inf
+    return Scores(loss, perplexity, bits, num_tokens, num_bytes, step)
+
+
+def in_words(scores: Scores) -> str:
+    """``loss 2.0461  perplexity 7.74  bits_per_byte 2.9519  tokens 12,345  bytes 12,345``."""
+    words = [f"loss {scores.loss:.4f}", f"perplexity {scores.perplexity:.4g}"]
+    if scores.bits_per_byte is not None:
+        words.append(f"bits_per_byte {scores.bits_per_byte:.4f}")
+    words.append(f"tokens {scores.num_tokens:,}")
+    if scores.num_bytes:
+        words.append(f"bytes {scores.num_bytes:,}")
+    if scores.step is not None:
+        words.append(f"step {scores.step:,}")
+    return "  ".join(words)
+
+
+def _model(
+    config: EvalConfig, trained: TrainConfig | None, comm: Communicator, device: torch.device
+) -> tuple[LanguageModel, int | None, int]:
+    """The model with its weights, the step they are of, and the length of sequences it was trained on."""
+    folder = Path(config.run)
+    if trained is None:
+        if config.strategy != "none":
+            todo = "import it first: zeroshard import FOLDER RUN"
+            raise UserError("strategy", "a Hugging Face folder is loaded whole on each rank", todo)
+        model, _ = load_for_text(folder, config.weights)
+        return model, None, min(model.config.seq_len, 1024)
+    path = checkpoint.latest(checkpoint_folder(folder))
+    if path is None:
+        raise UserError("run", f"{folder} has no complete checkpoint yet", "let it train up to one first")
+    meta = read_meta(tokenizer_folder(folder)) if tokenizer_folder(folder).is_dir() else None
+    vocab_size = meta.vocab_size if meta else trained.model.vocab_size
+    step = checkpoint.read_manifest(path).step
+    eos_id = meta.eos_id if meta and trained.data.document_mask else None
+    if config.strategy == "none":
+        model = load_weights(trained, vocab_size, path, config.weights)
+        model.eos_id = eos_id
+        return model, step, trained.seq_len
+    if config.weights == "ema":
+        raise UserError("weights", f"{config.strategy} evaluates the last weights", "use --strategy none")
+    changes = {"strategy": config.strategy, "kernels": "auto", "compile": False, "ema_decay": 0.0}
+    model, strategy = sharded(trained.model_copy(update=changes), vocab_size, eos_id, comm, device, draw=False)
+    checkpoint.load(path, _WithoutStates(strategy), settings=False)
+    return model, step, trained.seq_len
+
+
+class _WithoutStates:
+    """A strategy that is loaded without its optimizer's states, which an evaluation has no use for."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.comm = strategy.comm
+
+    def named_shards(self) -> Iterable[NamedShard]:
+        """Nothing is saved from here."""
+        return ()
+
+    def load_named_shards(self, reader: ShardReader) -> None:
+        """Read weights and buffers."""
+        self._strategy.load_named_shards(_WeightsReader(reader))
+
+
+class _WeightsReader:
+    """``reader``, of a checkpoint that seems to hold no more than a model."""
+
+    def __init__(self, reader: ShardReader) -> None:
+        self._reader = reader
+
+    def kinds(self, name: str) -> dict[str, tuple[int, ...]]:
+        """What is saved of it: weights, buffers and averages."""
+        return {kind: shape for kind, shape in self._reader.kinds(name).items() if kind in MODEL_KINDS}
+
+    def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
+        """As the reader does."""
+        return self._reader.read(name, kind, interval)
+
+
+def _tokens_folder(config: EvalConfig, trained: TrainConfig | None) -> Path:
+    if config.data_dir:
+        return Path(config.data_dir)
+    if trained is None:
+        raise UserError("data_dir", "a Hugging Face folder says nothing of data", "name a prepared folder")
+    if trained.data.streaming:
+        raise UserError("data_dir", "the run was streamed, and has no prepared folder", "name one")
+    if trained.data.source == UNNAMED:
+        raise UserError("data_dir", "the run was imported, and its data were not named yet", "name a prepared folder")
+    return data_folder(trained.data)
+
+
+def _tokenizer(folder: Path, comm: Communicator) -> Tokenizer | None:
+    """What the folder was prepared with; None, and a line, where its tables cannot be fetched here."""
+    try:
+        return load_tokenizer(folder)
+    except UserError as error:
+        if error.field != "data.tokenizer":
+            raise
+        if comm.rank == 0:
+            print(f"warning: bits_per_byte is left out: {error.what}", file=sys.stderr)
+        return None
+
+
+def _require_same_tokenizer(folder: Path, tokens_folder: Path, vocab_size: int, model: LanguageModel) -> None:
+    """Ids of another tokenizer would be scored without complaint, and the score be nonsense."""
+    kept = tokenizer_folder(folder)
+    todo = "prepare the text with the model's tokenizer"
+    if kept.is_dir():
+        ours, theirs = read_meta(kept), read_meta(tokens_folder)
+        is_file = ours.tokenizer_sha256 or theirs.tokenizer_sha256
+        same = ours.tokenizer_sha256 == theirs.tokenizer_sha256 if is_file else ours.tokenizer == theirs.tokenizer
+        if ours.tokenizer_sha256:
+            todo = f"prepare it with --data.tokenizer json:{kept}/tokenizer.json"
+        elif not is_file:
+            todo = f"prepare it with --data.tokenizer {ours.tokenizer}"
+        if not same:
+            what = f"{tokens_folder} was prepared with another tokenizer ({theirs.tokenizer}) than {folder}"
+            raise UserError("data_dir", f"{what} ({ours.tokenizer})", todo)
+    if vocab_size > model.config.vocab_size:
+        raise UserError(
+            "data_dir", f"{tokens_folder} has {vocab_size:,} ids, the model {model.config.vocab_size:,}", todo
+        )
+
+
+def _warn_of_overlap(folder: Path, tokens_folder: Path) -> None:
+    """Say in a line where the run may have trained on what validates in another folder of the same text."""
+    kept = tokenizer_folder(folder)
+    if not kept.is_dir():
+        return
+    ours, theirs = read_meta(kept), read_meta(tokens_folder)
+    streamed = not ours.splits["train"].num_tokens and ours.source.description.startswith("streamed from")
+    same_text = ours.source.sha256 == theirs.source.sha256
+    if ours.tokens_sha256 == theirs.tokens_sha256 or not (streamed or same_text):
+        return
+    why = ""
+    if not rule_of(ours) or rule_of(ours) != rule_of(theirs):
+        why = "the run held out other text"
+    elif ours.spec.get("val_fraction", 0.0) < theirs.spec.get("val_fraction", 0.0):
+        shares = ours.spec.get("val_fraction"), theirs.spec.get("val_fraction")
+        why = f"the run held out {shares[0]} of its text, and there {shares[1]} validates"
+    if why:
+        say(f"{tokens_folder} may hold for validation what the run was trained on: {why}")
+
+
+def _known_ids(
+    batches: Iterable[tuple[Tensor, Tensor, int]], vocab_size: int, folder: Path
+) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """The batches; a UserError at the first that holds an id beyond the model's, as a damaged file does."""
+    for batch in batches:
+        largest = max(int(tokens_BT.max()) for tokens_BT in batch[:2])
+        if largest >= vocab_size:
+            what = f"{folder} holds token {largest:,} where the model has {vocab_size:,} ids: a file in it is damaged"
+            raise UserError("data_dir", what, "delete the folder and prepare it again")
+        yield batch
+
+
+def _text_bytes(tokenizer: Tokenizer, batches: EvalBatches, tokens: TokenDataset, seq_len: int) -> int:
+    """Bytes of all targets of all ranks."""
+    everything = EvalBatches(tokens, seq_len, batches.micro_batch_size, batches.num_rows)
+    total = 0
+    for _, targets_BT, _ in everything:
+        total += sum(num_text_bytes(tokenizer, np.asarray(row)) for row in targets_BT)
+    return total
+
+
+def local_score(config: EvalConfig) -> Scores:
+    """The scores, in this process alone."""
+    return score(config, LocalCommunicator(), choose_device("auto", 0))

@@ -1,0 +1,227 @@
+"""Text from a trained run or a Hugging Face folder: one process, one token at a time, said as it is drawn.
+
+Top-k sampling: Fan et al., "Hierarchical Neural Story Generation", 2018, https://arxiv.org/abs/1805.04833.
+Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019, https://arxiv.org/abs/1904.09751.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard import checkpoint
+from zeroshard.comm import Communicator, LocalCommunicator
+from zeroshard.data import Tokenizer, load_tokenizer, read_meta
+from zeroshard.data.joining import prompt_ids
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.interop.hf_import import load_hf
+from zeroshard.models import LanguageModel, materialize
+from zeroshard.models.cache import KVCache
+from zeroshard.train.config.commands import GenerateConfig
+from zeroshard.train.config.config import TrainConfig, load_config
+from zeroshard.train.loop.run import checkpoint_folder
+from zeroshard.train.setup.assemble import make_model, separating_id
+from zeroshard.train.setup.build import choose_device, tokenizer_folder
+from zeroshard.zero.optimizers.ema import EMA
+from zeroshard.zero.state.named_shards import NamedShard, ShardReader, read_whole
+
+
+def run_generate(config: GenerateConfig) -> int:
+    """Print the prompt and ``max_new_tokens`` more, as they are drawn; returns the exit status.
+
+    Raises:
+        UserError: there is no run and no Hugging Face model, no complete checkpoint or no tokenizer, or the checkpoint
+            is damaged or has not the weights that were asked for.
+    """
+    model, tokenizer = load_for_text(Path(config.run), config.weights)
+    device = next(model.parameters()).device
+    begin = prompt_ids(tokenizer, config.prompt)  # of no prompt: what begins a document
+    ids = torch.from_numpy(begin if begin.size else tokenizer.encode_piece("\n")).to(device)
+    tokens = sample(
+        model,
+        ids,
+        config.max_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        generator=torch.Generator(device).manual_seed(config.seed),
+        stop=tokenizer.eos_id if config.stop else None,
+        num_ids=tokenizer.vocab_size,
+    )
+    print(config.prompt, end="", flush=True)
+    for piece in decoded(tokenizer, tokens):
+        print(piece, end="", flush=True)
+    print()
+    return int(ExitStatus.OK)
+
+
+def nothing_in(folder: Path) -> UserError:
+    """What to raise where neither a run nor a model lies."""
+    what = f"{folder} holds no run (no config.toml) and no Hugging Face model"
+    return UserError("run", what, "give a run folder, as in runs/NAME")
+
+
+def load_for_text(folder: Path, weights: str = "last") -> tuple[LanguageModel, Tokenizer]:
+    """The model and tokenizer of a run's newest checkpoint, or of a Hugging Face folder; in evaluation mode.
+
+    Raises:
+        UserError: as `run_generate`.
+    """
+    if not (folder / "config.toml").is_file():
+        if (folder / "config.json").is_file():
+            if weights == "ema":
+                raise UserError("weights", f"{folder} holds no moving average", "use --weights last")
+            return load_hf(folder, choose_device("auto", 0))
+        raise nothing_in(folder)
+    path = checkpoint.latest(checkpoint_folder(folder))
+    if path is None:
+        raise UserError("run", f"{folder} has no complete checkpoint yet", "let it train up to one first")
+    trained = load_config(folder / "config.toml")
+    if not tokenizer_folder(folder).is_dir():
+        raise UserError("run", f"{folder} has no tokenizer", "import the model from a folder with its tokenizer.json")
+    tokenizer = load_tokenizer(tokenizer_folder(folder))
+    vocab_size = read_meta(tokenizer_folder(folder)).vocab_size
+    model = load_weights(trained, vocab_size, path, weights)
+    model.eos_id = separating_id(trained, tokenizer.eos_id)
+    return model, tokenizer
+
+
+def load_weights(trained: TrainConfig, vocab_size: int, path: Path, weights: str = "last") -> LanguageModel:
+    """The model of a run with the weights of one of its checkpoints, in evaluation mode.
+
+    Raises:
+        UserError: the checkpoint is damaged, or has not the weights that were asked for.
+    """
+    # The kernels that it was trained with may not be had here.
+    model = make_model(trained.model_copy(update={"kernels": "auto"}), vocab_size, "meta")
+    materialize(model, choose_device("auto", 0), draw=False)
+    kind = EMA if weights == "ema" else "param"
+    if all(tensor.kind != kind for tensor in checkpoint.open_manifest(path)[1].tensors):
+        todo = "train with --ema-decay, or use --weights last"
+        raise UserError("weights", f"{path} holds no moving average", todo)
+    checkpoint.load(path, WeightsOnly(model, kind))
+    return model.eval()
+
+
+@torch.no_grad()
+def sample(
+    model: LanguageModel,
+    prompt_T: Tensor,
+    num_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+    stop: int | None = None,
+    num_ids: int | None = None,
+    use_cache: bool = True,
+) -> Iterator[int]:
+    """Draw tokens one after the other; each sees as much of what came before as the model can.
+
+    Args:
+        model: its logits are asked for in evaluation mode.
+        prompt_T: token ids [T], int64, T >= 1, on the model's device.
+        num_tokens: how many to draw.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from the k likeliest; 0 from all.
+        top_p: draw from the likeliest that together have this probability; 1 from all.
+        generator: of the draws, on the model's device.
+        stop: end after this token; None goes on.
+        num_ids: draw tokens below it; those above stand for no text where a vocabulary is padded. None: all.
+        use_cache: keep keys and values while all tokens fit into the model; off, each token reads all again.
+
+    Raises:
+        ValueError: an empty prompt.
+    """
+    if prompt_T.numel() == 0:
+        raise ValueError("prompt: it has no tokens; give at least one")
+    model.eval()
+    context_T = _document(prompt_T, model.eos_id)
+    cache: KVCache | None = None
+    for _ in range(num_tokens):
+        context_T = context_T[-model.config.seq_len :]
+        if cache is None and use_cache and len(context_T) < model.config.seq_len:
+            cache = KVCache(len(model.blocks), model.config.seq_len)
+        # A window that slides gives every token another position: then nothing can be kept.
+        if cache is not None and cache.num_tokens < len(context_T):
+            logits_V = model(context_T[None, cache.num_tokens :], cache=cache)[0, -1].float()
+        else:
+            cache, use_cache = None, False
+            logits_V = model(context_T[None])[0, -1].float()
+        token = _draw(logits_V[:num_ids], temperature, top_k, top_p, generator)
+        context_T = torch.cat([context_T, token])
+        yield int(token)
+        if stop is not None and int(token) == stop:
+            return
+        if model.eos_id is not None and int(token) == model.eos_id:
+            context_T, cache = token, None
+
+
+def _document(tokens_T: Tensor, eos_id: int | None) -> Tensor:
+    """What a model that keeps documents apart still sees of ``tokens_T``."""
+    if eos_id is None:
+        return tokens_T
+    begins = (tokens_T == eos_id).nonzero()
+    return tokens_T[int(begins[-1]) :] if len(begins) else tokens_T
+
+
+def _draw(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:
+    if temperature == 0.0:
+        return logits_V.argmax(keepdim=True)
+    if 0 < top_k < logits_V.numel():
+        least = logits_V.topk(top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))
+    chances_V = torch.softmax(logits_V / temperature, dim=-1)
+    if top_p < 1.0:
+        sorted_V, places_V = chances_V.sort(descending=True)
+        # A token is out where those before it suffice; so the likeliest is always in.
+        chances_V = chances_V.index_fill(0, places_V[sorted_V.cumsum(0) - sorted_V >= top_p], 0.0)
+    return torch.multinomial(chances_V, 1, generator=generator)
+
+
+def decoded(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """Text as tokens come; a character that lies in several tokens comes with its last one."""
+    ids: list[int] = []
+    said = ""
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if text.endswith("\ufffd"):  # the rest may be in the next one
+            continue
+        yield text[len(said) :]
+        said = text
+    if rest := tokenizer.decode(ids)[len(said) :]:
+        yield rest
+
+
+class WeightsOnly:
+    """A model's weights as something that a checkpoint can be loaded into: without the optimizer's state.
+
+    ``kind`` says which: ``"param"``, or ``"ema"`` for their average.
+    """
+
+    comm: Communicator = LocalCommunicator()
+
+    def __init__(self, model: nn.Module, kind: str) -> None:
+        self._model = model
+        self._kind = kind
+
+    def named_shards(self) -> Iterable[NamedShard]:
+        """Nothing is saved from here."""
+        return ()
+
+    @torch.no_grad()
+    def load_named_shards(self, reader: ShardReader) -> None:
+        """Read weights and buffers."""
+        for kind, tensors in (
+            (self._kind, self._model.named_parameters()),
+            ("buffer", self._model.named_buffers()),
+        ):
+            for name, tensor in tensors:
+                if kind == "buffer" and kind not in reader.kinds(name):  # one that is no part of the state
+                    continue
+                tensor.copy_(read_whole(reader, name, kind, tuple(tensor.shape)))

@@ -1,0 +1,1 @@
+"""Settings and weights of other programs as ours, and ours as theirs."""

@@ -1,0 +1,237 @@
+"""DeepSpeed's JSON as ours: https://www.deepspeed.ai/docs/config-json/"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from math import log2
+from pathlib import Path
+from typing import Any
+
+from zeroshard.errors import UserError, shown
+from zeroshard.interop.migrate import Migration
+from zeroshard.regular_files import read_text
+from zeroshard.train.config.sizes import LARGEST
+from zeroshard.train.config.validate import by_dotted_name, refuse_unusable
+
+_AUTO = "left to the caller there, and to its default here"
+_NO_OFFLOAD = "states stay on the device; more ranks hold less each"
+_BUCKETS = "a unit is a transformer block, gathered one ahead"
+SAME = {
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_clipping": "grad_clip",
+    "steps_per_print": "log_interval",
+    "optimizer.params.lr": "lr",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.total_num_steps": "max_steps",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "fp16.loss_scale_window": "loss_scale_interval",
+    "tensorboard.job_name": "track.name",
+    "wandb.project": "track.project",
+    "zero_optimization.zero_hpz_partition_size": "shard_size",
+    "zero_optimization.mics_shard_size": "shard_size",
+}
+
+
+def read_deepspeed(words: Sequence[str]) -> Migration:
+    """``FILE.json`` as settings of ours.
+
+    Raises:
+        UserError: no file, no JSON object, or an optimizer that the trainer has not.
+    """
+    if len(words) != 1:
+        raise UserError("import-config", "deepspeed takes one file", "write import-config deepspeed FILE.json")
+    path = Path(words[0])
+    try:
+        theirs = json.loads(read_text(path))
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read ({error.strerror})", "give DeepSpeed's JSON file") from None
+    except ValueError as error:
+        raise UserError(str(path), f"is no JSON ({error})", "give DeepSpeed's JSON file") from None
+    except RecursionError:
+        raise UserError(str(path), "is nested too deeply", "give DeepSpeed's JSON file") from None
+    if not isinstance(theirs, dict):
+        raise UserError(str(path), "is not a JSON object", "give DeepSpeed's JSON file")
+    refuse_unusable(theirs)
+    flat = by_dotted_name(theirs)
+    for key, value in flat.items():
+        _require_type(key, value)
+    to = Migration(f"DeepSpeed: {path}")
+    for key, value in flat.items():
+        if value == "auto":
+            to.ignore(key, value, _AUTO)
+        elif key in SAME:
+            to.map(key, value, {SAME[key]: value})
+        elif key in _SPECIAL:
+            _SPECIAL[key](key, value, flat, to)
+        else:
+            to.ignore(key, value, _why_ignored(key))
+    if "min_lr" not in to.values and "lr" in to.values:
+        to.set(
+            "min_lr", 0.0 if str(flat.get("scheduler.type", "")).endswith(("DecayLR", "CosineLR")) else to.values["lr"]
+        )
+    if "scheduler.params.warmup_num_steps" not in flat:
+        to.set("warmup_steps", 0)
+    _fit_steps(to)
+    return to
+
+
+def _require_type(key: str, value: Any) -> None:
+    """Raise UserError for a value that is neither ``auto`` nor what DeepSpeed takes there; unknown keys take any."""
+    if value == "auto" or key not in _TYPES:
+        return
+    fits, kind = _TYPES[key]
+    if not fits(value):
+        raise UserError(key, f"{shown(value, 80)} is not {kind}", f"give {kind}, as DeepSpeed takes it")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(_is_number(each) for each in value)
+
+
+def _fit_steps(to: Migration) -> None:
+    """DeepSpeed need not know how long a run is; ours does."""
+    warmup = to.values.get("warmup_steps", 0)
+    if "max_steps" not in to.values and warmup > 500:
+        to.set("max_steps", 10 * warmup)
+
+
+def _batch(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    if key == "train_batch_size":
+        to.map(key, value, {"global_batch_size": value})
+    elif isinstance(flat.get("train_batch_size"), int):
+        to.map(key, value, {}, "follows from the global batch, the micro-batch and the ranks")
+    else:
+        to.map(key, value, {"grad_accum_steps": value})
+
+
+def _stage(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    to.map(key, value, {"strategy": f"zero{value}"})
+
+
+def _dtype(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    name = "bfloat16" if key.startswith(("bf16", "bfloat16")) else "float16"
+    to.map(key, value, {"dtype": name} if value else {})
+
+
+def _scale_power(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    to.map(key, value, {"loss_scale": float(2**value)})
+
+
+def _loss_scale(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    if value:
+        why = f"2^{log2(value):g} is where it starts; it moves with overflows"
+        to.map(key, value, {"loss_scale": float(value)}, why, same=False)
+    else:
+        to.map(key, value, {}, "dynamic, as there")
+
+
+def _optimizer(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    if value not in ("Adam", "AdamW"):
+        raise UserError(
+            "optimizer.type", f"{value} is not in the trainer", "use AdamW, or zeroshard.Zero with your own"
+        )
+    same = value == "AdamW" or flat.get("optimizer.params.adam_w_mode", True)
+    to.map(key, value, {"optimizer": "adamw"}, "" if same else "decay is decoupled from gradients", same=bool(same))
+
+
+def _betas(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    to.map(key, value, {"beta1": value[0], "beta2": value[1]})
+
+
+def _eps(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    to.map(key, value, {}, "" if value == 1e-8 else "1e-8, as torch has it", same=value == 1e-8)
+
+
+def _scheduler(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    if value == "WarmupCosineLR":
+        to.map(key, value, {})
+    elif value == "WarmupDecayLR":
+        to.map(key, value, {}, "decays along a cosine in place of a line", same=False)
+    elif value == "WarmupLR":
+        to.map(key, value, {}, "constant after warm-up: min_lr is lr")
+    else:
+        to.ignore(key, value, "warm-up and a cosine")
+
+
+def _max_lr(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    to.map(key, value, {"lr": value})
+
+
+def _track(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    names = to.values.get("track", {}).get("to", [])
+    to.map(key, value, {"track.to": [*names, key.partition(".")[0]]} if value else {})
+
+
+def _recompute(key: str, value: Any, flat: dict[str, Any], to: Migration) -> None:
+    why = "each block's inputs are kept; they are not shared out to ranks"
+    to.map(key, value, {"model.activation_checkpointing": "full"} if value else {}, why, same=not value)
+
+
+_SPECIAL: dict[str, Callable[[str, Any, dict[str, Any], Migration], None]] = {
+    "train_batch_size": _batch,
+    "gradient_accumulation_steps": _batch,
+    "zero_optimization.stage": _stage,
+    **dict.fromkeys(("bf16.enabled", "bfloat16.enabled", "fp16.enabled"), _dtype),
+    "fp16.initial_scale_power": _scale_power,
+    "fp16.loss_scale": _loss_scale,
+    "optimizer.type": _optimizer,
+    "optimizer.params.betas": _betas,
+    "optimizer.params.eps": _eps,
+    "scheduler.type": _scheduler,
+    "scheduler.params.warmup_max_lr": _max_lr,
+    **dict.fromkeys(("tensorboard.enabled", "wandb.enabled"), _track),
+    "activation_checkpointing.partition_activations": _recompute,
+}
+
+
+_COUNT, _NUMBER, _SWITCH, _NAME = (
+    (_is_count, "a whole number of at least 0"),
+    (_is_number, "a number of at least 0"),
+    (lambda value: isinstance(value, bool), "true or false"),
+    (lambda value: isinstance(value, str), "text"),
+)
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        (
+            *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print"),
+            *("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps", "fp16.loss_scale_window"),
+            *("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"),
+        ),
+        _COUNT,
+    ),
+    **dict.fromkeys(
+        (
+            *("gradient_clipping", "optimizer.params.lr", "optimizer.params.weight_decay", "optimizer.params.eps"),
+            *("scheduler.params.warmup_max_lr", "fp16.loss_scale"),
+        ),
+        _NUMBER,
+    ),
+    **dict.fromkeys(
+        (
+            *("bf16.enabled", "bfloat16.enabled", "fp16.enabled", "tensorboard.enabled", "wandb.enabled"),
+            *("activation_checkpointing.partition_activations", "optimizer.params.adam_w_mode"),
+        ),
+        _SWITCH,
+    ),
+    **dict.fromkeys(("optimizer.type", "scheduler.type", "tensorboard.job_name", "wandb.project"), _NAME),
+    "zero_optimization.stage": (lambda value: _is_count(value) and value <= 3, "a stage, 0 to 3"),
+    "fp16.initial_scale_power": (lambda value: _is_count(value) and value <= 62, "a whole number, 0 to 62"),
+    "optimizer.params.betas": (_is_pair, "a list of two numbers"),
+}
+
+
+def _why_ignored(key: str) -> str:
+    if "offload" in key:
+        return _NO_OFFLOAD
+    if key.startswith("zero_optimization."):
+        return _BUCKETS
+    return "there is nothing of the kind"

@@ -1,0 +1,168 @@
+"""A run's weights as a folder that Hugging Face's `transformers` opens: ``zeroshard export``.
+
+    OUT/config.json              the model's shape
+    OUT/model.safetensors        or model-00001-of-00003.safetensors ... and model.safetensors.index.json
+    OUT/tokenizer.json           and tokenizer_config.json, where the run has text
+
+Tensors go from the checkpoint's files to the new ones one after the other; the model is never whole in memory, and
+`transformers` is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard import checkpoint
+from zeroshard.checkpoint.manifest import Manifest
+from zeroshard.checkpoint.stream import StreamedTensor, drafted, intervals, write_streamed
+from zeroshard.checkpoint.whole import require_whole
+from zeroshard.data import Tokenizer, load_tokenizer, read_meta
+from zeroshard.data.portable import portable
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.interop.hf_config import HFWeight, hf_config, hf_weights
+from zeroshard.models import GPT2Config, LlamaConfig, model_config
+from zeroshard.train.config.commands import ExportConfig
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sizes import parse_size
+from zeroshard.train.config.validate import validate
+from zeroshard.train.loop.run import checkpoint_folder
+from zeroshard.train.setup.assemble import model_overrides
+from zeroshard.train.setup.build import tokenizer_folder
+from zeroshard.zero.optimizers.ema import EMA
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_EMBEDDINGS = ("wte.weight", "embed_tokens.weight")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is exported."""
+
+    folder: Path
+    manifest: Manifest
+    model: GPT2Config | LlamaConfig
+    tokenizer: Tokenizer | None
+    kind: str  # of the weights
+
+
+def run_export(config: ExportConfig) -> int:
+    """Write the Hugging Face folder that ``config`` asks for and say so; returns the exit status.
+
+    Raises:
+        UserError: there is no run or checkpoint, it is damaged or holds no weights of the kind or no model that can be
+            exported, or ``out`` is there already.
+    """
+    source = _open(config)
+    out, dtype = Path(config.out), _DTYPES[config.dtype]
+    with checkpoint.CheckpointReader(source.folder, source.manifest) as reader, drafted(out) as draft:
+        tensors = [_streamed(reader, weight, source.kind, dtype) for weight in hf_weights(source.model)]
+        files = split_by_size(tensors, parse_size("max_shard_size", config.max_shard_size))
+        for name, members in files.items():
+            write_streamed(draft / name, members, {"format": "pt"})
+        num_bytes = sum(tensor.num_bytes for tensor in tensors)
+        if len(files) > 1:
+            places = {tensor.name: name for name, members in files.items() for tensor in members}
+            index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
+            _write_json(draft / "model.safetensors.index.json", index)
+        eos_id = source.tokenizer.eos_id if source.tokenizer else None
+        _write_json(draft / "config.json", hf_config(source.model, dtype=config.dtype, eos_id=eos_id))
+        if source.tokenizer:
+            _write_tokenizer(draft, source.tokenizer, source.model.seq_len)
+    what = f"{config.dtype}, {num_bytes:,} bytes in {len(files)} file{'s' if len(files) > 1 else ''}"
+    text = f"tokenizer {source.tokenizer.name}" if source.tokenizer else "no tokenizer: the run has no text"
+    print(f"step {source.manifest.step} of {config.source} in {out}: {what}, {text}")
+    return int(ExitStatus.OK)
+
+
+def split_by_size(tensors: Iterable[StreamedTensor], max_bytes: int) -> dict[str, list[StreamedTensor]]:
+    """Tensors in order in files of at most ``max_bytes``, by file name; a larger tensor has a file of its own."""
+    groups: list[list[StreamedTensor]] = [[]]
+    room = max_bytes
+    for tensor in tensors:
+        if groups[-1] and tensor.num_bytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(tensor)
+        room -= tensor.num_bytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _open(config: ExportConfig) -> _Source:
+    path, run = _checkpoint_of(Path(config.source))
+    manifest = checkpoint.read_manifest(path)
+    if not isinstance(manifest.extra.get("config"), dict):
+        raise UserError("source", f"{path} does not say which model it is", "export a checkpoint of `zeroshard train`")
+    trained = validate(TrainConfig, manifest.extra["config"])
+    kind = EMA if config.weights == "ema" else "param"
+    shapes = {tensor.name: tensor.shape for tensor in manifest.tensors if tensor.kind == kind}
+    if not shapes:
+        raise UserError("weights", f"{path} holds no moving average", "train with --ema-decay, or use --weights last")
+    vocab_size = next((shapes[name][0] for name in _EMBEDDINGS if name in shapes), None)
+    model = model_config(trained.model.name, vocab_size=vocab_size, overrides=model_overrides(trained.model))
+    for weight in hf_weights(model):
+        if weight.name and shapes.get(weight.name) != weight.shape:
+            what = f"{path} has {weight.name} as {shapes.get(weight.name)}, its configuration as {weight.shape}"
+            raise UserError("source", what, "export a checkpoint of `zeroshard train`")
+    folder, manifest = require_whole(path)
+    return _Source(folder, manifest, model, _tokenizer(run), kind)
+
+
+def _checkpoint_of(source: Path) -> tuple[Path, Path]:
+    """The checkpoint that is meant, and the run folder that it would belong to."""
+    if not (source / "config.toml").is_file():
+        return source, source.parent.parent
+    path = checkpoint.latest(checkpoint_folder(source))
+    if path is None:
+        raise UserError("source", f"{source} has no complete checkpoint yet", "let it train up to one first")
+    return path, source
+
+
+def _tokenizer(run: Path) -> Tokenizer | None:
+    folder = tokenizer_folder(run)
+    if not folder.is_dir() or read_meta(folder).tokenizer == "none":
+        return None
+    return load_tokenizer(folder)
+
+
+def _streamed(reader: checkpoint.CheckpointReader, weight: HFWeight, kind: str, dtype: torch.dtype) -> StreamedTensor:
+    numel = prod(weight.shape)
+
+    def parts() -> Iterator[Tensor]:
+        for interval in intervals(numel):
+            if weight.name is None:
+                yield torch.zeros(interval[1] - interval[0])
+            else:
+                yield reader.read(weight.name, kind, interval)
+
+    def transpose() -> Iterator[Tensor]:
+        assert weight.name is not None
+        yield reader.read(weight.name, kind, (0, numel)).view(weight.shape).t()
+
+    return StreamedTensor(weight.hf_name, dtype, weight.hf_shape, transpose if weight.transposed else parts)
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, seq_len: int) -> None:
+    written = portable(tokenizer)
+    (folder / "tokenizer.json").write_text(written.json, encoding="utf-8")
+    about: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    if written.eos_token:
+        about |= {"bos_token": written.eos_token, "eos_token": written.eos_token}
+    _write_json(folder / "tokenizer_config.json", about)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")

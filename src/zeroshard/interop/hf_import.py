@@ -1,0 +1,202 @@
+"""A GPT-2 or LLaMA that Hugging Face's `transformers` wrote, as a run at step 0: ``zeroshard import``.
+
+The run can be trained on, with any strategy and number of ranks (``zeroshard train --config RUN/config.toml --resume
+auto --data text --data.path FILES``) at the learning rate of a fine-tuning, and asked for text (``zeroshard generate
+RUN``). Weights keep the dtype of the files, and are read through memory maps; pickles (``pytorch_model.bin``) are never
+read, and `transformers` is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from zeroshard import checkpoint
+from zeroshard.checkpoint.stream import drafted
+from zeroshard.comm import Communicator, LocalCommunicator
+from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, keep_tokenizer, read_byte_level, read_tokenizer
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.interop.hf_config import find_weights, from_hf_config
+from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
+from zeroshard.models import GPT2, GPT2Config, LanguageModel, Llama, LlamaConfig
+from zeroshard.regular_files import read_text, require_regular
+from zeroshard.train.config.commands import ImportConfig
+from zeroshard.train.config.config import FINE_TUNING, UNNAMED, DataConfig, TrainConfig
+from zeroshard.train.config.toml import dump_toml
+from zeroshard.train.loop.run import checkpoint_folder
+from zeroshard.train.setup.assemble import model_table
+from zeroshard.train.setup.build import tokenizer_folder
+from zeroshard.zero.state.named_shards import NamedShard
+
+_SEQ_LEN = 1024  # of the run's own configuration, at most
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def run_import(config: ImportConfig) -> int:
+    """Make the run folder and say what is in it; returns the exit status.
+
+    Raises:
+        UserError: the folder is not a whole GPT-2 or LLaMA with safetensors, or one that our models cannot compute; or
+            ``out`` is there already. A file of nanoGPT's: as `import_nanogpt`.
+    """
+    source, out = Path(config.source), Path(config.out)
+    if is_nanogpt(source):
+        print(f"{source} in {out}: {import_nanogpt(source, out)}\n{_next(out)}")
+        return int(ExitStatus.OK)
+    model = from_hf_config(_read_json(source / "config.json"))
+    tokenizer = _tokenizer(source)
+    with ExitStack() as stack:
+        weights = _Weights(model, _open_files(source, stack))
+        draft = stack.enter_context(drafted(out))
+        data = DataConfig(source=UNNAMED)
+        if tokenizer is not None:
+            _keep_tokenizer(tokenizer_folder(draft), tokenizer, model.vocab_size, source)
+            data = DataConfig(source=UNNAMED, tokenizer=f"json:{tokenizer_folder(out) / TOKENIZER_FILE}")
+        facts = {"model": model_table(model), "data": data, "seq_len": min(model.seq_len, _SEQ_LEN), "out": str(out)}
+        run = TrainConfig.model_validate({**facts, **FINE_TUNING})
+        (draft / "config.toml").write_text(dump_toml(run), encoding="utf-8")
+        extra = {"config": run.model_dump(mode="json"), "torch": torch.__version__, "imported_from": source.name}
+        checkpoint.save(checkpoint_folder(draft) / "step-00000000", weights, step=0, extra=extra)
+    text = f"{tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer that we read, so it writes no text"
+    print(f"{source} in {out}: {weights.num_params:,} parameters, {text}\n{_next(out)}")
+    return int(ExitStatus.OK)
+
+
+def _next(out: Path) -> str:
+    return f"to train on: zeroshard train --config {out}/config.toml --resume auto --data text --data.path FILES"
+
+
+def load_hf(folder: Path, device: torch.device) -> tuple[LanguageModel, BpeTokenizer]:
+    """The model and tokenizer of a Hugging Face folder, weights in float32; in evaluation mode.
+
+    Raises:
+        UserError: as `run_import`, or there is no tokenizer that we read.
+    """
+    config = from_hf_config(_read_json(folder / "config.json"))
+    tokenizer = _tokenizer(folder)
+    if tokenizer is None:
+        raise UserError("run", f"{folder} has no tokenizer.json", "take the folder of a whole model")
+    with ExitStack() as stack, torch.no_grad():
+        weights = _Weights(config, _open_files(folder, stack))
+        with torch.device("meta"):
+            model = GPT2(config) if isinstance(config, GPT2Config) else Llama(config)
+        model.to_empty(device=device)
+        params = dict(model.named_parameters(remove_duplicate=False))
+        for shard in weights.named_shards():
+            params[shard.name].copy_(shard.tensor.view(shard.shape))
+        for tied, name in weights.tied_names().items():  # to_empty made two of one
+            model.get_submodule(tied.rpartition(".")[0]).register_parameter("weight", model.get_parameter(name))
+    return model.eval(), tokenizer
+
+
+class _Weights:
+    """The files' tensors as something that can be saved, under our names and in our shapes."""
+
+    comm: Communicator = LocalCommunicator()
+
+    def __init__(self, model: GPT2Config | LlamaConfig, files: Mapping[str, Any]) -> None:
+        """``files``: for each tensor's name safetensors' handle of its file."""
+        shapes = {}
+        for name, file in files.items():
+            piece = file.get_slice(name)
+            shapes[name] = tuple(piece.get_shape())
+            if piece.get_dtype() not in _FLOATS:
+                raise UserError(name, f"is of dtype {piece.get_dtype()}", "take a model that is not quantised")
+        self._files = files
+        self._found = find_weights(model, shapes)
+        self._tied = self._take_tied_head(model)
+        self.num_params = sum(prod(weight.shape) for weight in self._found.values())
+
+    def named_shards(self) -> Iterable[NamedShard]:
+        """Every tensor whole; one that need not be transposed is a memory map."""
+        for name, weight in self._found.items():
+            assert weight.name is not None
+            tensor = self._files[name].get_tensor(name)
+            flat = (tensor.t() if weight.transposed else tensor).reshape(-1)
+            yield NamedShard(weight.name, "param", weight.shape, (0, flat.numel()), flat)
+
+    def tied_names(self) -> dict[str, str]:
+        """The output head, where it is the embedding."""
+        return self._tied
+
+    def _take_tied_head(self, model: GPT2Config | LlamaConfig) -> dict[str, str]:
+        """Leave out a head that the files have although it is tied; where it differs it is not."""
+        if isinstance(model, LlamaConfig) and not model.tie_embeddings:
+            return {}
+        embedding = "wte.weight" if isinstance(model, GPT2Config) else "embed_tokens.weight"
+        head = self._found.pop("lm_head.weight", None)
+        if head is not None:
+            name = next(name for name, weight in self._found.items() if weight.name == embedding)
+            both = (self._files[each].get_tensor(each) for each in ("lm_head.weight", name))
+            if not torch.equal(*both):
+                todo = "correct tie_word_embeddings in config.json"
+                raise UserError("lm_head.weight", f"is tied to {name} and differs from it", todo)
+        return {"lm_head.weight": embedding}
+
+
+def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """For each tensor's name the open file that holds it."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        places = _read_json(index).get("weight_map")
+        if not isinstance(places, dict) or any(Path(str(file)).name != file for file in places.values()):
+            raise UserError(str(index), "has no weight_map of files beside it", "take the folder of a whole model")
+        names = sorted(set(places.values()))
+    elif (folder / "model.safetensors").is_file():
+        places, names = None, ["model.safetensors"]
+    else:
+        pickled = next(iter(sorted(folder.glob("*.bin"))), None)
+        if pickled is not None:
+            todo = "save the model with save_pretrained of transformers, which writes safetensors"
+            raise UserError(str(pickled), "is a pickle, and those are never read", todo)
+        raise UserError("source", f"{folder} holds no model.safetensors", "give the folder of a Hugging Face model")
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            require_regular(folder / name)
+            opened = stack.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
+        except FileNotFoundError:
+            raise UserError(str(folder / name), "is missing", "take the folder of a whole model") from None
+        except (SafetensorError, OSError) as error:
+            raise UserError(str(folder / name), f"cannot be read ({error})", "fetch it again") from None
+        found |= dict.fromkeys(opened.keys(), opened)
+    missing = sorted(set(places or ()) - found.keys())
+    if missing:
+        raise UserError(missing[0], "is in none of the files", "take the folder of a whole model")
+    return found
+
+
+def _tokenizer(folder: Path) -> BpeTokenizer | None:
+    """The model's tokenizer: its ``tokenizer.json``, or GPT-2's older pair of files; None where it has neither."""
+    if (folder / TOKENIZER_FILE).is_file():
+        return read_tokenizer(folder / TOKENIZER_FILE)
+    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+    return read_byte_level(vocabulary, merges) if vocabulary.is_file() and merges.is_file() else None
+
+
+def _keep_tokenizer(folder: Path, tokenizer: BpeTokenizer, vocab_size: int, source: Path) -> None:
+    """As a prepared folder keeps it, with no tokens."""
+    if tokenizer.vocab_size > vocab_size:
+        what = f"has {tokenizer.vocab_size} tokens, the model {vocab_size}"
+        raise UserError(TOKENIZER_FILE, what, "take model and tokenizer from one folder")
+    keep_tokenizer(folder, tokenizer, vocab_size, f"imported from {source.name}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(read_text(path))
+    except OSError as error:
+        what = f"{path} cannot be read ({error.strerror})"
+        raise UserError("source", what, "give the folder of a Hugging Face model") from None
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(str(path), "is not a JSON object", "fetch it again")
+    return content

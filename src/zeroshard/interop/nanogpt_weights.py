@@ -1,0 +1,137 @@
+"""nanoGPT's ``ckpt.pt`` as a run at step 0: ``zeroshard import out/ckpt.pt runs/NAME``.
+
+The file is a pickle; it is read as tensors and plain values alone (``weights_only``), so nothing in it is executed, and
+what else it holds is refused. Its matrices are ``nn.Linear``'s, as ours are; only names differ. Optimizer states are
+not taken over.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard import checkpoint
+from zeroshard.checkpoint.stream import drafted
+from zeroshard.comm import Communicator, LocalCommunicator
+from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, write_meta
+from zeroshard.data.tokenizer import TIKTOKEN
+from zeroshard.errors import UserError, is_out_of_memory
+from zeroshard.interop.nanogpt import GPT2_IDS, PADDED_IDS
+from zeroshard.models import GPT2, GPT2Config
+from zeroshard.regular_files import require_regular
+from zeroshard.train.config.config import FINE_TUNING, UNNAMED, DataConfig, TrainConfig
+from zeroshard.train.config.toml import dump_toml
+from zeroshard.train.loop.run import checkpoint_folder
+from zeroshard.train.setup.assemble import model_table
+from zeroshard.train.setup.build import tokenizer_folder
+from zeroshard.zero.state.named_shards import NamedShard
+
+_SIZES = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+
+
+def is_nanogpt(path: Path) -> bool:
+    """Whether a path names a file of nanoGPT's."""
+    return path.is_file() and path.suffix == ".pt"
+
+
+def import_nanogpt(path: Path, out: Path) -> str:
+    """Make the run folder ``out``; what is in it, in words.
+
+    Raises:
+        UserError: the file is none of nanoGPT's, holds more than tensors and plain values, or is damaged.
+    """
+    found = _read(path)
+    model = _config(path, found.get("model_args"))
+    weights = _Weights(path, model, found["model"])
+    with drafted(out) as draft:
+        tokenizer = _keep_tokenizer(tokenizer_folder(draft), model.vocab_size, path)
+        data = DataConfig(source=UNNAMED, tokenizer="gpt2" if tokenizer else "bytes")
+        facts = {"model": model_table(model), "data": data, "seq_len": model.seq_len, "out": str(out)}
+        run = TrainConfig.model_validate({**facts, **FINE_TUNING})
+        (draft / "config.toml").write_text(dump_toml(run), encoding="utf-8")
+        extra = {"config": run.model_dump(mode="json"), "torch": torch.__version__, "imported_from": path.name}
+        checkpoint.save(checkpoint_folder(draft) / "step-00000000", weights, step=0, extra=extra)
+    text = "GPT-2's tokens" if tokenizer else "no tokenizer (meta.pkl is a pickle of code), so it writes no text"
+    return f"{weights.num_params:,} parameters, {text}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        require_regular(path)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        what = f"{path} holds more than tensors and plain values ({first_line})"
+        raise UserError("source", what, "save its model and model_args alone") from None
+    except Exception as error:  # torch's reader and the unpickler raise whatever damaged bytes lead them to
+        if is_out_of_memory(error):
+            raise
+        first_line = next(iter(str(error).splitlines()), "")
+        raise UserError("source", f"{path} cannot be read ({first_line})", "copy it again") from None
+    if not isinstance(found, dict) or not isinstance(found.get("model"), Mapping):
+        raise UserError("source", f"{path} has no `model` in it", "give a ckpt.pt of nanoGPT")
+    return found
+
+
+def _config(path: Path, args: Any) -> GPT2Config:
+    if not isinstance(args, Mapping) or any(not isinstance(args.get(key), int) for key in _SIZES):
+        raise UserError("source", f"{path} has no `model_args` with {', '.join(_SIZES)}", "give a ckpt.pt of nanoGPT")
+    vocab_size, seq_len, n_layer, n_head, n_embd = (args[key] for key in _SIZES)
+    bias, dropout = args.get("bias", True), args.get("dropout", 0.0)
+    return GPT2Config(vocab_size, seq_len, n_layer, n_head, n_embd, bias=bias, dropout=dropout)
+
+
+class _Weights:
+    """The file's tensors as something that can be saved, under our names."""
+
+    comm: Communicator = LocalCommunicator()
+
+    def __init__(self, path: Path, config: GPT2Config, found: Mapping[str, Tensor]) -> None:
+        with torch.device("meta"):
+            wanted = {name: param.shape for name, param in GPT2(config).named_parameters()}
+        if not all(isinstance(name, str) and _is_weight(tensor) for name, tensor in found.items()):
+            raise UserError("source", f"{path}: `model` holds more than weights by name", "give a ckpt.pt of nanoGPT")
+        self._tensors = {_our_name(name): tensor for name, tensor in found.items() if not name.endswith(".attn.bias")}
+        self._tensors.pop("lm_head.weight", None)  # the embedding once more
+        for name in sorted(wanted.keys() | self._tensors.keys()):
+            shape = tuple(self._tensors[name].shape) if name in self._tensors else None
+            if name not in wanted or shape != tuple(wanted[name]):
+                what = f"{path}: {name} has shape {shape}, and {tuple(wanted.get(name, ())) or 'no such tensor'} is due"
+                raise UserError("source", what, "give a ckpt.pt of nanoGPT")
+        self.num_params = sum(tensor.numel() for tensor in self._tensors.values())
+
+    def named_shards(self) -> Iterable[NamedShard]:
+        """Every tensor whole."""
+        for name, tensor in self._tensors.items():
+            flat = tensor.detach().reshape(-1)
+            yield NamedShard(name, "param", tuple(tensor.shape), (0, flat.numel()), flat)
+
+    def tied_names(self) -> dict[str, str]:
+        """The output head is the embedding."""
+        return {"lm_head.weight": "wte.weight"}
+
+
+def _is_weight(found: Any) -> bool:
+    return isinstance(found, Tensor) and found.is_floating_point() and found.layout == torch.strided
+
+
+def _our_name(name: str) -> str:
+    name = name.removeprefix("_orig_mod.").removeprefix("transformer.")  # torch.compile's, and nanoGPT's
+    return f"blocks.{name.removeprefix('h.')}" if name.startswith("h.") else name
+
+
+def _keep_tokenizer(folder: Path, vocab_size: int, path: Path) -> bool:
+    """As a prepared folder keeps it; whether the ids are GPT-2's, as far as their number tells."""
+    if vocab_size not in (GPT2_IDS, PADDED_IDS):
+        return False
+    folder.mkdir()
+    no_tokens = {split: SplitMeta(0, ()) for split in SPLITS}
+    source = SourceMeta(f"imported from {path.name}", 0, 0, "")
+    dtype, eos_id = dtype_for(vocab_size), TIKTOKEN["gpt2"][1]
+    write_meta(folder, DataMeta({}, source, "gpt2", "", vocab_size, dtype, no_tokens, eos_id=eos_id))
+    return True

@@ -1,0 +1,1 @@
+"""What strategies and optimizers do, held against one process."""

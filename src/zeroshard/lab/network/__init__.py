@@ -1,0 +1,1 @@
+"""Networks of this machine, slowed by its kernel."""

@@ -1,0 +1,347 @@
+"""Networks of this machine, made slow by its own kernel: namespaces that stand for nodes, and shaped interfaces.
+
+    namespace zsnet0-0            this host                namespace zsnet0-1
+    ranks -- net0 ====== zsnet0v0 -- zsnet0br -- zsnet0v1 ====== net0 -- ranks
+
+Each node has a veth pair to one bridge, and both of its ends are shaped, so that a node sends and receives at the rate
+asked for at the same time: what ``net0`` holds back leaves the node, what ``zsnet0v0`` holds back enters it. Ranks of
+one node talk through its loopback, which nothing slows. The bridge has an address too, where the launcher's store
+answers.
+
+Shaping is ``tbf``, a token bucket. Its burst must cover what passes between two of the kernel's timer ticks, else the
+rate is not reached (`shaper_burst`). Frames are jumbo frames: of 1,500 bytes, headers would take 4 % of the rate.
+
+[Note: Who decides how fast to send]
+    In a node TCP sends until it hears of a loss, and the queue before the bucket is longer than what it may have under
+    way, so that there is none: the bucket alone sets the pace. A host may be set to BBR, which estimates the bandwidth
+    instead, takes a bucket's bursts for it, and stands back now and then to look: 80 to 98 of 100 Mbit/s.
+
+[Note: Nothing is left behind]
+    A network has a number, and whoever has made it holds a lock of that number. The kernel takes the lock back however
+    the process ends; so a number that nobody holds has no owner, and what carries it in its name is removed by the
+    next start, or by ``zeroshard lab clean``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from zeroshard.errors import UserError
+from zeroshard.launch.launch import Nodes
+from zeroshard.regular_files import open_regular
+
+LOCKS = Path("/run/zeroshard")
+MAX_NETWORKS, MAX_NODES = 250, 250  # of an octet each
+MTU = 9000
+INTERFACE = "net0"
+HANDLE, INNER_HANDLE = "7a73:", "7a74:"  # "zs", "zt": which shaping is ours
+_QUEUE_BYTES, _QUEUE_S = 64 << 20, 0.1  # that may wait for tokens: nothing should be dropped
+_PACE = "reno"  # [Note: Who decides how fast to send]; every kernel has it, and lets every namespace have it
+_PACE_FILE = "/proc/sys/net/ipv4/tcp_congestion_control"  # of the namespace that asks
+_MIN_BURST_BYTES = 64 << 10
+_TICK_S = 4e-3
+
+
+def shaper_burst(bytes_per_s: float) -> int:
+    """The smallest burst in bytes with which a rate was reached within 2 % (100 Mbit/s to 10 Gbit/s)."""
+    return max(_MIN_BURST_BYTES, round(bytes_per_s * _TICK_S))
+
+
+def shaping(bytes_per_s: float, latency_s: float = 0.0, burst_bytes: int = 0) -> list[list[str]]:
+    """The words after ``tc qdisc add dev DEV`` for each queue, outermost first.
+
+    Args:
+        bytes_per_s: of what leaves the interface. tc takes bits, and writes ``bit``.
+        latency_s: that each packet waits before; 0: none.
+        burst_bytes: what passes at once after a pause; 0: `shaper_burst`. tc writes ``b`` for bytes.
+    """
+    bucket = [
+        *("tbf", "rate", f"{round(bytes_per_s * 8)}bit"),
+        *("burst", f"{burst_bytes or shaper_burst(bytes_per_s)}b"),
+        *("limit", f"{max(_QUEUE_BYTES, round(bytes_per_s * _QUEUE_S))}b"),
+    ]
+    if not latency_s:
+        return [["root", "handle", HANDLE, *bucket]]
+    num_packets = 1000 + round(2 * bytes_per_s * latency_s / 1500)  # under way
+    delay = ["netem", "delay", f"{round(latency_s * 1e6)}us", "limit", str(num_packets)]
+    return [["root", "handle", HANDLE, *delay], ["parent", f"{HANDLE}1", "handle", INNER_HANDLE, *bucket]]
+
+
+# -- namespaces ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def nodes(
+    num_nodes: int, node_size: int, bytes_per_s: float, latency_s: float = 0.0, burst_bytes: int = 0
+) -> Generator[Nodes]:
+    """Nodes as namespaces of this machine, shaped, for as long as the block runs; what others have left is removed.
+
+    Args:
+        num_nodes: at least 2.
+        node_size: ranks in each.
+        bytes_per_s, latency_s, burst_bytes: of a node's link, as in `shaping`.
+
+    Raises:
+        UserError: not as root, no tools, or a kernel that cannot.
+    """
+    require_root("link.mode", "netns makes network namespaces")
+    if not 2 <= num_nodes <= MAX_NODES:
+        raise UserError("nproc", f"{num_nodes} nodes", f"use 2 to {MAX_NODES}")
+    clean()
+    number, lock = _claim()
+    try:
+        with _signals_wait():
+            _make(number, num_nodes, shaping(bytes_per_s, latency_s, burst_bytes), shaping(bytes_per_s, 0, burst_bytes))
+        names = tuple(f"zsnet{number}-{node}" for node in range(num_nodes))
+        yield Nodes(names, INTERFACE, _address(number, MAX_NODES), node_size)
+    finally:
+        with _signals_wait():
+            _remove(number)
+            os.close(lock)
+
+
+def clean() -> list[str]:
+    """Remove networks whose makers are gone, and return the names of what was removed.
+
+    Raises:
+        UserError: not as root.
+    """
+    require_root("lab clean", "it removes network namespaces")
+    found = []
+    numbers = (_number_of(name) for name in _leftovers())
+    for number in sorted({number for number in numbers if number is not None}):
+        lock = _lock(number)
+        if lock is not None:
+            found += _remove(number)
+            os.close(lock)
+    return found
+
+
+def _make(number: int, num_nodes: int, out: list[list[str]], back: list[list[str]]) -> None:
+    bridge = f"zsnet{number}br"
+    _run("ip", "link", "add", bridge, "mtu", str(MTU), "type", "bridge")
+    _run("ip", "addr", "add", f"{_address(number, MAX_NODES)}/24", "dev", bridge)
+    _run("ip", "link", "set", bridge, "up")
+    for node in range(num_nodes):
+        name, outer = f"zsnet{number}-{node}", f"zsnet{number}v{node}"
+        _run("ip", "netns", "add", name)
+        pair = ("type", "veth", "peer", "name", INTERFACE, "mtu", str(MTU), "netns", name)
+        _run("ip", "link", "add", outer, "mtu", str(MTU), *pair)
+        _run("ip", "link", "set", outer, "master", bridge, "up")
+        inside = ("ip", "-n", name)
+        _run(*inside, "link", "set", INTERFACE, "addrgenmode", "none")  # gloo shall find the address below and no other
+        _run(*inside, "addr", "add", f"{_address(number, node)}/24", "dev", INTERFACE)
+        _run(*inside, "link", "set", "lo", "up")
+        _run(*inside, "link", "set", INTERFACE, "up")
+        _run("ip", "netns", "exec", name, "sh", "-c", f"echo {_PACE} > {_PACE_FILE}")
+        for words in out:
+            _add_queue(("tc", "-n", name), INTERFACE, words)
+        for words in back:
+            _add_queue(("tc",), outer, words)
+
+
+def _remove(number: int) -> list[str]:
+    """Remove what carries ``number``, and return the names."""
+    names = [name for name in _leftovers() if _number_of(name) == number]
+    for name in sorted(names, key=lambda name: "-" in name):  # namespaces last
+        kind = ("netns", "delete") if "-" in name else ("link", "delete")
+        _run("ip", *kind, name, missing_ok=True)
+    if left := [name for name in _leftovers() if _number_of(name) == number]:
+        raise UserError(
+            "network", f"{', '.join(left)} cannot be removed", "end what uses it, then `zeroshard lab clean`"
+        )
+    return names
+
+
+def _leftovers() -> Iterator[str]:
+    """Namespaces and links of this machine that carry a network's number."""
+    for kind in (("netns", "list"), ("link", "show")):
+        for entry in json.loads(_run("ip", "-j", *kind) or "[]"):
+            name = entry.get("ifname") or entry.get("name", "")
+            if _number_of(name) is not None:
+                yield name
+
+
+def _number_of(name: str) -> int | None:
+    """3 for ``zsnet3-0``, ``zsnet3br`` and ``zsnet3v0``; None for a name that is not ours."""
+    match = re.fullmatch(r"zsnet(\d+)(?:-\d+|br|v\d+)", name)
+    return None if match is None else int(match[1])
+
+
+def _address(number: int, node: int) -> str:
+    return f"10.213.{number}.{node + 1}"
+
+
+def _claim() -> tuple[int, int]:
+    """A number that nobody holds, and the lock on it."""
+    for number in range(MAX_NETWORKS):
+        lock = _lock(number)
+        if lock is not None:
+            _remove(number)
+            return number, lock
+    raise UserError("link.mode", f"{MAX_NETWORKS} networks are in use here", "end some of them")
+
+
+def _lock(number: int) -> int | None:
+    """The lock on a number; None while somebody holds it."""
+    LOCKS.mkdir(parents=True, exist_ok=True)
+    descriptor = open_regular(LOCKS / f"network-{number}", os.O_RDWR | os.O_CREAT, 0o600, follow=False)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+@contextmanager
+def _signals_wait() -> Generator[None]:
+    """Inside, signals that would end this process wait: a network is made whole, and removed whole."""
+    if threading.current_thread() is not threading.main_thread():  # whom no signal interrupts
+        yield
+        return
+    came: list[int] = []
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {signum: signal.signal(signum, lambda number, frame: came.append(number)) for signum in ending}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        for signum in came:
+            signal.raise_signal(signum)
+
+
+# -- a real interface ---------------------------------------------------------------------------------------------
+
+
+def apply(device: str, bytes_per_s: float, latency_s: float = 0.0, burst_bytes: int = 0, *, yes: bool = False) -> None:
+    """Shape what leaves ``device``; on each host of a network, both directions are shaped so.
+
+    Args:
+        device: an interface.
+        bytes_per_s, latency_s, burst_bytes: as in `shaping`.
+        yes: also where the user's own session may pass through it.
+
+    Raises:
+        UserError: not as root, no such interface, somebody else has shaped it, or it may carry the user's session.
+    """
+    require_root("lab tc", "it shapes a network interface")
+    _require_free(device, yes=yes)
+    delete(device, yes=True)
+    try:
+        for words in shaping(bytes_per_s, latency_s, burst_bytes):
+            _add_queue(("tc",), device, words)
+    except BaseException:
+        delete(device, yes=True)
+        raise
+
+
+def status(device: str) -> dict[str, Any]:
+    """What ``device`` is shaped to: ``bytes_per_s``, ``burst_bytes``, ``latency_s``; empty where we have not.
+
+    Raises:
+        UserError: no such interface.
+    """
+    found: dict[str, Any] = {}
+    for queue in _queues(device):
+        options = queue.get("options", {})
+        if queue["handle"] in (HANDLE, INNER_HANDLE) and queue["kind"] == "tbf":
+            found |= {"bytes_per_s": float(options["rate"]), "burst_bytes": int(options["burst"])}
+        elif queue["handle"] == HANDLE and queue["kind"] == "netem":
+            found["latency_s"] = float(options["delay"]["delay"])
+    return {"latency_s": 0.0, **found} if found else {}
+
+
+def delete(device: str, *, yes: bool = False) -> bool:
+    """Take our shaping off ``device``; whether there was any.
+
+    Raises:
+        UserError: not as root, no such interface, or it may carry the user's session and ``yes`` was not said.
+    """
+    require_root("lab tc", "it shapes a network interface")
+    _require_free(device, yes=yes)
+    if not any(queue["handle"] == HANDLE for queue in _queues(device)):
+        return False
+    _run("tc", "qdisc", "delete", "dev", device, "root", "handle", HANDLE)
+    return True
+
+
+def why_in_use(device: str) -> str:
+    """Why the user may sit at the other end of ``device``; empty where nothing speaks for it."""
+    if any(route.get("dev") == device for route in json.loads(_run("ip", "-j", "route", "show", "default") or "[]")):
+        return "carries the default route, and maybe your session"
+    own = {address.address for address in psutil.net_if_addrs().get(device, [])}
+    for process in [psutil.Process(), *psutil.Process().parents()]:
+        try:
+            connections = getattr(process, "net_connections", process.connections)("tcp")  # psutil 6 renamed it
+        except psutil.Error:
+            continue
+        for connection in connections:
+            remote = connection.raddr and connection.raddr.ip not in own
+            if connection.status == psutil.CONN_ESTABLISHED and connection.laddr.ip in own and remote:
+                return f"carries a connection of {process.name()}, from which this command was started"
+    return ""
+
+
+def _require_free(device: str, *, yes: bool) -> None:
+    """Raise UserError unless ``device`` is there, unshaped or shaped by us, and may be touched."""
+    for queue in _queues(device):
+        if queue.get("root") and queue["handle"] not in ("0:", HANDLE):  # 0: is the kernel's own default
+            what = f"{device} is shaped already, by {queue['kind']} {queue['handle']}, and not by us"
+            raise UserError("device", what, "choose another interface, or remove that first")
+    why = "" if yes else why_in_use(device)
+    if why:
+        raise UserError("device", f"{device} {why}", "choose another interface, or add --yes")
+
+
+def _queues(device: str) -> list[dict[str, Any]]:
+    if device not in psutil.net_if_addrs() and not Path("/sys/class/net", device).exists():
+        known = ", ".join(sorted(path.name for path in Path("/sys/class/net").iterdir()))
+        raise UserError("device", f"there is no interface {device!r}", f"choose one of {known}")
+    return json.loads(_run("tc", "-j", "qdisc", "show", "dev", device) or "[]")
+
+
+# -- tools --------------------------------------------------------------------------------------------------------
+
+
+def require_root(field: str, why: str) -> None:
+    """Raise UserError where this process may not change the network, or lacks the tools for it."""
+    if os.geteuid() != 0:
+        raise UserError(field, f"{why}, which only root may", "run it as root, or use --link.mode simulated")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise UserError(field, f"{why} with {tool}, which is not installed", "install iproute2")
+
+
+def _add_queue(tc: tuple[str, ...], device: str, words: list[str]) -> None:
+    try:
+        _run(*tc, "qdisc", "add", "dev", device, *words)
+    except UserError as error:
+        if "kind is unknown" in error.what and "netem" in words:
+            what = "this kernel has no netem, and can delay no packet"
+            raise UserError("link.latency", what, "leave it out, or use --link.mode simulated") from None
+        raise
+
+
+def _run(*words: str, missing_ok: bool = False) -> str:
+    """What a tool prints; ``missing_ok``: nothing, if what it should remove is gone."""
+    # in a session of its own, so that Ctrl-C does not end it half way
+    done = subprocess.run(words, capture_output=True, text=True, check=False, start_new_session=True)
+    if done.returncode and not missing_ok:
+        said = " ".join(done.stderr.split()) or f"exit status {done.returncode}"
+        raise UserError("network", f"`{' '.join(words)}` failed: {said}", "see what this kernel and container allow")
+    return done.stdout

@@ -1,0 +1,199 @@
+"""`zeroshard plan`: from settings to what is printed and the exit status."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.lab.planner.advice import describe, recommended
+from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.lab.planner.explain import explain
+from zeroshard.lab.planner.inverse import (
+    Answer,
+    crossover,
+    fewest,
+    largest_micro_batch,
+    largest_model,
+    lowest_bandwidth,
+)
+from zeroshard.lab.planner.planner import Planner, plan, planner_for
+from zeroshard.lab.planner.rows import Plan, Row
+from zeroshard.lab.planner.show import seconds, size, text
+from zeroshard.lab.predict.dry_run import dry_run
+from zeroshard.lab.predict.hardware import find_device, this_machine
+from zeroshard.models import LanguageModel
+from zeroshard.train.setup.assemble import model_overrides
+from zeroshard.zero import STAGES
+
+
+def run_plan(config: PlanConfig) -> int:
+    """Answer; status 3 where nothing fits.
+
+    Raises:
+        UserError: what cannot be planned.
+    """
+    try:
+        return _answer(config)
+    except RuntimeError as error:
+        if "overflow" not in str(error):  # torch's word for a size that 64 bits do not hold
+            raise
+        what = f"one of its tensors has more bytes than 64 bits count ({' '.join(str(error).split())})"
+        raise UserError("model", what, "choose smaller sizes, seq_len or micro_batch") from None
+
+
+def _answer(config: PlanConfig) -> int:
+    given = arguments(config)
+    if config.ask != "none":
+        answer = ask(config, planner_for(**given))
+        _print(config, {"question": config.ask, "value": answer.value, "unit": answer.unit}, answer.sentence)
+        return ExitStatus.CHECK_FAILED if answer.value is None else ExitStatus.OK
+    stage = None if config.stage == "all" else int(config.stage)
+    found = plan(**given, stage=stage, shard_size=config.shard_size or None, micro_batch=config.micro_batch or None)
+    if config.explain or config.dry_run:
+        planner = planner_for(**given)
+        row = chosen_row(config, found)
+        if config.explain:
+            _print(config, found.as_dict(), explain(planner, row))
+        if config.dry_run:
+            compared = compare(config, planner, row)
+            _print(config, compared, _comparison_text(compared))
+            return ExitStatus.OK
+    else:
+        _print(config, found.as_dict(), text(found))
+    return ExitStatus.OK if found.fits else ExitStatus.CHECK_FAILED
+
+
+def chosen_row(config: PlanConfig, found: Plan) -> Row:
+    """The row to explain or to run: the one advised, or of the stage that was asked for; else what needs least memory.
+
+    A stage by its number, with no ``shard_size``, shards over all GPUs: groups of fewer are advice, and not asked for.
+    """
+    rows = list(found.rows)
+    if config.stage != "all" and not config.shard_size:
+        rows = [row for row in rows if row.shard_size == found.cluster.world_size]
+    return recommended(rows) or min(rows, key=lambda row: row.needed_bytes)
+
+
+def arguments(config: PlanConfig) -> dict[str, Any]:
+    """What `planner_for` takes."""
+    return {
+        "model": config.model.name,
+        "overrides": model_overrides(config.model),
+        "world_size": config.gpus,
+        "gpu": find_device(config.gpu),
+        "network": config.network,
+        "within_node": config.within_node or None,
+        "gpus_per_node": config.gpus_per_node,
+        "global_batch": config.global_batch or None,
+        "seq_len": config.seq_len or None,
+        "dtype": config.dtype,
+        "reduce_dtype": None if config.reduce_dtype == "master" else config.reduce_dtype,
+        "optimizer": config.optimizer,
+        "accumulate": None if config.accumulate == "auto" else config.accumulate,
+        "prefetch": config.prefetch,
+        "reshard_after_forward": config.reshard_after_forward,
+        "kernels": config.kernels,
+        "document_mask": config.document_mask,
+        "headroom": config.headroom,
+    }
+
+
+def ask(config: PlanConfig, planner: Planner) -> Answer:
+    """The answer to ``config.ask``, at the stage given, else at stage 3."""
+    stage = 3 if config.stage == "all" else int(config.stage)
+    stages = tuple(STAGES) if config.stage == "all" else (stage,)
+    micro_batch = config.micro_batch or 1
+    if config.ask == "largest-model":
+        return largest_model(planner, stage, micro_batch)
+    if config.ask == "largest-micro-batch":
+        return largest_micro_batch(planner, stage)
+    if config.ask == "fewest-gpus":
+        return fewest(planner, stages, micro_batch)
+    if config.ask == "lowest-bandwidth":
+        return lowest_bandwidth(planner, stage, micro_batch)
+    filled = config.ask == "crossover-filled"
+    return crossover(planner, stage, int(config.against), None if filled else micro_batch)
+
+
+def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
+    """The row's step run for real on this machine's device: predicted, measured, ratio.
+
+    Memory and messages are predicted for that device; a time is only measured, since the plan's is of another one.
+    """
+    if planner.workload.optimizer != "AdamW":
+        raise UserError("dry_run", f"it runs AdamW, and optimizer is {config.optimizer}", "leave one of the two out")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    here: dict[str, Any] = {"gpu": this_machine(2**62, device.type), "within_node": config.network}
+    local = planner_for(**{**arguments(config), **here})
+    shard_size = None if row.shard_size == planner.cluster.world_size else row.shard_size
+    again = local.row(row.stage if row.stage is not None else 3, row.micro_batch, shard_size)
+    workload = local.workload
+    assert isinstance(workload.model, LanguageModel)
+    _require_memory(device, again.step.peak.total)
+    measured = dry_run(
+        workload.model,
+        workload.inputs,
+        world_size=planner.cluster.world_size,
+        strategy=replace(
+            STAGES[row.stage if row.stage is not None else 3], reshard_after_forward=local.reshard_after_forward
+        ),
+        micro_batch=row.micro_batch,
+        units=list(workload.model.blocks),
+        precision=workload.precision,
+        num_micro=again.num_micro,
+        accumulate=local.accumulate,
+        prefetch=local.prefetch,
+        shard_size=shard_size,
+        device=device,
+        record=device.type == "cpu",
+    )
+    lines: dict[str, tuple[int, int]] = {"peak": (again.step.peak.total, measured.peak_bytes)}
+    for name in ("params", "master", "grads", "optimizer"):
+        lines[name] = (again.step.before_update[name], measured.before_update[name])
+    for name, num_bytes in measured.peak_by_category.items():
+        ours = again.step.peak.by_category.get(name, 0)
+        if ours or num_bytes:
+            lines[f"peak: {name}"] = (ours, num_bytes)
+    predicted = again.step.messages()
+    lines["messages"] = (len(predicted), len(measured.messages))
+    lines["message bytes"] = (
+        sum(each.num_bytes for each in predicted),
+        sum(each.num_bytes for each in measured.messages),
+    )
+    return {
+        "row": describe(row, planner.cluster.world_size),
+        "device": str(device),
+        "compared": {
+            name: {"predicted": ours, "measured": theirs, "ratio": ours / theirs if theirs else None}
+            for name, (ours, theirs) in lines.items()
+        },
+        "step_s": min(measured.step_s),
+    }
+
+
+def _require_memory(device: torch.device, num_bytes: int) -> None:
+    from zeroshard.lab.planner.fit import num_free_bytes
+
+    free = num_free_bytes(device, 1)
+    if num_bytes > free:
+        what = f"this step takes {size(num_bytes)} and {size(free)} are free here"
+        raise UserError("dry_run", what, "choose a smaller model or micro-batch, a higher stage or more GPUs")
+
+
+def _comparison_text(compared: dict[str, Any]) -> str:
+    lines = [f"{compared['row']}, one rank on {compared['device']}, no peers", ""]
+    lines.append(f"{'':<20} {'predicted':>12} {'measured':>12} {'ratio':>8}")
+    for name, each in compared["compared"].items():
+        shown = [str(each[k]) if name == "messages" else size(each[k]) for k in ("predicted", "measured")]
+        ratio = "" if each["ratio"] is None else f"{each['ratio']:.4f}"
+        lines.append(f"{name:<20} {shown[0]:>12} {shown[1]:>12} {ratio:>8}")
+    lines += ["", f"A step takes {seconds(compared['step_s'])} here, with nothing sent."]
+    return "\n".join(lines)
+
+
+def _print(config: PlanConfig, content: dict[str, Any], plain: str) -> None:
+    print(json.dumps(content, indent=2, allow_nan=False) if config.json else plain)

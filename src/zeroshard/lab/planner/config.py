@@ -1,0 +1,75 @@
+"""Settings of `zeroshard plan`, checked before torch is imported."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from zeroshard.errors import UserError
+from zeroshard.lab.predict.hardware import find_device, find_link
+from zeroshard.train.config.config import Config, ModelConfig
+
+Question = Literal[
+    "none", "largest-model", "largest-micro-batch", "fewest-gpus", "lowest-bandwidth", "crossover", "crossover-filled"
+]
+
+
+# pydantic has an old method of its base class by that name, long replaced by `model_dump_json`.
+warnings.filterwarnings("ignore", message='Field name "json" in "PlanConfig" shadows', category=UserWarning)
+
+
+class PlanConfig(Config):
+    """What is to be trained, and on what."""
+
+    model: ModelConfig = ModelConfig()
+    gpus: int = Field(1, ge=1, le=999_999, description="GPUs, one rank each.")
+    gpu: str = Field("h100-80gb", min_length=1, description="Device by name, or a file of `zeroshard bench device`.")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs of a full node.")
+    network: str = Field(
+        "400Gbit/s",
+        min_length=1,
+        description="Of each GPU, to other nodes: a bandwidth with its unit, or a link's name.",
+    )
+    within_node: str = Field("", description="Likewise to its neighbours in the node; empty: the GPU's own links.")
+
+    seq_len: int = Field(0, ge=0, description="Tokens of a sequence; 0: the longest of the model.")
+    global_batch: int = Field(
+        0, ge=0, description="Sequences of a step over all GPUs, by accumulation; 0: one micro-batch of each."
+    )
+    micro_batch: int = Field(0, ge=0, description="Sequences of a GPU in one forward; 0: as many as fit.")
+    stage: Literal["all", "0", "1", "2", "3"] = Field("all", description="ZeRO stage.")
+    shard_size: int = Field(0, ge=0, description="GPUs that share out training state; 0: all, and a node's.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Of forward and backward.")
+    reduce_dtype: Literal["master", "float32", "bfloat16", "float16"] = Field(
+        "master", description="Of gradients on their way; master: float32."
+    )
+    optimizer: str = Field("adamw", min_length=1, description="As torch calls it: adamw, sgd, muon, adafactor, ...")
+    accumulate: Literal["auto", "local", "sharded"] = Field(
+        "auto", description="Where micro-batches add up; auto: as the stage says."
+    )
+    prefetch: int = Field(1, ge=0, description="Units whose weights are gathered ahead.")
+    reshard_after_forward: bool = Field(True, description="Stage 3: free whole weights between forward and backward.")
+    kernels: Literal["auto", "reference", "triton", "liger"] = Field("auto", description="Who computes norms and loss.")
+    document_mask: bool = Field(False, description="Attention stays inside a document, which costs a mask.")
+    headroom: float = Field(0.05, ge=0, lt=1, description="Share of memory that must stay free.")
+
+    json: bool = Field(False, description="Print JSON.")  # ty: ignore[incompatible-attribute-override]
+    explain: bool = Field(False, description="Print the step of --stage, else of the row advised, action by action.")
+    dry_run: bool = Field(
+        False, description="Run a rank's step of --stage here, else of the row advised; prediction beside measurement."
+    )
+    ask: Question = Field("none", description="Answer this question instead of printing the table.")
+    against: Literal["0", "1", "2", "3"] = Field("0", description="Of crossover: the stage to compare --stage with.")
+
+    @model_validator(mode="after")
+    def _hardware_is_known(self) -> Self:
+        find_device(self.gpu)
+        find_link(self.network)
+        if self.within_node:
+            find_link(self.within_node, "within_node")
+        if self.ask.startswith("crossover") and self.stage in ("all", self.against):
+            what = f"needs two stages, and has {self.stage} and {self.against}"
+            raise UserError("ask", f"{self.ask} {what}", "give --stage A --against B")
+        return self

@@ -1,0 +1,36 @@
+"""How large a micro-batch of a training run should fit into so much memory, before anything has run."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroshard.lab.planner import inverse
+from zeroshard.lab.planner.planner import planner_for
+from zeroshard.lab.predict.hardware import this_machine
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.setup.assemble import model_overrides
+
+# PyTorch's own strategies hold what the stage does that they are modelled on, but for buckets.
+_STAGES = {"auto": 0, "zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "ddp": 0, "zero1-torch": 1, "fsdp2": 3}
+
+
+def largest_micro_batch(config: TrainConfig, num_bytes: int) -> int:
+    """Sequences of a micro-batch with which a rank of ``config`` is predicted to stay within ``num_bytes``; at least 1.
+
+    Whether it does, a run must say: a tokenizer may leave fewer token ids than the model's preset has.
+    """
+    on_cuda = config.device != "cpu" and torch.cuda.is_available()
+    planner = planner_for(
+        config.model.name,
+        overrides=model_overrides(config.model),
+        world_size=max(config.nproc, 1),
+        gpu=this_machine(num_bytes, "cuda" if on_cuda else "cpu"),
+        within_node="10Gbit/s",
+        seq_len=config.seq_len,
+        dtype=config.dtype,
+        reshard_after_forward=config.reshard_after_forward,
+        kernels=config.kernels,
+        document_mask=config.data.document_mask,
+        headroom=0.0,
+    )
+    return int(inverse.largest_micro_batch(planner, _STAGES[config.strategy]).value or 1)

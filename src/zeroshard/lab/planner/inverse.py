@@ -1,0 +1,195 @@
+"""The questions the other way round: what is the most that fits, the least that suffices, and where two stages change
+places. Each is answered by bisection over plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import cast
+
+from zeroshard.errors import UserError
+from zeroshard.lab.planner.advice import describe, fewest_gpus
+from zeroshard.lab.planner.planner import Planner
+from zeroshard.lab.planner.rows import Row
+from zeroshard.lab.predict.workload import Workload
+from zeroshard.models import LanguageModel
+
+MOST_SEQUENCES = 2**20  # that a micro-batch is searched to
+KEEPS = 0.9  # of its speed on an infinitely fast network
+LOWEST_BYTES_PER_S, HIGHEST_BYTES_PER_S = 1e6, 1e13
+EXACTNESS = 0.01  # of a bandwidth
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``value`` is None where there is none; ``sentence`` says it, and the question."""
+
+    value: float | None
+    unit: str
+    sentence: str
+
+
+def largest_micro_batch(planner: Planner, stage: int) -> Answer:
+    """The most rows of a micro-batch that fit at ``stage``."""
+    name = f"stage {stage} on {planner.cluster.world_size:,} x {planner.device.name}"
+
+    def fits(rows: int) -> bool:
+        return planner.on(global_batch=0).row(stage, rows).fits
+
+    found = _most(fits, MOST_SEQUENCES)
+    if not found:
+        return Answer(None, "sequences", f"No micro-batch fits at {name}.")
+    least = "at least " if found == MOST_SEQUENCES else ""  # nobody trains with more
+    return Answer(
+        found, "sequences", f"The largest micro-batch at {name} is {least}{found} x {planner.workload.seq_len} tokens."
+    )
+
+
+def largest_model(planner: Planner, stage: int, micro_batch: int) -> Answer:
+    """The largest model of the workload's kind that fits: width and depth grow together, with n_layer = n_embd / 128.
+
+    Raises:
+        UserError: the model is not one of ours.
+    """
+    _require_ours(planner.workload)
+    config = cast(LanguageModel, planner.workload.model).config
+    head = config.n_embd // config.n_head
+
+    def scaled(layers: int) -> Planner:
+        heads = max(1, layers * 128 // head)
+        sizes: dict[str, object] = {"n_layer": layers, "n_head": heads, "n_embd": heads * head}
+        if hasattr(config, "n_kv_head"):
+            sizes |= {"n_kv_head": heads, "ffn_hidden": 0}
+        return planner.on(workload=planner.workload.changed(sizes))
+
+    found = _most(lambda layers: scaled(layers).row(stage, micro_batch).fits, 512)
+    where = f"stage {stage} on {planner.cluster.world_size:,} x {planner.device.name}, micro-batch {micro_batch}"
+    if not found:
+        return Answer(None, "parameters", f"Not even one layer 128 wide fits at {where}.")
+    workload = scaled(found).workload
+    width = cast(LanguageModel, workload.model).config.n_embd
+    return Answer(
+        workload.num_params,
+        "parameters",
+        f"The largest model like {planner.workload.name} at {where} has {workload.num_params / 1e9:.2f}B parameters: "
+        f"{found} layers {width} wide.",
+    )
+
+
+def fewest(planner: Planner, stages: tuple[int, ...], micro_batch: int) -> Answer:
+    """The smallest world, in full nodes, in which one of ``stages`` fits."""
+    found = fewest_gpus(planner, stages, micro_batch)
+    at = " or ".join(f"stage {stage}" for stage in stages)
+    if found is None:
+        return Answer(None, "GPUs", f"No number of GPUs is enough at {at} with micro-batch {micro_batch}.")
+    one = "GPU" if found == 1 else "GPUs"
+    return Answer(found, "GPUs", f"{found:,} {one} are the fewest at {at} with micro-batch {micro_batch}.")
+
+
+def lowest_bandwidth(planner: Planner, stage: int, micro_batch: int, keeps: float = KEEPS) -> Answer:
+    """The lowest bandwidth of the network at which ``stage`` keeps ``keeps`` of the speed that it has on a fast one."""
+    _require_network(planner)
+    best = _on_network(planner, HIGHEST_BYTES_PER_S).row(stage, micro_batch).tokens_per_s
+
+    def slow(bytes_per_s: float) -> bool:
+        return _on_network(planner, bytes_per_s).row(stage, micro_batch).tokens_per_s < keeps * best
+
+    found = _border(slow)
+    if found is None:
+        return Answer(None, "bytes/s", f"Stage {stage} keeps {keeps:.0%} of its speed on any network.")
+    return Answer(
+        found, "bytes/s", f"Stage {stage} keeps {keeps:.0%} of its speed from {_gbit(found)} for each GPU upwards."
+    )
+
+
+def crossover(planner: Planner, stage: int, against: int, micro_batch: int | None = None) -> Answer:
+    """The bandwidth of the network at which ``stage`` overtakes ``against``, or falls behind it.
+
+    Args:
+        planner: of the workload.
+        stage, against: the two.
+        micro_batch: of both, a fixed workload; None: each has the largest that fits, the same memory filled, and
+            where the planner has a global batch, that divides it.
+
+    Raises:
+        UserError: there is one GPU alone, or a stage has no such micro-batch.
+    """
+    _require_network(planner)
+    sizes = [micro_batch or _filled(planner, each) for each in (stage, against)]
+
+    def rows(bytes_per_s: float) -> tuple[Row, Row]:
+        other = _on_network(planner, bytes_per_s)
+        return other.row(stage, sizes[0]), other.row(against, sizes[1])
+
+    def ahead(bytes_per_s: float) -> bool:
+        ours, theirs = rows(bytes_per_s)
+        return ours.tokens_per_s > theirs.tokens_per_s
+
+    at_lowest, at_highest = ahead(LOWEST_BYTES_PER_S), ahead(HIGHEST_BYTES_PER_S)
+    ours, theirs = (describe(row, planner.cluster.world_size) for row in rows(HIGHEST_BYTES_PER_S))
+    if at_lowest == at_highest:
+        first, second = (ours, theirs) if at_highest else (theirs, ours)
+        return Answer(None, "bytes/s", f"{first} is at least as fast as {second} on every network.".capitalize())
+    found = _border(lambda bytes_per_s: ahead(bytes_per_s) != at_highest)
+    assert found is not None
+    verb = "overtakes" if at_highest else "falls behind"
+    return Answer(found, "bytes/s", f"From {_gbit(found)} for each GPU upwards {ours} {verb} {theirs}.")
+
+
+def _filled(planner: Planner, stage: int) -> int:
+    """The most rows of a micro-batch that fit and, where the step's rows are given, divide them."""
+    answer = largest_micro_batch(planner, stage)
+    if answer.value is None:
+        raise UserError("stage", answer.sentence.rstrip("."), "compare stages that fit")
+    sizes = (size for size in range(int(answer.value), 0, -1) if planner.num_micro(size))
+    # Micro-batches that are added up need memory that a single one does not.
+    found = next((size for size in sizes if not planner.global_batch or planner.row(stage, size).fits), None)
+    if found is None:
+        what = f"{planner.global_batch} rows on {planner.cluster.world_size} GPUs split into no micro-batch that fits"
+        raise UserError("global_batch", f"{what} at stage {stage}", "give a multiple of the GPUs, or 0")
+    return found
+
+
+def _most(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to ``limit`` for which ``fits``, which is so for all below it; 0 for none."""
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, high * 2
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _border(below: Callable[[float], bool]) -> float | None:
+    """The least bandwidth at which ``below`` is no longer so; None where it never is."""
+    low, high = LOWEST_BYTES_PER_S, HIGHEST_BYTES_PER_S
+    if not below(low):
+        return None
+    while high > low * (1 + EXACTNESS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if below(middle) else (low, middle)
+    return high
+
+
+def _on_network(planner: Planner, bytes_per_s: float) -> Planner:
+    if planner.cluster.world_size <= planner.cluster.ranks_per_node:
+        within = planner.cluster.within  # what was measured of whole collectives is of the link as it is
+        return planner.on(within=replace(within, name="asked", bytes_per_s=bytes_per_s, collectives={}))
+    return planner.on(between=replace(planner.cluster.between, name="asked", bytes_per_s=bytes_per_s))
+
+
+def _require_network(planner: Planner) -> None:
+    if planner.cluster.world_size == 1:
+        raise UserError("gpus", "1 sends nothing, at any stage", "give 2 or more")
+
+
+def _require_ours(workload: Workload) -> None:
+    if not isinstance(workload.model, LanguageModel):
+        raise UserError("model", f"{workload.name} cannot be built larger", "ask it of a preset")
+
+
+def _gbit(bytes_per_s: float) -> str:
+    return f"{bytes_per_s * 8 / 1e9:.3g} Gbit/s"

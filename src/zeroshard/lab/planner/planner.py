@@ -1,0 +1,351 @@
+"""`plan`: will it fit, at which stage, how fast, and what stands in the way.
+
+A row of a plan is one way to run: a stage, a ``shard_size``, a micro-batch. Its memory and messages are those of the
+engine's own schedule over a traced micro-batch (`zeroshard.lab.predict.step`), its time a simulation of the same list
+(`zeroshard.lab.predict.timeline`). Nothing is fitted to measurements but the rates of the device and its links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from zeroshard.errors import UserError
+from zeroshard.kernels import Choice
+from zeroshard.lab.planner.advice import MICRO_BATCHES, nearest_change, reason, recommended
+from zeroshard.lab.planner.rows import Plan, Row, what_binds
+from zeroshard.lab.predict.actions import Settings, Step
+from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
+from zeroshard.lab.predict.step import step_of
+from zeroshard.lab.predict.timeline import Cluster, simulate
+from zeroshard.lab.predict.traffic import Accumulate
+from zeroshard.lab.predict.workload import DTYPES, Workload, workload_of
+from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy
+
+HEADROOM = 0.05  # of a device's memory that stays free: fragments of the allocator, and what nobody foresaw
+# NCCL's own memory for each communicator, outside of torch's allocator: two buffers of NCCL_BUFFSIZE (4 MiB) for each
+# of at most 32 channels (NCCL documentation, environment variables).
+NCCL_BYTES = 2 * 32 * 4 * 2**20
+
+
+@dataclass
+class Planner:
+    """What all rows have in common; the inverse questions ask it for rows of their own.
+
+    Attributes:
+        workload: what is trained.
+        device, cluster: on what.
+        global_batch: rows of a step over all ranks; 0: one micro-batch of each.
+        accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
+        headroom: share of memory that stays free.
+    """
+
+    workload: Workload
+    device: Device
+    cluster: Cluster
+    global_batch: int = 0
+    accumulate: Accumulate | None = None
+    prefetch: int = 1
+    reshard_after_forward: bool = True
+    headroom: float = HEADROOM
+
+    def num_micro(self, micro_batch: int) -> int:
+        """Micro-batches of a step; 0 where the global batch is no multiple of what one of them has."""
+        if not self.global_batch:
+            return 1
+        at_once = micro_batch * self.cluster.world_size
+        return self.global_batch // at_once if self.global_batch % at_once == 0 else 0
+
+    def row(self, stage: int | ShardingStrategy, micro_batch: int, shard_size: int | None = None) -> Row:
+        """One way to run; ``shard_size`` None: all ranks."""
+        strategy = stage if isinstance(stage, ShardingStrategy) else STAGES[stage]
+        strategy = replace(
+            strategy, reshard_after_forward=strategy.reshard_after_forward and self.reshard_after_forward
+        )
+        world_size = self.cluster.world_size
+        shards = shard_size or world_size
+        step = self.step(strategy, micro_batch, shards)
+        timing = simulate(step, self.device, self.cluster)
+        num_groups = (shards > 1) + (shards < world_size)
+        comm_bytes = NCCL_BYTES * num_groups if self.device.device_type == "cuda" else 0
+        needed = step.peak.total + comm_bytes
+        left = self.device.memory_bytes - needed
+        fits = left >= self.headroom * self.device.memory_bytes
+        tokens_per_s = step.tokens * world_size / timing.step_s if timing.step_s else 0.0
+        peak = self.device.matmul_flops_per_s.get(self.workload.dtype)
+        mfu = None if not peak else tokens_per_s * self.workload.num_flops_per_token / (world_size * peak)
+        return Row(
+            stage=stage if isinstance(stage, int) else None,
+            shard_size=shards,
+            micro_batch=micro_batch,
+            num_micro=max(self.num_micro(micro_batch), 1),
+            step=step,
+            comm_bytes=comm_bytes,
+            needed_bytes=needed,
+            headroom_bytes=left,
+            fits=fits,
+            timing=timing,
+            tokens_per_s=tokens_per_s,
+            mfu=mfu,
+            binds=what_binds(timing, fits=fits),
+        )
+
+    def step(self, strategy: ShardingStrategy, micro_batch: int, num_shards: int) -> Step:
+        """The engine's step."""
+        workload, on_cuda = self.workload, self.device.device_type == "cuda"
+        state, whole_state = workload.states
+        casts = any(workload.precision.compute_dtype(p.dtype) != p.dtype for p in workload.model.parameters())
+        settings = Settings(
+            strategy=strategy,
+            precision=workload.precision,
+            num_micro=max(self.num_micro(micro_batch), 1),
+            accumulate=self.accumulate,
+            prefetch=self.prefetch,
+            num_replicas=self.cluster.world_size // num_shards,
+            uniform_order=not on_cuda,
+            device_type=self.device.device_type,
+            fused_copies=on_cuda and casts and workload.optimizer == "AdamW" and workload.kernels != "reference",
+        )
+        trace = workload.trace(micro_batch, self.device.device_type)
+        return step_of(trace, workload.buffers(num_shards), state, settings, whole_state)
+
+    def on(self, **changes: Any) -> Planner:
+        """The same with other settings of the cluster (``world_size``, ``within``, ``between``) or of its own."""
+        own = {key: changes.pop(key) for key in list(changes) if key in ("workload", "device", "global_batch")}
+        return replace(self, cluster=replace(self.cluster, **changes), **own)
+
+    def smaller_groups(self) -> list[int]:
+        """Shard sizes below the world: a node's ranks, and 4, 16, ... times as many, where they divide it."""
+        found, size = [], self.cluster.ranks_per_node
+        while size < self.cluster.world_size:
+            if self.cluster.world_size % size == 0:
+                found.append(size)
+            size *= 4
+        return found
+
+
+def plan(
+    model: str | nn.Module,
+    *,
+    world_size: int = 1,
+    stage: int | ShardingStrategy | None = None,
+    shard_size: int | None = None,
+    gpu: str | Device | Calibration = "h100-80gb",
+    network: str | Link = "400Gbit/s",
+    within_node: str | Link | None = None,
+    gpus_per_node: int = 8,
+    micro_batch: int | None = None,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+    dtype: str = "bfloat16",
+    reduce_dtype: str | None = None,
+    optimizer: str = "adamw",
+    accumulate: Accumulate | None = None,
+    prefetch: int = 1,
+    reshard_after_forward: bool = True,
+    kernels: Choice = "auto",
+    document_mask: bool = False,
+    headroom: float = HEADROOM,
+    units: Iterable[nn.Module] | None = None,
+    inputs: Callable[[int], tuple[Any, ...]] | None = None,
+    overrides: Mapping[str, object] = MappingProxyType({}),
+) -> Plan:
+    """Predict memory, traffic and time of training ``model``, at one stage or at each.
+
+    Args:
+        model: a preset's name, or any module, on any device and best on the meta device: it is not changed.
+        world_size: ranks, one a GPU.
+        stage: 0, 1, 2, 3 or a row of one's own; None: all four.
+        shard_size: ranks that shard together; None: all, and in a world of several nodes also fewer.
+        gpu: a row of `zeroshard.lab.predict.hardware.DEVICES`, a file that `zeroshard bench device` wrote, or a
+        `Device`.
+        network: what each GPU has to other nodes: a bandwidth with its unit, a row of `LINKS`, or a `Link`.
+        within_node: likewise to its neighbours; None: what the GPU is sold with, or what was measured.
+        gpus_per_node: of a full node.
+        micro_batch: rows (sequences) of a rank in one forward; None: powers of two, as many as fit.
+        global_batch: rows of a step over all ranks, by gradient accumulation; None: one micro-batch of each rank.
+        seq_len: tokens of a sequence; None: the longest that the model is made for.
+        dtype: of forward and backward; masters and states keep the model's own.
+        reduce_dtype: of gradients on their way; None: the masters'.
+        optimizer: by name, as torch calls it.
+        accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
+        kernels: as models take it.
+        document_mask: whether attention stays inside a document, of our models; it costs a mask.
+        headroom: share of memory that must stay free for a row to fit.
+        units: as `zeroshard.Zero` takes them; None: the model's blocks.
+        inputs: for a module that is no language model of ours: from rows to the arguments of one micro-batch.
+        overrides: fields of the preset's configuration to change.
+
+    Raises:
+        UserError: a ValueError; what cannot be planned, by its field, in one line.
+    """
+    planner = planner_for(
+        model,
+        world_size=world_size,
+        gpu=gpu,
+        network=network,
+        within_node=within_node,
+        gpus_per_node=gpus_per_node,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        prefetch=prefetch,
+        reshard_after_forward=reshard_after_forward,
+        kernels=kernels,
+        document_mask=document_mask,
+        headroom=headroom,
+        units=units,
+        inputs=inputs,
+        overrides=overrides,
+    )
+    stages = _stages(stage, shard_size, world_size)
+    rows = list(_rows(planner, stages, micro_batch, shard_size))
+    best = recommended(rows)
+    advice = reason(planner, rows, best) if best is not None else nearest_change(planner, stages, micro_batch, rows)
+    return Plan(planner.workload, planner.device, planner.cluster, tuple(rows), best, advice)
+
+
+def planner_for(
+    model: str | nn.Module,
+    *,
+    world_size: int = 1,
+    gpu: str | Device | Calibration = "h100-80gb",
+    network: str | Link = "400Gbit/s",
+    within_node: str | Link | None = None,
+    gpus_per_node: int = 8,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+    dtype: str = "bfloat16",
+    reduce_dtype: str | None = None,
+    optimizer: str = "adamw",
+    accumulate: Accumulate | None = None,
+    prefetch: int = 1,
+    reshard_after_forward: bool = True,
+    kernels: Choice = "auto",
+    document_mask: bool = False,
+    headroom: float = HEADROOM,
+    units: Iterable[nn.Module] | None = None,
+    inputs: Callable[[int], tuple[Any, ...]] | None = None,
+    overrides: Mapping[str, object] = MappingProxyType({}),
+) -> Planner:
+    """A `Planner`; arguments and errors are those of `plan`."""
+    for name, value, least in (
+        ("gpus", world_size, 1),
+        ("gpus_per_node", gpus_per_node, 1),
+        ("global_batch", global_batch if global_batch is not None else 1, 1),
+        ("seq_len", seq_len if seq_len is not None else 1, 1),
+        ("prefetch", prefetch, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(name, f"{value!r} is not a whole number of at least {least}", f"give {least} or more")
+    if not 0 <= headroom < 1:
+        raise UserError("headroom", f"{headroom} is no share of the memory", "give a number in [0, 1)")
+    found = gpu if isinstance(gpu, Calibration) else Calibration(gpu) if isinstance(gpu, Device) else find_device(gpu)
+    device = found.device
+    precision = _precision(dtype, reduce_dtype)
+    workload = workload_of(
+        model,
+        seq_len=seq_len,
+        precision=precision,
+        optimizer=optimizer,
+        kernels=kernels,
+        document_mask=document_mask,
+        units=units,
+        inputs=inputs,
+        overrides=overrides,
+    )
+    if workload.dtype in DTYPES and workload.dtype not in device.matmul_flops_per_s:
+        served = ", ".join(device.matmul_flops_per_s)
+        raise UserError("dtype", f"a {device.name} does not compute in {workload.dtype}", f"choose {served}")
+    within = find_link(within_node, "within_node") if isinstance(within_node, str) else within_node
+    within = within or found.link or (LINKS[device.link] if device.link else None)
+    between = network if isinstance(network, Link) else find_link(network)
+    if global_batch and global_batch % world_size:
+        what = f"{global_batch} sequences cannot be shared out to {world_size} GPUs"
+        raise UserError("global_batch", what, f"give a multiple of {world_size}")
+    cluster = Cluster(world_size, gpus_per_node, within or between, between)
+    return Planner(workload, device, cluster, global_batch or 0, accumulate, prefetch, reshard_after_forward, headroom)
+
+
+def _precision(dtype: str, reduce_dtype: str | None) -> MixedPrecision:
+    for name, value in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
+        if value is not None and value not in DTYPES:
+            raise UserError(name, f"{value!r} is not a choice", f"choose one of {', '.join(DTYPES)}")
+    return MixedPrecision(
+        param_dtype=None if dtype == "float32" else DTYPES[dtype],
+        reduce_dtype=None if reduce_dtype is None else DTYPES[reduce_dtype],
+    )
+
+
+def _stages(
+    stage: int | ShardingStrategy | None, shard_size: int | None, world_size: int
+) -> tuple[int | ShardingStrategy, ...]:
+    """The stages to look at: those that shard, where a ``shard_size`` is asked for."""
+    given = stage is not None and not isinstance(stage, ShardingStrategy)
+    if given and (isinstance(stage, bool) or stage not in STAGES):
+        raise UserError("stage", f"{stage!r} is not a ZeRO stage", "choose 0, 1, 2 or 3")
+    if shard_size is not None:
+        if shard_size < 1 or world_size % shard_size:
+            what = f"{shard_size} does not divide a world of {world_size}"
+            raise UserError("shard_size", what, "choose a divisor of it")
+        if stage == 0:
+            raise UserError("shard_size", "stage 0 shards nothing", "choose stage 1, 2 or 3, or leave it out")
+    if stage is not None:
+        return (stage,)
+    return tuple(each for each in STAGES if each or shard_size is None)
+
+
+def _rows(
+    planner: Planner, stages: Sequence[int | ShardingStrategy], micro_batch: int | None, shard_size: int | None
+) -> Iterator[Row]:
+    candidates = micro_batches(planner, micro_batch)
+    largest: dict[int | ShardingStrategy, int] = {}
+    for stage in stages:
+        for candidate in candidates:
+            row = planner.row(stage, candidate, shard_size)
+            yield row
+            if not row.fits:
+                break
+            largest[stage] = candidate
+    if shard_size is not None:
+        return
+    for size in planner.smaller_groups():
+        for stage in stages:
+            if stage != 0:
+                fitting = [each for each in candidates if each <= largest.get(stage, candidates[0])]
+                yield _largest_fitting(planner, stage, fitting, size)
+
+
+def _largest_fitting(
+    planner: Planner, stage: int | ShardingStrategy, candidates: Sequence[int], shard_size: int
+) -> Row:
+    """The row of the largest of ``candidates`` that fits, else of the smallest."""
+    row = planner.row(stage, candidates[-1], shard_size)
+    for candidate in reversed(candidates[:-1]):
+        if row.fits:
+            break
+        row = planner.row(stage, candidate, shard_size)
+    return row
+
+
+def micro_batches(planner: Planner, given: int | None) -> list[int]:
+    """The micro-batches to look at.
+
+    Raises:
+        UserError: the one given does not divide the rows of a rank.
+    """
+    if given is not None:
+        if given < 1:
+            raise UserError("micro_batch", f"{given} is below 1", "give 1 or more sequences")
+        if not planner.num_micro(given):
+            what = f"{planner.global_batch} is no multiple of {given} (micro_batch) x {planner.cluster.world_size} GPUs"
+            raise UserError("global_batch", what, "change one of the three")
+        return [given]
+    return [size for size in MICRO_BATCHES if planner.num_micro(size)]

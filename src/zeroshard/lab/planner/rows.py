@@ -1,0 +1,147 @@
+"""What a plan says: rows, each one way to run and what it comes to, and which of them to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from zeroshard.lab.predict.actions import Step
+from zeroshard.lab.predict.hardware import Device, Link
+from zeroshard.lab.predict.timeline import Cluster, Timing
+from zeroshard.lab.predict.traffic import bytes_by_op
+from zeroshard.lab.predict.workload import Workload
+
+Binds = Literal["memory", "communication", "matrix products", "memory bandwidth", "kernel launches"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run, and what it comes to.
+
+    Attributes:
+        stage: of `STAGES`; None for a row of the user's own.
+        shard_size: ranks that shard together: the world, or a part of it that is replicated.
+        micro_batch, num_micro: rows of a micro-batch, and how many of these a rank's step has.
+        step: its actions, messages and memory.
+        comm_bytes: memory of the communication library.
+        needed_bytes: at the fullest moment, ``comm_bytes`` with it.
+        headroom_bytes: what the device has beyond that; negative: what it lacks.
+        fits: whether that is enough.
+        timing: of a step.
+        tokens_per_s: over all ranks.
+        mfu: of the device's data-sheet peak for this dtype; None where it is not known.
+        binds: what to change first to be faster, or to fit.
+    """
+
+    stage: int | None
+    shard_size: int
+    micro_batch: int
+    num_micro: int
+    step: Step = field(repr=False)
+    comm_bytes: int
+    needed_bytes: int
+    headroom_bytes: int
+    fits: bool
+    timing: Timing = field(repr=False)
+    tokens_per_s: float
+    mfu: float | None
+    binds: Binds
+
+    @property
+    def messages_bytes(self) -> dict[str, int]:
+        """Bytes of a rank's step by operation."""
+        return bytes_by_op(self.step.messages())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        messages = self.step.messages()
+        return {
+            "stage": self.stage,
+            "shard_size": self.shard_size,
+            "micro_batch": self.micro_batch,
+            "grad_accum_steps": self.num_micro,
+            "fits": self.fits,
+            "needed_bytes": self.needed_bytes,
+            "headroom_bytes": self.headroom_bytes,
+            "peak_bytes": {**self.step.peak.by_category, "comm_buffers": self.comm_bytes},
+            "peak_at": self.step.peak.where,
+            "resident_bytes": {
+                "after_initialisation": self.step.start,
+                "before_update": self.step.before_update,
+                "after_update": self.step.after_update,
+            },
+            "messages": {"count": len(messages), "bytes_by_op": bytes_by_op(messages)},
+            "step_s": self.timing.step_s,
+            "compute_s": self.timing.compute_s,
+            "comm_s": self.timing.comm_s,
+            "exposed_s": self.timing.exposed_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "binds": self.binds,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked, every row, and what to do.
+
+    Attributes:
+        workload: what is trained.
+        device, cluster: on what.
+        rows: flat sharding first, stage by stage; then, in a world of several nodes, sharding over fewer ranks.
+        best: the fastest row that fits; None where none does.
+        advice: one sentence: the row to take and why, or the nearest change that would make one fit.
+    """
+
+    workload: Workload = field(repr=False)
+    device: Device
+    cluster: Cluster
+    rows: tuple[Row, ...]
+    best: Row | None
+    advice: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether any row does."""
+        return self.best is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "model": self.workload.name,
+            "num_params": self.workload.num_params,
+            "dtype": self.workload.dtype,
+            "optimizer": self.workload.optimizer,
+            "seq_len": self.workload.seq_len,
+            "gpus": self.cluster.world_size,
+            "gpus_per_node": self.cluster.ranks_per_node,
+            "gpu": {"name": self.device.name, "memory_bytes": self.device.memory_bytes, "source": self.device.source},
+            "within_node": _link_dict(self.cluster.within),
+            "between_nodes": _link_dict(self.cluster.between),
+            "rows": [row.as_dict() for row in self.rows],
+            "best": None if self.best is None else self.rows.index(self.best),
+            "advice": self.advice,
+        }
+
+
+def _link_dict(link: Link) -> dict[str, Any]:
+    return {
+        "name": link.name,
+        "latency_s": link.latency_s,
+        "bytes_per_s": link.bytes_per_s,
+        "share": link.share,
+        "source": link.source,
+    }
+
+
+def what_binds(timing: Timing, *, fits: bool) -> Binds:
+    """What to change first: the memory of what does not fit, else what takes most of a step's time."""
+    if not fits:
+        return "memory"
+    limits: dict[Binds, float] = {
+        "communication": timing.exposed_s,
+        "matrix products": timing.bound_s.get("flops", 0.0),
+        "memory bandwidth": timing.bound_s.get("bytes", 0.0),
+        "kernel launches": timing.bound_s.get("kernels", 0.0),
+    }
+    return max(limits, key=lambda key: limits[key])

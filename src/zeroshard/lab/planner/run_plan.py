@@ -1,0 +1,130 @@
+"""What a training run should come to on one rank: the planner's side of `zeroshard.train.records.plan_contract`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from zeroshard.comm.wrappers.throttle import bytes_per_link, num_hops
+from zeroshard.errors import UserError
+from zeroshard.lab.predict.buffers import Buffer, buffers_of
+from zeroshard.lab.predict.hardware import Calibration, Link, read_calibration
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, state_bytes
+from zeroshard.lab.predict.step import Settings, Step, step_of
+from zeroshard.lab.predict.timeline import Cluster, Timing, simulate
+from zeroshard.lab.predict.trace import trace_language_model
+from zeroshard.lab.predict.traffic import messages
+from zeroshard.models import LanguageModel
+from zeroshard.train.records.plan_contract import Job, Planned, Sent
+from zeroshard.train.setup.links import Links
+from zeroshard.zero import MixedPrecision, ShardingStrategy
+
+NOBODY = Link("none", 0.0, 1.0, "one rank talks to nobody")
+
+
+def predict(job: Job) -> Planned:
+    """What ``job`` holds and sends, exactly; its peak, and the time of a step where the device was measured.
+
+    AdamW, as the trainer has it. The peak is what the engine and autograd hold, without what communicators keep for
+    themselves.
+
+    Raises:
+        UserError: the calibration that was named is not there, or is none, or knows no link where ranks talk.
+    """
+    calibration = _calibration(job) if job.calibration else None
+    precision = MixedPrecision(param_dtype=job.compute_dtype) if job.compute_dtype != torch.float32 else None
+    buffers = buffers_of(job.model, job.shard_size, list(job.model.blocks))
+    rank = job.rank % job.shard_size
+    optimizer = OPTIMIZER_STATES["AdamW"]
+    num_replicas = job.world_size // job.shard_size
+    held = state_bytes(buffers, job.row, rank, optimizer, precision, device_type=job.device_type)
+    if job.keeps_ema:
+        held["ema"] = ema_bytes(buffers, job.row, rank)
+    found = messages(
+        buffers,
+        job.row,
+        precision,
+        num_micro=job.num_micro,
+        uniform_order=job.uniform_order,
+        num_replicas=num_replicas,
+    )
+    sent = [Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in found]
+    if not job.estimates:
+        return Planned(held, sent)
+    settings = Settings(
+        job.row,
+        precision or MixedPrecision(),
+        num_micro=job.num_micro,
+        num_replicas=num_replicas,
+        uniform_order=job.uniform_order,
+        device_type=job.device_type,
+        fused_copies=job.saves_passes and job.compute_dtype != torch.float32,
+        rank=rank,
+        agrees=True,
+    )
+    step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings)
+    if calibration is not None and calibration.link is not None and job.links is not None:
+        calibration = replace(calibration, link=behind(calibration.link, job.links))
+    timing = None if calibration is None else _timing(step, calibration, job.world_size)
+    return Planned(held, sent, step.peak.total + held.get("ema", 0), None if timing is None else timing.step_s)
+
+
+def predicted_step(
+    model: LanguageModel,
+    row: ShardingStrategy,
+    world_size: int,
+    micro_batch_size: int,
+    seq_len: int,
+    calibration: Calibration,
+    *,
+    clips: bool = False,
+) -> Timing:
+    """The time of a step of one micro-batch in fp32 with AdamW, ``model`` without values."""
+    buffers = buffers_of(model, world_size, list(model.blocks))
+    settings = Settings(row, device_type=calibration.device.device_type, clips=clips)
+    return _timing(_step(model, buffers, micro_batch_size, seq_len, settings), calibration, world_size)
+
+
+def behind(measured: Link, links: Links) -> Link:
+    """``measured`` where ``links`` are in the way too: whatever is slower of the two, in each collective.
+
+    Bytes pass one after the other through both at once, so the narrower place decides; latencies add up. A burst that
+    passes at once after a pause is left out: milliseconds of a step.
+    """
+    num_ranks = measured.num_ranks
+    if num_ranks > links.node_size:
+        levels = [links.between] + ([links.inside] if links.node_size > 1 else [])
+    else:
+        levels = [links.inside]
+    bytes_per_s = min(level.bytes_per_s for level in levels)
+    latency_s = max(level.latency_s for level in levels)
+
+    def slowed(op: str, constant_s: float, s_per_byte: float) -> tuple[float, float]:
+        over_links = bytes_per_link(op, 1, num_ranks) / bytes_per_s
+        return constant_s + num_hops(op, num_ranks) * latency_s, max(s_per_byte, over_links)
+
+    return replace(
+        measured,
+        latency_s=measured.latency_s + latency_s,
+        bytes_per_s=min(measured.bytes_per_s, bytes_per_s),
+        collectives={op: slowed(op, *costs) for op, costs in measured.collectives.items()},
+    )
+
+
+def _calibration(job: Job) -> Calibration:
+    found = read_calibration(job.calibration, "plan.device")
+    if found.link is None and job.world_size > 1:
+        what = f"{job.calibration} was measured on one rank, and this run has {job.world_size}"
+        raise UserError("plan.device", what, f"write one by zeroshard bench device --nproc {job.world_size}")
+    return found
+
+
+def _step(model: LanguageModel, buffers: list[Buffer], micro_batch_size: int, seq_len: int, settings: Settings) -> Step:
+    trace = trace_language_model(model, micro_batch_size, seq_len, settings.precision, device_type=settings.device_type)
+    return step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings)
+
+
+def _timing(step: Step, calibration: Calibration, world_size: int) -> Timing:
+    link = calibration.link or NOBODY
+    return simulate(step, calibration.device, Cluster(world_size, world_size, link, link))

@@ -1,0 +1,93 @@
+"""A plan as text: a heading, a table of rows, and the advice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroshard.lab.planner.advice import GIB
+from zeroshard.lab.planner.rows import Plan, Row
+
+COLUMNS = (
+    "stage",
+    "shards",
+    "micro-batch",
+    "fits",
+    "memory",
+    "headroom",
+    "step",
+    "tokens/s",
+    "MFU",
+    "exposed",
+    "binds",
+)
+
+
+def text(plan: Plan) -> str:
+    """The whole answer."""
+    return "\n".join([heading(plan), "", table(plan), "", plan.advice])
+
+
+def heading(plan: Plan) -> str:
+    """What was planned, with the sources of its figures."""
+    workload, cluster, device = plan.workload, plan.cluster, plan.device
+    lines = [
+        f"{workload.name}: {workload.num_params / 1e9:.3g}B parameters, {workload.dtype}, {workload.optimizer}, "
+        f"{workload.num_bytes_of_states} bytes of state for each unsharded; sequences of {workload.seq_len}",
+        f"{cluster.world_size:,} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each ({device.source})",
+    ]
+    if cluster.world_size > 1:
+        per_node = min(cluster.ranks_per_node, cluster.world_size)
+        lines.append(
+            f"{per_node} in a node over {cluster.within.name} at {cluster.within.bytes_per_s / 1e9:g} GB/s "
+            f"({cluster.within.source})"
+        )
+    if cluster.world_size > cluster.ranks_per_node:
+        lines.append(f"nodes over {cluster.between.bytes_per_s / 1e9:g} GB/s for each GPU ({cluster.between.source})")
+    return "\n".join(lines)
+
+
+def table(plan: Plan) -> str:
+    """One line a row; the recommended one has an arrow."""
+    lines: list[Sequence[str]] = [COLUMNS, *(cells(row, plan.cluster.world_size) for row in plan.rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
+    shown = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    marks = ["  ", *("> " if row is plan.best else "  " for row in plan.rows)]
+    return "\n".join(mark + line.rstrip() for mark, line in zip(marks, shown, strict=True))
+
+
+def cells(row: Row, world_size: int) -> tuple[str, ...]:
+    """A row as text, in the order of `COLUMNS`."""
+    timing = row.timing
+    micro = f"{row.micro_batch} x {row.num_micro}" if row.num_micro > 1 else str(row.micro_batch)
+    speed = (
+        f"{seconds(timing.step_s)}",
+        f"{row.tokens_per_s:,.0f}",
+        "" if row.mfu is None else f"{row.mfu:.0%}",
+        f"{timing.exposed_s / timing.step_s:.0%}" if timing.step_s else "",
+    )
+    return (
+        "own" if row.stage is None else str(row.stage),
+        "all" if row.shard_size == world_size else f"{row.shard_size:,}",
+        micro,
+        "yes" if row.fits else "no",
+        f"{row.needed_bytes / GIB:.1f} GiB",
+        f"{row.headroom_bytes / GIB:+.1f} GiB",
+        *(speed if row.fits else ("", "", "", "")),
+        row.binds,
+    )
+
+
+def seconds(value: float) -> str:
+    """``1.23 s``, ``45.6 ms``, ``789 us``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value * 1e6:.3g} us"
+
+
+def size(num_bytes: float) -> str:
+    """``1.5 GiB``, ``25.0 MiB``, ``3.2 KiB``."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes:.0f} B"

@@ -1,0 +1,1 @@
+"""A step as data: what it allocates, computes and sends, and how long that takes."""

@@ -1,0 +1,141 @@
+"""The words in which a step is told: what is computed, sent and waited for, what is held, and how the engine is set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from zeroshard.lab.predict.traffic import Accumulate, Message
+from zeroshard.lab.predict.work import Work
+from zeroshard.zero import MixedPrecision, ShardingStrategy
+
+CATEGORIES = (
+    "params",
+    "master",
+    "optimizer",
+    "grads",
+    "unit_buffers",
+    "prefetch",
+    "activations",
+    "temporaries",
+    "others",
+)
+Phase = Literal["forward", "backward", "optimizer"]
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Operations, one after the other; ``unit``: during whose turn."""
+
+    unit: str
+    phase: Phase
+    work: tuple[Work, ...]
+
+
+@dataclass(frozen=True)
+class Issue:
+    """A collective is started, after what was computed before it; ``number`` names it.
+
+    ``replicas``: among the ranks that hold the same shard. ``control``: a few bytes that all ranks must hear.
+    """
+
+    number: int
+    message: Message
+    unit: str
+    phase: Phase
+    replicas: bool = False
+    control: bool = False
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing is computed until that collective is done."""
+
+    number: int
+    unit: str
+    phase: Phase
+
+
+Action = Compute | Issue | Wait
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The fullest moment of a step.
+
+    Attributes:
+        by_category: bytes by `CATEGORIES`.
+        where: the unit and the phase.
+    """
+
+    by_category: dict[str, int]
+    where: str
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.by_category.values())
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step.
+
+    Attributes:
+        first, middle, last: actions of micro-batches; ``first`` and ``middle`` are empty where there are not as many.
+        num_middle: how many there are like ``middle``.
+        update: actions of the optimizer's step.
+        peak: of memory.
+        start, before_update, after_update: bytes by category after initialisation, before and after the optimizer's
+            first step: the three points at which `Zero.memory_bytes` may be compared.
+        tokens: of this rank.
+    """
+
+    first: list[Action]
+    middle: list[Action]
+    num_middle: int
+    last: list[Action]
+    update: list[Action]
+    peak: Moment
+    start: dict[str, int]
+    before_update: dict[str, int]
+    after_update: dict[str, int]
+    tokens: int
+
+    def messages(self) -> list[Message]:
+        """The collectives of the step in order of issue, without control messages."""
+        parts = [self.first, *[self.middle] * self.num_middle, self.last, self.update]
+        return [a.message for part in parts for a in part if isinstance(a, Issue) and not a.control]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the engine is set; as `zeroshard.Zero` takes it.
+
+    Attributes:
+        strategy: the row.
+        precision: the dtype policy.
+        num_micro: micro-batches of a step.
+        accumulate: None: as the row's `grads` column says.
+        prefetch: units ahead.
+        num_replicas: the world size by the ``shard_size``.
+        uniform_order: of the communicator.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        fused_copies: whether the optimizer writes 16-bit weights beside their masters, as `FusedAdamW` does.
+        rank: among those that shard together.
+        clips: whether the norm of the gradients is taken, and they are scaled, before the optimizer's step.
+        agrees: whether ranks agree on the loss, and on going on, in a message of their own, as the trainer's do.
+    """
+
+    strategy: ShardingStrategy
+    precision: MixedPrecision = field(default_factory=MixedPrecision)
+    num_micro: int = 1
+    accumulate: Accumulate | None = None
+    prefetch: int = 1
+    num_replicas: int = 1
+    uniform_order: bool = True
+    device_type: str = "cpu"
+    fused_copies: bool = False
+    rank: int = 0
+    clips: bool = True
+    agrees: bool = False

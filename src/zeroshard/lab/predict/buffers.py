@@ -1,0 +1,81 @@
+"""The flat buffers that an engine would make of a model, as facts: what memory and traffic are computed from.
+
+A model on the meta device will do: only names, shapes and dtypes are read, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout
+from zeroshard.zero.buffers.partition import partition
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Parameters of one unit and dtype, end to end.
+
+    Attributes:
+        unit: the unit's name; ``"root"`` for what no other unit holds.
+        name: of the buffer: the unit's, and ``"unit#1"`` and so on for a unit's further ones; what an optimizer needs
+            whole comes last, where it does not fill a buffer alone.
+        layout: where each parameter lies.
+        dtype: of the parameters, and so of their masters.
+        trained: whether they take gradients.
+    """
+
+    unit: str
+    name: str
+    layout: FlatLayout
+    dtype: torch.dtype
+    trained: bool
+
+
+Named = list[tuple[str, tuple[int, ...]]]
+
+
+def buffers_of(
+    model: nn.Module,
+    world_size: int,
+    units: Iterable[nn.Module] | None = None,
+    *,
+    whole: Iterable[nn.Parameter] = (),
+) -> list[Buffer]:
+    """The buffers of ``model``, root first.
+
+    Args:
+        model: read, not changed.
+        world_size: number of shards: of all ranks, or the ``shard_size`` where there is one.
+        units: as `Zero` takes them, in the order in which they run.
+        whole: the parameters of an optimizer that needs whole tensors, such as `torch.optim.Muon`.
+    """
+    root, specs = partition(model, units)
+    kept = set(whole)
+    loads = [0] * world_size
+    buffers = []
+    for spec in (root, *specs):
+        flat: dict[tuple[torch.dtype, bool], Named] = {}
+        tensors: dict[tuple[torch.dtype, bool], Named] = {}
+        for name, param in spec.params:
+            kind = (param.dtype, param.requires_grad)
+            flat.setdefault(kind, [])  # a kind has its place by its first parameter, kept whole or not
+            chosen = tensors if param in kept else flat
+            chosen.setdefault(kind, []).append((name, tuple(param.shape)))
+        here: list[Buffer] = []
+        further: list[Buffer] = []
+        for index, (kind, named) in enumerate(flat.items()):
+            name = f"{spec.name}#{index}" if index else spec.name
+            if named:
+                here.append(Buffer(spec.name, name, FlatLayout.of(named, world_size, ALIGNMENT), *kind))
+            if kind in tensors:
+                layout = FlatLayout.whole(tensors[kind], world_size, loads)
+                loads = [load + sum(p.numel for p in layout.owned(rank)) for rank, load in enumerate(loads)]
+                if named:
+                    name = f"{spec.name}#{len(flat) + len(further)}"
+                (further if named else here).append(Buffer(spec.name, name, layout, *kind))
+        buffers += here + further
+    return buffers

@@ -1,0 +1,156 @@
+"""A rank of a world of any size, run for a few steps on this machine: what it holds and sends, measured.
+
+The engine is the real one, over `NullCommunicator`: every buffer is allocated and written, forward and backward are
+computed, and nothing travels. What it allocates is followed operation by operation (`zeroshard.profiling.memory`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zeroshard.comm import CONTROL, CommRecord, NullCommunicator, ObservedCommunicator
+from zeroshard.lab.predict.trace import Inputs
+from zeroshard.profiling.memory import AllocationRecorder
+from zeroshard.zero import MixedPrecision, ShardingStrategy, Zero, loaded_later
+from zeroshard.zero.engine import Accumulate
+
+NUM_STEPS = 3  # the first makes states, the second finds gradient buffers of the first
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank, measured.
+
+    Attributes:
+        start, before_update, after_update: resident bytes by category at these points, of the last step.
+        peak_bytes: the most that was live at once, training state, activations and all.
+        peak_by_category: of that, where allocations were followed.
+        messages: collectives of the last step in order, without control messages.
+        step_s: wall time of each step, the first left out; the recorder's own share is in it.
+    """
+
+    start: dict[str, int]
+    before_update: dict[str, int]
+    after_update: dict[str, int]
+    peak_bytes: int
+    peak_by_category: dict[str, int]
+    messages: list[CommRecord]
+    step_s: list[float] = field(default_factory=list)
+
+
+def dry_run(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    world_size: int,
+    strategy: ShardingStrategy,
+    micro_batch: int,
+    units: Iterable[nn.Module] | None = None,
+    precision: MixedPrecision | None = None,
+    optimizer: Callable[[Zero], list[Optimizer]] | None = None,
+    num_micro: int = 1,
+    accumulate: Accumulate | None = None,
+    prefetch: int = 1,
+    shard_size: int | None = None,
+    rank: int = 0,
+    device: torch.device | str = "cpu",
+    num_steps: int = NUM_STEPS,
+    record: bool = True,
+) -> Measured:
+    """Train ``model`` as rank ``rank`` of ``world_size`` and measure it.
+
+    Args:
+        model: taken over, and changed; parameters on the meta device get small random values.
+        inputs: makes the arguments of a micro-batch.
+        world_size, rank: of the world that is pretended.
+        strategy, units, precision, accumulate, prefetch, shard_size: as `zeroshard.Zero` takes them.
+        micro_batch, num_micro: rows, and how many such in a step.
+        optimizer: makes the optimizers; None: fused `torch.optim.AdamW` over all parameters.
+        device: where it runs.
+        num_steps: 2 or more.
+        record: whether to follow allocations; else ``peak_bytes`` is CUDA's own count, and 0 on a CPU.
+    """
+    device = torch.device(device)
+    comm = ObservedCommunicator(NullCommunicator(world_size, rank))
+    meta = any(param.is_meta for param in model.parameters())
+    zero = Zero(
+        model,
+        strategy,
+        units=units,
+        comm=comm,
+        precision=precision,
+        init=loaded_later if meta else None,
+        prefetch=prefetch,
+        accumulate=accumulate,
+        device=device,
+        shard_size=shard_size,
+    )
+    if meta:
+        _fill(zero)
+    make = optimizer or (lambda zero: [zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)])
+    optimizers = make(zero)
+    given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs(micro_batch))
+    start = zero.memory_bytes()
+    seconds: list[float] = []
+    before_update = after_update = start
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    recorder = AllocationRecorder(zero.holdings).follow(model, optimizers[0]) if record else None
+    with recorder or nullcontext():
+        for step in range(num_steps):
+            comm.drain()
+            began = time.perf_counter()
+            before_update, after_update = _take_step(zero, model, optimizers, given, num_micro)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if step:
+                seconds.append(time.perf_counter() - began)
+    peak, by_category = 0, {}
+    if recorder is not None:
+        recorder.remove()
+        peak, by_category = recorder.peak.num_bytes, dict(recorder.peak.by_category)
+    elif device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    sent = [each for each in comm.records if each.scope != CONTROL]
+    return Measured(start, before_update, after_update, peak, by_category, sent, seconds)
+
+
+def _take_step(
+    zero: Zero, model: nn.Module, optimizers: list[Optimizer], given: tuple[Any, ...], num_micro: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Forward, backward and update; returns the resident bytes before the update and after it."""
+    for micro in range(num_micro):
+        with zero.micro_batch(last=micro == num_micro - 1):
+            _loss(model, given).backward()
+    zero.clip_grad_norm_(1.0)
+    before_update = zero.memory_bytes()
+    for each in optimizers:
+        each.step()
+    after_update = zero.memory_bytes()
+    for each in optimizers:
+        each.zero_grad()
+    return before_update, after_update
+
+
+def _loss(model: nn.Module, given: tuple[Any, ...]) -> Tensor:
+    output = model(*given)
+    loss = sum(leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
+    assert isinstance(loss, Tensor), "no output of the model takes gradients"
+    return loss
+
+
+def _fill(zero: Zero) -> None:
+    """Small numbers for weights that nobody has drawn."""
+    with torch.no_grad():
+        for holding in zero.holdings():
+            if holding.tensor.untyped_storage().nbytes():  # else it is freed until it is used
+                holding.tensor.normal_(0.0, 0.02)

@@ -1,0 +1,165 @@
+"""Bytes of training state on a rank, from shapes and a row of the stage table alone.
+
+With N elements of a buffer, padded to P = W * S, and itemsizes c (compute), m (master), g (reduction):
+
+    params      P c, whole;  S m, sharded, where c is m's dtype, and else nothing between uses
+    master      P m or S m by the `optim` column, where compute has another dtype and they are trained; else the weights
+    grads       S m, sharded;  P g, whole, and what the optimizer sees beside it where that is no view of it
+    optimizer   per element of the pieces that the rank owns, without padding; and scalars per piece
+
+Where an optimizer needs whole tensors, S is the longest shard, and P may be much more than N.
+
+Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054, section 3.1: the 16 bytes for each parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from zeroshard.lab.predict.buffers import Buffer
+from zeroshard.zero import MixedPrecision, ShardingStrategy
+from zeroshard.zero.strategy import SHARD
+
+SCALAR_BYTES = 4  # torch keeps a parameter's step count as one fp32 number
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer remembers of a parameter, in its master's dtype.
+
+    Attributes:
+        num_per_element: tensors as large as the parameter.
+        num_scalars: single numbers.
+        factored: whether the last of those tensors is kept as two, with the last dimension and the last but one gone,
+            where the parameter has two dimensions or more (Shazeer and Stern 2018, Adafactor,
+            https://arxiv.org/abs/1804.04235, section 3).
+    """
+
+    num_per_element: int
+    num_scalars: int = 0
+    factored: bool = False
+
+    def numel(self, shape: tuple[int, ...]) -> int:
+        """Elements, without scalars, for a parameter or piece of ``shape``."""
+        numel = math.prod(shape)
+        if not self.factored or len(shape) < 2:
+            return self.num_per_element * numel
+        return (self.num_per_element - 1) * numel + numel // shape[-1] + numel // shape[-2]
+
+
+OPTIMIZER_STATES: dict[str, OptimizerState] = {
+    "AdamW": OptimizerState(2, 1),
+    "Adam": OptimizerState(2, 1),
+    "Adamax": OptimizerState(2, 1),
+    "NAdam": OptimizerState(2, 2),
+    "RAdam": OptimizerState(2, 1),
+    "RMSprop": OptimizerState(1, 1),
+    "Adagrad": OptimizerState(1, 1),
+    "Adadelta": OptimizerState(2, 1),
+    "SGD": OptimizerState(0),
+    "SGD with momentum": OptimizerState(1),
+    "Muon": OptimizerState(1),
+    "Adafactor": OptimizerState(1, 1, factored=True),
+}
+
+
+def state_bytes(
+    buffers: Iterable[Buffer],
+    strategy: ShardingStrategy,
+    rank: int,
+    optimizer: OptimizerState,
+    precision: MixedPrecision | None = None,
+    *,
+    whole_optimizer: OptimizerState | None = None,
+    num_reductions: int = 1,
+    device_type: str = "cpu",
+) -> dict[str, int]:
+    """Resident bytes on ``rank``, by category: what `Zero.memory_bytes` counts between a backward and its step.
+
+    Optimizer states are those after the first step. While a unit runs, its full weights and gradients come on top.
+
+    Args:
+        buffers: of the model, laid out for the world size in question, or the ``shard_size`` where there is one:
+            replicas hold the same. Every trained parameter has a gradient.
+        strategy: the row.
+        rank: which, among those that shard together; ranks differ where padding and borders of parameters fall.
+        optimizer: what it keeps.
+        precision: the dtype policy.
+        whole_optimizer: what another one keeps, of the buffers that keep tensors whole; None: there is no other.
+        num_reductions: how many backwards of a step reduced their gradients; several, where whole gradients
+            accumulate, need a second buffer.
+        device_type: ``"cpu"`` or ``"cuda"``: where the optimizer is replicated, parameters are cut at shards on CPUs
+            only, and each piece has scalars of its own.
+    """
+    precision = precision or MixedPrecision()
+    total = {"params": 0, "grads": 0, "master": 0, "optimizer": 0}
+    for buffer in buffers:
+        layout, world_size = buffer.layout, buffer.layout.world_size
+        shard_params = strategy.params is SHARD and world_size > 1
+        shard_optim = strategy.optim is SHARD and world_size > 1
+        seen = layout.shard_numel if shard_optim else layout.padded_numel  # by the optimizer
+        compute = precision.compute_dtype(buffer.dtype)
+        master = buffer.dtype if buffer.trained else compute
+        if not shard_params:
+            total["params"] += layout.padded_numel * compute.itemsize
+        if compute != master:
+            total["master"] += seen * master.itemsize
+        elif shard_params:
+            total["params"] += layout.shard_numel * master.itemsize
+        if buffer.trained:
+            total["grads"] += _grad_bytes(
+                layout.padded_numel, seen, strategy, world_size, buffer, precision, num_reductions
+            )
+            kept = optimizer if layout.longest is None or whole_optimizer is None else whole_optimizer
+            total["optimizer"] += _optimizer_bytes(buffer, rank if shard_optim else None, kept, device_type)
+    return total
+
+
+def ema_bytes(buffers: Iterable[Buffer], strategy: ShardingStrategy, rank: int) -> int:
+    """Resident bytes on ``rank`` of a moving average: one number for each that the optimizer updates, unpadded."""
+    total = 0
+    for buffer in buffers:
+        layout = buffer.layout
+        sharded = strategy.optim is SHARD and layout.world_size > 1
+        numel = sum(piece.numel for piece in layout.owned(rank)) if sharded else layout.numel
+        total += numel * buffer.dtype.itemsize
+    return total
+
+
+def _grad_bytes(
+    padded: int,
+    seen: int,
+    strategy: ShardingStrategy,
+    world_size: int,
+    buffer: Buffer,
+    precision: MixedPrecision,
+    num_reductions: int,
+) -> int:
+    if strategy.grads is SHARD and world_size > 1:
+        return seen * buffer.dtype.itemsize
+    reduce_dtype = precision.gradient_dtype(buffer.dtype)
+    whole = padded * reduce_dtype.itemsize
+    own_memory = num_reductions > 1 or reduce_dtype != buffer.dtype
+    return whole + (seen * buffer.dtype.itemsize if own_memory else 0)
+
+
+def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState, device_type: str) -> int:
+    """``rank`` None: replicated."""
+    layout = buffer.layout
+    if rank is None and layout.longest is None and device_type == "cpu":  # without a loop over the world
+        shard_numel = max(layout.shard_numel, 1)
+        slots = [slot for slot in layout.slots if slot.numel]
+        num_pieces = sum(
+            (slot.offset + slot.numel - 1) // shard_numel - slot.offset // shard_numel + 1 for slot in slots
+        )
+        numel = sum(optimizer.numel((slot.numel,)) for slot in slots)
+        return numel * buffer.dtype.itemsize + num_pieces * optimizer.num_scalars * SCALAR_BYTES
+    if rank is None and device_type != "cpu":
+        pieces = layout.tensors()
+    else:
+        ranks = range(layout.world_size) if rank is None else [rank]
+        pieces = tuple(piece for each in ranks for piece in layout.owned(each))
+    numel = sum(optimizer.numel(piece.shape) for piece in pieces)
+    return numel * buffer.dtype.itemsize + len(pieces) * optimizer.num_scalars * SCALAR_BYTES

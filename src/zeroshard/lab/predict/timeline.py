@@ -1,0 +1,316 @@
+"""How long a step takes: one rank's actions laid out in time, by a small discrete-event simulation.
+
+There are two clocks, and they are the engine's on a GPU: the stream that computes, and for each group of ranks the one
+on which collectives run one after the other. A collective begins when what was computed before it is done and the one
+before it is over; a wait holds computation until it ends, and what it holds it for is *exposed* communication. On a
+CPU the cores that compute move the bytes too: a link that was measured says for how many seconds of computation a
+collective takes the cores away, and while it is under way what is computed beside it goes on with the rest of them.
+
+An operation takes the longest of its FLOPs over the device's rate, its bytes over the memory's, and the least time of a
+kernel, which on a CPU comes on top: nobody issues the next one meanwhile (Williams et al. 2009, "Roofline",
+https://doi.org/10.1145/1498765.1498785). A collective takes a latency for each step of its algorithm and its bytes over
+the slowest link (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH",
+https://doi.org/10.1177/1094342005051521; ring and double binary tree as NCCL reckons them, src/graph/tuning.cc)::
+
+    all-gather, reduce-scatter    ring   call + (n - 1) a + (n - 1) / n  B / b
+    all-reduce                    ring   call + 2 (n - 1) a + 2 (n - 1) / n  B / b
+                                  tree   call + 2 (k - 1 + log2 nodes) a + 2 B / b
+
+with n ranks, k of them in a node, a the latency of a step and b the bytes a second of the narrowest place: a link
+within the node, or the k network links of a node together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from zeroshard.lab.predict.actions import Action, Compute, Issue, Step, Wait
+from zeroshard.lab.predict.hardware import Device, Link
+from zeroshard.lab.predict.traffic import Message
+from zeroshard.lab.predict.work import Work
+
+Algorithm = Literal["auto", "ring", "tree"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks and what joins them; ranks of a node are neighbours.
+
+    Attributes:
+        world_size: all ranks.
+        ranks_per_node: of a full node.
+        within: the link between ranks of a node.
+        between: the link that each rank has to other nodes.
+        algorithm: of all-reduces; ``auto``: the faster. Other collectives have a ring.
+    """
+
+    world_size: int
+    ranks_per_node: int
+    within: Link
+    between: Link
+    algorithm: Algorithm = "auto"
+
+    def collective_s(self, op: str, num_bytes: int, num_ranks: int, *, replicas: bool = False) -> float:
+        """Seconds of one collective.
+
+        Args:
+            op: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
+            num_bytes: of the whole buffer.
+            num_ranks: how many take part: neighbours, or with ``replicas`` one of each group of neighbours.
+            replicas: whether they are those that hold the same shard.
+        """
+        if num_ranks == 1:
+            return 0.0
+        if num_ranks == self.within.num_ranks and op in self.within.collectives:
+            constant_s, s_per_byte = self.within.collectives[op]  # measured among as many
+            return constant_s + num_bytes * s_per_byte
+        in_node = min(num_ranks, self.ranks_per_node)
+        if replicas:
+            shard_size = max(self.world_size // num_ranks, 1)
+            in_node = min(num_ranks, max(self.ranks_per_node // shard_size, 1))
+        num_nodes = -(-num_ranks // in_node)
+        bytes_per_s = math.inf if in_node == 1 else self.within.bytes_per_s * self.within.share
+        call_s = self.within.call_s
+        if num_nodes > 1:
+            bytes_per_s = min(bytes_per_s, in_node * self.between.bytes_per_s * self.between.share)
+            call_s = self.between.call_s
+        rounds = 2 if op == "all_reduce" else 1
+        steps_s = (num_ranks - num_nodes) * self.within.latency_s
+        steps_s += (num_nodes - 1) * (self.between if num_nodes > 1 else self.within).latency_s
+        if num_nodes == 1:
+            steps_s = (num_ranks - 1) * self.within.latency_s
+        ring = call_s + rounds * (steps_s + (num_ranks - 1) / num_ranks * num_bytes / bytes_per_s)
+        if op != "all_reduce" or self.algorithm == "ring":
+            return ring
+        depth_s = (in_node - 1) * self.within.latency_s + math.log2(num_nodes) * self.between.latency_s
+        tree = call_s + 2 * (depth_s + num_bytes / bytes_per_s)
+        return tree if self.algorithm == "tree" else min(ring, tree)
+
+    def slowing_s(self, message: Message) -> float:
+        """By how many seconds a collective slows the computation that it runs beside; 0 where nobody has measured."""
+        if message.world_size != self.within.num_ranks or message.op not in self.within.beside:
+            return 0.0
+        constant_s, s_per_byte = self.within.beside[message.op]
+        return constant_s + message.num_bytes * s_per_byte
+
+
+@dataclass(frozen=True)
+class TimedSpan:
+    """What happens from ``start_s`` to ``end_s``, seconds from the start of the step: ``compute``, ``comm`` or
+    ``wait``; ``name``: of a collective, its operation and buffer.
+    """
+
+    kind: Literal["compute", "comm", "wait"]
+    unit: str
+    phase: str
+    name: str
+    start_s: float
+    end_s: float
+    num_bytes: int = 0
+
+
+@dataclass
+class Timing:
+    """A step's time.
+
+    Attributes:
+        step_s: from the first operation of its first forward to the end of the optimizer's step.
+        compute_s: of that, seconds in which the rank computes; the rest is ``exposed_s``.
+        comm_s: seconds in which collectives run, hidden or not.
+        exposed_s: seconds in which computation stands still for them.
+        bound_s: seconds of computation by what limits them: ``flops``, ``bytes`` or ``kernels`` (their least time).
+        exposed_by: seconds by unit, kind and phase: ``blocks.3/weights/backward``, as runs report them.
+        spans: of one micro-batch of each kind and the update, in order; empty unless they were asked for.
+    """
+
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    comm_s: float = 0.0
+    exposed_s: float = 0.0
+    bound_s: dict[str, float] = field(default_factory=dict)
+    exposed_by: dict[str, float] = field(default_factory=dict)
+    spans: list[TimedSpan] = field(default_factory=list)
+
+
+def simulate(step: Step, device: Device, cluster: Cluster, *, with_spans: bool = False) -> Timing:
+    """Lay ``step`` out in time."""
+    clock = _Clock(device, cluster, with_spans=with_spans)
+    for actions, times in ((step.first, 1), (step.middle, step.num_middle), (step.last, 1), (step.update, 1)):
+        if actions and times:
+            clock.run(actions, times)
+    return clock.timing()
+
+
+def operation_s(work: Work, device: Device) -> tuple[float, str]:
+    """Seconds of one operation, and what limits it: ``flops``, ``bytes`` or ``kernels``."""
+    rates = device.matmul_flops_per_s
+    rate = rates.get(work.dtype) or rates.get("float32") or max(rates.values())
+    share = device.attention_share if work.attention else device.matmul_share
+    flops_s = work.flops / (rate * share)
+    bytes_s = work.num_bytes / (device.bytes_per_s * device.memory_share)
+    longest = max(flops_s, bytes_s, device.kernel_s)
+    limit = "flops" if longest == flops_s else "bytes" if longest == bytes_s else "kernels"
+    if device.device_type == "cpu":  # nobody issues the next operation while this one runs
+        return max(flops_s, bytes_s) + device.kernel_s, limit
+    return longest, limit
+
+
+class _Flight:
+    """A collective under way."""
+
+    def __init__(self, issue: Issue, seconds: float, slowing_s: float) -> None:
+        self.issue = issue
+        self.seconds = seconds  # while nobody computes
+        self.beside_s = max(seconds, slowing_s)  # while somebody does
+        self.share = slowing_s / self.beside_s if slowing_s else 0.0  # of the cores, which it takes from who does
+        self.left = 1.0
+        self.start_s = 0.0
+
+
+class _Clock:
+    def __init__(self, device: Device, cluster: Cluster, *, with_spans: bool) -> None:
+        self._device, self._cluster, self._with_spans = device, cluster, with_spans
+        self._now = 0.0
+        self._compute_s = self._comm_s = self._exposed_s = 0.0
+        self._bound: defaultdict[str, float] = defaultdict(float)
+        self._exposed_by: defaultdict[str, float] = defaultdict(float)
+        self._streams: dict[bool, deque[_Flight]] = {False: deque(), True: deque()}  # by whether replicas talk
+        self._flights: dict[int, _Flight] = {}
+        self._known: dict[int, tuple[tuple[Work, ...], float, Mapping[str, float]]] = {}
+        self._spans: list[TimedSpan] = []
+
+    def run(self, actions: Iterable[Action], times: int) -> None:
+        """Run ``actions`` once and count them ``times`` times."""
+        before = (self._now, self._compute_s, self._comm_s, self._exposed_s)
+        bound, exposed = dict(self._bound), dict(self._exposed_by)
+        for action in actions:
+            if isinstance(action, Compute):
+                self._compute(action)
+            elif isinstance(action, Issue):
+                self._issue(action)
+            else:
+                self._wait(action)
+        more = times - 1
+        self._now += more * (self._now - before[0])
+        self._compute_s += more * (self._compute_s - before[1])
+        self._comm_s += more * (self._comm_s - before[2])
+        self._exposed_s += more * (self._exposed_s - before[3])
+        for total, old in ((self._bound, bound), (self._exposed_by, exposed)):
+            for key in total:
+                total[key] += more * (total[key] - old.get(key, 0.0))
+
+    def _compute(self, action: Compute) -> None:
+        seconds, bound = self._seconds(action.work)
+        for key, value in bound.items():
+            self._bound[key] += value
+        self._compute_s += seconds
+        start, left = self._now, seconds
+        while heads := [stream[0] for stream in self._streams.values() if stream and stream[0].share]:
+            rate = max(1.0 - sum(head.share for head in heads), 0.0)
+            until = min(head.left * head.beside_s for head in heads)
+            if left <= until * rate:
+                self._expose(heads[0], action.phase, left / rate - left)
+                self._pass(left / rate, computing=True)
+                left = 0.0
+                break
+            self._expose(heads[0], action.phase, until * (1.0 - rate))
+            self._pass(until, computing=True)
+            left -= until * rate
+        self._pass(left, computing=True)
+        self._note("compute", action.unit, action.phase, "", start, self._now)
+
+    def _seconds(self, work: tuple[Work, ...]) -> tuple[float, Mapping[str, float]]:
+        known = self._known.get(id(work))
+        if known is None:
+            bound: defaultdict[str, float] = defaultdict(float)
+            for each in work:
+                seconds, limit = operation_s(each, self._device)
+                bound[limit] += seconds
+            known = (work, sum(bound.values()), bound)  # holds the tuple, so that its id stays its own
+            self._known[id(work)] = known
+        return known[1], known[2]
+
+    def _issue(self, action: Issue) -> None:
+        message = action.message
+        seconds = self._cluster.collective_s(
+            message.op, message.num_bytes, message.world_size, replicas=action.replicas
+        )
+        flight = _Flight(action, seconds, self._cluster.slowing_s(message))
+        flight.start_s = self._now  # later if others are before it
+        self._flights[action.number] = flight
+        self._streams[action.replicas].append(flight)
+        self._comm_s += seconds
+
+    def _wait(self, action: Wait) -> None:
+        flight = self._flights.pop(action.number, None)
+        if flight is None:
+            return  # a collective of one rank
+        stream = self._streams[flight.issue.replicas]
+        held = 0.0
+        if flight in stream:
+            before = list(stream)[: stream.index(flight) + 1]
+            held = sum(each.left * each.seconds for each in before)
+        if held:
+            start = self._now
+            kind = self._expose(flight, action.phase, held)
+            self._pass(held, computing=False)
+            self._note("wait", action.unit, action.phase, kind, start, self._now)
+
+    def _expose(self, flight: _Flight, phase: str, seconds: float) -> str:
+        """Count ``seconds`` without computation for ``flight``, under the name that is returned."""
+        message = flight.issue.message
+        kind = message.buffer if flight.issue.control else f"{message.buffer}/{message.phase}/{phase}"
+        if seconds:
+            self._exposed_by[kind] += seconds
+            self._exposed_s += seconds
+        return kind
+
+    def _pass(self, seconds: float, *, computing: bool) -> None:
+        """Let time pass, in which each stream's collectives go on one after the other."""
+        end = self._now + seconds
+        for stream in self._streams.values():
+            at = self._now
+            while stream:
+                flight = stream[0]
+                whole = flight.beside_s if computing else flight.seconds
+                over = at + flight.left * whole
+                if over > end + 1e-12:  # of a second: rounding leaves no crumbs
+                    flight.left -= (end - at) / whole
+                    break
+                at, flight.left = over, 0.0
+                message = flight.issue.message
+                name = f"{message.op} {message.buffer}/{message.phase}"
+                issue = flight.issue
+                self._note("comm", issue.unit, issue.phase, name, flight.start_s, at, message.num_bytes)
+                stream.popleft()
+                if stream:
+                    stream[0].start_s = max(stream[0].start_s, at)
+        self._now = end
+
+    def _note(
+        self,
+        kind: Literal["compute", "comm", "wait"],
+        unit: str,
+        phase: str,
+        name: str,
+        start: float,
+        end: float,
+        num_bytes: int = 0,
+    ) -> None:
+        if self._with_spans:
+            self._spans.append(TimedSpan(kind, unit, phase, name, start, end, num_bytes))
+
+    def timing(self) -> Timing:
+        return Timing(
+            self._now,
+            self._compute_s,
+            self._comm_s,
+            self._exposed_s,
+            dict(self._bound),
+            dict(self._exposed_by),
+            self._spans,
+        )

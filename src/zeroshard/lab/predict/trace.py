@@ -1,0 +1,326 @@
+"""One micro-batch's forward and backward on tensors without values: what it allocates, what it computes, and when.
+
+The model runs under torch's fake tensors, which have shapes, dtypes and lifetimes and no memory, so a model of any size
+takes milliseconds a layer. The engine's own hooks (`zeroshard.zero.runtime.module_hooks`) tell of the same events that
+the engine will hear; what happens between two of them is a `Span`. A list of spans is all that memory and time are
+computed from.
+
+[Note: Fake devices]
+    Torch without CUDA has no fake CUDA tensors, so the trace is on the CPU and asks its attention kernel for what it
+    keeps, which is what flash attention keeps on a GPU: queries, keys, values, output and one number a row. Kernels of
+    ours that a GPU would run are told to allocate and launch nothing (`zeroshard.kernels.launch.traced`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zeroshard.errors import UserError
+from zeroshard.kernels.launch import traced
+from zeroshard.lab.predict.recorder import StorageEvents
+from zeroshard.lab.predict.spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
+from zeroshard.lab.predict.work import Work, bytes_read, dtype_name, work_of, work_of_projected_loss
+from zeroshard.models import LanguageModel, build_model
+from zeroshard.models.presets import nearest_preset
+from zeroshard.zero import MixedPrecision
+from zeroshard.zero.buffers.partition import UnitSpec, partition
+from zeroshard.zero.runtime.module_hooks import ForwardRun, attach, in_backward
+
+Inputs = Callable[[int], tuple[Any, ...]]  # from the rows of a micro-batch to the model's arguments, on any device
+
+
+def trace_language_model(
+    model: LanguageModel, micro_batch: int, seq_len: int, precision: MixedPrecision, *, device_type: str = "cpu"
+) -> Trace:
+    """The trace of one of our models, of any depth; [Note: Alike blocks] in `spans`.
+
+    Args:
+        model: on any device; it is not changed.
+        micro_batch: rows.
+        seq_len: tokens in a row.
+        precision: the dtype policy.
+        device_type: ``"cpu"``, or ``"cuda"`` for the kernels that a GPU would run.
+    """
+    if any(not param.requires_grad or param.dtype != torch.float32 for param in model.parameters()):
+        inputs = tokens_and_targets(seq_len)
+        return trace_model(model, micro_batch, list(model.blocks), inputs, precision, device_type=device_type)
+    name, changes = nearest_preset(cast("Any", model.config))
+    of_depth = partial(
+        _traced,
+        name,
+        tuple(sorted(changes.items())),
+        model.kernels,
+        model.eos_id,
+        micro_batch,
+        seq_len,
+        precision,
+        device_type,
+    )
+    num_blocks, period = len(model.blocks), _period(model.config.activation_checkpointing)
+    few = 2 * period + 2
+    few += (num_blocks - few) % period
+    deeper = repeat_blocks(of_depth(few), num_blocks, period) if num_blocks > few else None
+    return of_depth(num_blocks) if deeper is None else deeper
+
+
+@lru_cache(maxsize=256)  # a plan, and a page of plans, ask for the same micro-batch again and again
+def _traced(
+    name: str,
+    changes: tuple[tuple[str, Any], ...],
+    kernels: Any,
+    eos_id: int | None,
+    micro_batch: int,
+    seq_len: int,
+    precision: MixedPrecision,
+    device_type: str,
+    depth: int,
+) -> Trace:
+    with torch.device("meta"):
+        model = build_model(name, overrides={**dict(changes), "n_layer": depth}, kernels=kernels)
+    model.eos_id = eos_id  # a mask, and what each block's attention makes of it
+    inputs = tokens_and_targets(seq_len)
+    return trace_model(model, micro_batch, list(model.blocks), inputs, precision, device_type=device_type)
+
+
+def tokens_and_targets(seq_len: int) -> Inputs:
+    """The arguments of a language model."""
+
+    def make(micro_batch: int) -> tuple[Tensor, Tensor]:
+        tokens, targets = (torch.zeros(micro_batch, seq_len, dtype=torch.int64) for _ in range(2))
+        return tokens, targets
+
+    return make
+
+
+def trace_model(
+    model: nn.Module,
+    micro_batch: int,
+    units: Iterable[nn.Module] | None,
+    inputs: Inputs,
+    precision: MixedPrecision,
+    *,
+    device_type: str = "cpu",
+) -> Trace:
+    """The trace of any module whose output is a loss, or is summed to one.
+
+    Args:
+        model: on any device; it is not changed.
+        micro_batch: given to ``inputs``.
+        units: as `zeroshard.Zero` takes them.
+        inputs: makes the model's arguments.
+        precision: the dtype policy.
+        device_type: as `trace_language_model`.
+
+    Raises:
+        UserError: no output takes gradients, or forward depends on values.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake, chosen = _fake(model, units, precision)
+        root, specs = partition(fake, chosen)
+        log = _Log([root, *specs])
+        given = inputs(micro_batch)
+        if precision.param_dtype is not None and precision.cast_forward_inputs:
+            given = tree_map(lambda x: _cast(x, precision.param_dtype), given)
+        recorder = StorageEvents(log.heard, log.ran)
+        arguments = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        recorder.ignore([*fake.parameters(), *fake.buffers(), *arguments])
+        with _kernels_of(device_type, log), recorder:
+            try:
+                output = fake(*given)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                what = f"its forward reads values of tensors ({error.func}), which a trace has not"
+                raise UserError("model", what, "plan the model without that branch") from None
+            loss = sum(leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
+            del output
+            if not isinstance(loss, Tensor):
+                raise UserError("model", "no output of it takes gradients", "give a model that returns its loss")
+            loss.backward()
+            del loss
+    first = arguments[0]
+    tokens = first.numel() if not first.is_floating_point() else first.shape[0]
+    num_bytes = sum(leaf.untyped_storage().nbytes() for leaf in (*arguments, *model.buffers()))
+    return Trace(log.order(), tuple(log.spans()), num_bytes, tokens)
+
+
+def _period(recomputed: str) -> int:
+    return int(recomputed.partition(":")[2]) if recomputed.startswith("every:") else 1
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _fake(
+    model: nn.Module, units: Iterable[nn.Module] | None, precision: MixedPrecision
+) -> tuple[nn.Module, list[nn.Module] | None]:
+    """A copy of ``model`` without values, in the dtypes that compute, and the copies of ``units``."""
+    places = {module: name for name, module in model.named_modules()}
+    chosen = None if units is None else list(units)
+    for module in chosen or []:
+        if module not in places:
+            partition(model, chosen)  # which says what is wrong with it
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        dtype = precision.compute_dtype(param.dtype)
+        memo[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=dtype), requires_grad=param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    fake = copy.deepcopy(model, memo)
+    modules = dict(fake.named_modules())
+    return fake, None if chosen is None else [modules[places[module]] for module in chosen]
+
+
+@contextmanager
+def _kernels_of(device_type: str, log: _Log) -> Generator[None]:
+    if device_type != "cuda":
+        yield
+        return
+    with traced(log.launched):
+        yield
+
+
+class _Unit:
+    """What `zeroshard.zero.runtime.module_hooks.attach` asks of a unit."""
+
+    def __init__(self, spec: UnitSpec, index: int) -> None:
+        self.name, self.module, self.index = spec.name, spec.module, index
+        self.params = spec.params
+
+    def trained_groups(self) -> list[Any]:
+        return [param for _, param in self.params if param.requires_grad]
+
+
+class _Log:
+    """The listener: writes down events, allocations and work in the order in which they come."""
+
+    def __init__(self, specs: Sequence[UnitSpec]) -> None:
+        self._entries: list[Event | Work | tuple[int, int]] = [Event("start")]
+        self._places: dict[int, int] = {}  # of units, by the order of their first call
+        self._units = [_Unit(spec, index) for index, spec in enumerate(specs)]
+        self._pass: object | None = None
+        self.forward_run = ForwardRun(0)
+        for unit in self._units:
+            attach(cast("Any", unit), self, None)
+            for name, param in unit.params:
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(self._taker(unit, name.removeprefix(f"{unit.name}.")))
+
+    def order(self) -> tuple[str, ...]:
+        """Names of units in order of execution; those that did not run come last."""
+        ran = sorted(self._places, key=lambda index: self._places[index])
+        rest = [index for index in range(1, len(self._units)) if index not in self._places]
+        return tuple(self._units[index].name for index in (*ran, *rest))
+
+    # -- what happens -----------------------------------------------------------------------------------------
+
+    def heard(self, storage: int, change: int) -> None:
+        self._entries.append((storage, change))
+
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        work = work_of(func, args, kwargs, result)
+        if work is not None:
+            self._entries.append(work)
+
+    def launched(self, name: str, args: tuple[Any, ...]) -> None:
+        """A kernel of ours: it reads and writes each of its tensors once; the projected loss does more."""
+        if name == "linear_cross_entropy":
+            self._entries += work_of_projected_loss(*args)
+            return
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        self._entries.append(Work(0, sum(map(bytes_read, tensors)), dtype_name(tensors[0].dtype)))
+
+    @property
+    def backward_pass(self) -> object:
+        return self._pass
+
+    def forward_begins(self, unit: Any) -> None:
+        if in_backward():
+            self._event("runs_again", unit)
+        else:
+            self._event("forward_begins", unit)
+
+    def forward_ends(self, unit: Any, *, grads_flow: bool, keep: bool) -> None:
+        self._event("forward_ends", unit, grads_flow=grads_flow, keep=keep)
+
+    def views(self, unit: Any, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return []
+
+    def backward_begins(self, unit: Any, forward_run: int | None) -> None:
+        self._backward()
+        self._event("backward_begins", unit)
+
+    def backward_ends(self, unit: Any, forward_run: int | None) -> None:
+        self._backward()
+        self._event("backward_ends", unit)
+
+    def _backward(self) -> None:
+        if self._pass is None:
+            self._pass = object()
+            torch.autograd.Variable._execution_engine.queue_callback(self._over)
+
+    def _over(self) -> None:
+        self._pass = None
+        self._entries.append(Event("backward_over"))
+
+    def _taker(self, unit: _Unit, name: str) -> Callable[[Tensor], None]:
+        def take(param: Tensor) -> None:
+            self._backward()
+            self._event("grad", unit, param=name)
+            param.grad = None
+
+        return take
+
+    def _event(self, name: EventName, unit: _Unit, **details: Any) -> None:
+        place = ROOT
+        if unit.index:
+            place = self._places.setdefault(unit.index, len(self._places))
+        self._entries.append(Event(name, place, **details))
+
+    # -- what comes of it -------------------------------------------------------------------------------------
+
+    def spans(self) -> Generator[Span]:
+        """The entries as spans."""
+        begins = next(
+            (i for i, e in enumerate(self._entries) if isinstance(e, Event) and e.name == "backward_begins"),
+            len(self._entries),
+        )
+        kept: set[int] = set()
+        for entry in self._entries[:begins]:
+            if isinstance(entry, tuple) and entry[1] > 0:
+                kept.add(entry[0])
+            elif isinstance(entry, tuple):
+                kept.discard(entry[0])
+        current: list[Work | tuple[int, int]] = []
+        event: Event | None = None
+        for entry in self._entries:
+            if isinstance(entry, Event):
+                if event is not None:
+                    yield _span(event, current, kept)
+                event, current = entry, []
+            else:
+                current.append(entry)
+        assert event is not None
+        yield _span(event, current, kept)
+
+
+def _span(event: Event, entries: Sequence[Work | tuple[int, int]], kept: set[int]) -> Span:
+    now, peak = [0, 0], (0, 0)
+    work: list[Work] = []
+    for entry in entries:
+        if isinstance(entry, Work):
+            work.append(entry)
+            continue
+        storage, change = entry
+        now[storage not in kept] += change
+        if sum(now) > sum(peak):
+            peak = (now[0], now[1])
+    return Span(event, now[0], now[1], *peak, tuple(work))

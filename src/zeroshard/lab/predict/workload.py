@@ -1,0 +1,245 @@
+"""What is to be trained: a model, its micro-batches and its optimizer; traced once for each size of micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from zeroshard.errors import UserError
+from zeroshard.kernels import Choice
+from zeroshard.lab.predict.buffers import Buffer, buffers_of
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState
+from zeroshard.lab.predict.spans import Trace
+from zeroshard.lab.predict.trace import Inputs, tokens_and_targets, trace_language_model, trace_model
+from zeroshard.models import LanguageModel, build_model
+from zeroshard.models.presets import model_config, nearest_preset
+from zeroshard.train.config.validate import nearest
+from zeroshard.zero import MixedPrecision
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WHOLE = {"Muon": "matrices", "Adafactor": "all"}  # of which parameters an optimizer needs whole tensors
+
+
+@dataclass
+class Workload:
+    """A model, how it computes, and what updates it.
+
+    Attributes:
+        model: without values.
+        name: for people.
+        units: as `zeroshard.Zero` takes them.
+        inputs: makes the arguments of a micro-batch.
+        seq_len: tokens of a row; 1 where the model is no language model.
+        precision: the dtype policy.
+        optimizer: a key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES`.
+        kernels: as models take it.
+        ours: whether it is one of our language models, given tokens and targets.
+    """
+
+    model: nn.Module
+    name: str
+    units: list[nn.Module] | None
+    inputs: Inputs
+    seq_len: int
+    precision: MixedPrecision
+    optimizer: str = "AdamW"
+    kernels: Choice = "auto"
+    ours: bool = False
+    _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
+    _buffers: dict[int, list[Buffer]] = field(default_factory=dict)
+
+    @property
+    def num_params(self) -> int:
+        """Each parameter once."""
+        return sum(param.numel() for param in self.model.parameters())
+
+    @property
+    def num_flops_per_token(self) -> int:
+        """The model's own arithmetic, forward and backward; 6 for each parameter where nothing better is known."""
+        if isinstance(self.model, LanguageModel):
+            return self.model.num_flops_per_token(self.seq_len)
+        return 6 * sum(param.numel() for param in self.model.parameters() if param.requires_grad)
+
+    @property
+    def dtype(self) -> str:
+        """In which it computes."""
+        dtype = next((self.precision.compute_dtype(param.dtype) for param in self.model.parameters()), torch.float32)
+        return str(dtype).removeprefix("torch.")
+
+    @property
+    def states(self) -> tuple[OptimizerState, OptimizerState | None]:
+        """What the optimizer keeps, and what the one for whole tensors does."""
+        found = OPTIMIZER_STATES[self.optimizer]
+        return (OPTIMIZER_STATES["AdamW"], found) if self.optimizer in WHOLE else (found, None)
+
+    @property
+    def num_bytes_of_states(self) -> int:
+        """Bytes of masters, weights, gradients and states for each parameter, unsharded: 16 with bf16 and AdamW."""
+        dtype = next(iter(self.model.parameters())).dtype
+        compute, reduce = self.precision.compute_dtype(dtype), self.precision.gradient_dtype(dtype)
+        master = dtype.itemsize if compute != dtype else 0
+        return compute.itemsize + master + reduce.itemsize + self.states[0].num_per_element * dtype.itemsize
+
+    def trace(self, micro_batch: int, device_type: str = "cpu") -> Trace:
+        """Of one micro-batch."""
+        as_on = device_type if self.kernels != "reference" else "cpu"
+        key = (micro_batch, as_on)
+        if key not in self._traces:
+            if isinstance(self.model, LanguageModel) and self.ours:
+                self._traces[key] = trace_language_model(
+                    self.model, micro_batch, self.seq_len, self.precision, device_type=as_on
+                )
+            else:
+                self._traces[key] = trace_model(
+                    self.model, micro_batch, self.units, self.inputs, self.precision, device_type=as_on
+                )
+        return self._traces[key]
+
+    def buffers(self, num_shards: int) -> list[Buffer]:
+        """As an engine lays them out over ``num_shards`` ranks."""
+        if num_shards not in self._buffers:
+            whole: Iterable[nn.Parameter] = ()
+            if self.optimizer in WHOLE:
+                params = [p for unit in self.units or [] for p in unit.parameters() if p.dim() == 2]
+                whole = params if WHOLE[self.optimizer] == "matrices" else self.model.parameters()
+            self._buffers[num_shards] = buffers_of(self.model, num_shards, self.units, whole=whole)
+        return self._buffers[num_shards]
+
+    def changed(
+        self, overrides: Mapping[str, object] = MappingProxyType({}), *, seq_len: int | None = None
+    ) -> Workload:
+        """The same with other fields of the model's configuration, or another sequence length; ours alone.
+
+        Raises:
+            UserError: values that do not go together.
+        """
+        assert isinstance(self.model, LanguageModel)
+        name, changes = nearest_preset(cast("Any", self.model.config))
+        return language_model(
+            name,
+            overrides={**changes, **overrides},
+            seq_len=self.seq_len if seq_len is None else seq_len,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            kernels=self.kernels,
+            document_mask=self.model.eos_id is not None,
+            label=self.name,
+        )
+
+
+def language_model(
+    name: str,
+    *,
+    overrides: Mapping[str, object] = MappingProxyType({}),
+    seq_len: int | None = None,
+    precision: MixedPrecision,
+    optimizer: str = "AdamW",
+    kernels: Choice = "auto",
+    document_mask: bool = False,
+    label: str = "",
+) -> Workload:
+    """A preset, with fields changed; ``seq_len`` None: the longest that it is made for.
+
+    ``document_mask``: attention stays inside a document.
+
+    Raises:
+        UserError: no such preset or field, or values that do not go together.
+    """
+    config = model_config(name, overrides=overrides)
+    length = config.seq_len if seq_len is None else seq_len
+    if length > config.seq_len and name.startswith("llama"):  # no table of positions
+        config = model_config(name, overrides={**overrides, "seq_len": length})
+    with torch.device("meta"):
+        model = build_model(name, overrides={**overrides, "seq_len": config.seq_len}, kernels=kernels)
+    model.eos_id = 0 if document_mask else None
+    model.check_seq_len(length)
+    return Workload(
+        model,
+        label or name,
+        list(model.blocks),
+        tokens_and_targets(length),
+        length,
+        precision,
+        known_optimizer(optimizer),
+        kernels,
+        ours=True,
+    )
+
+
+def workload_of(
+    model: str | nn.Module,
+    *,
+    seq_len: int | None,
+    precision: MixedPrecision,
+    optimizer: str,
+    kernels: Choice,
+    document_mask: bool = False,
+    units: Iterable[nn.Module] | None,
+    inputs: Callable[[int], tuple[Any, ...]] | None,
+    overrides: Mapping[str, object] = MappingProxyType({}),
+) -> Workload:
+    """From what `zeroshard.lab.plan` is given; arguments and errors are its own."""
+    if isinstance(model, str):
+        return language_model(
+            model,
+            overrides=overrides,
+            seq_len=seq_len,
+            precision=precision,
+            optimizer=optimizer,
+            kernels=kernels,
+            document_mask=document_mask,
+        )
+    if not isinstance(model, nn.Module):
+        what = f"{model!r} is a {type(model).__name__} and no nn.Module"
+        raise UserError("model", what, "give a module, or a preset's name")
+    if not any(param.requires_grad for param in model.parameters()):
+        raise UserError("model", f"{type(model).__name__} has no parameters to train", "give a module that has some")
+    if document_mask:
+        raise UserError("document_mask", "a module is what it is", "set its eos_id, or give a preset's name")
+    if overrides:
+        raise UserError("overrides", "a module is what it is", "build it so, or give a preset's name")
+    chosen = None if units is None else list(units)
+    if isinstance(model, LanguageModel):
+        length = model.config.seq_len if seq_len is None else seq_len
+        model.check_seq_len(length)
+        chosen = list(model.blocks) if chosen is None else chosen
+        make = inputs or tokens_and_targets(length)
+        return Workload(
+            model,
+            type(model).__name__,
+            chosen,
+            make,
+            length,
+            precision,
+            known_optimizer(optimizer),
+            model.kernels,
+            ours=inputs is None and units is None,
+        )
+    if inputs is None:
+        what = f"a {type(model).__name__} is no language model of ours"
+        raise UserError("inputs", what, "give inputs=lambda rows: (tensor, ...), the arguments of one micro-batch")
+    return Workload(
+        model, type(model).__name__, chosen, inputs, seq_len or 1, precision, known_optimizer(optimizer), kernels
+    )
+
+
+def known_optimizer(name: str) -> str:
+    """A key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES`, however it is written.
+
+    Raises:
+        UserError: none is called so.
+    """
+    spellings = {_plain(key): key for key in OPTIMIZER_STATES}
+    if _plain(name) not in spellings:
+        todo = nearest(name, OPTIMIZER_STATES, f"choose one of {', '.join(OPTIMIZER_STATES)}")
+        raise UserError("optimizer", f"nothing is known of {name!r}", todo)
+    return spellings[_plain(name)]
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("with", "").replace("-", "").replace("_", "").replace(" ", "")

@@ -1,0 +1,191 @@
+"""A sweep as data: what to try, and the list of runs that follows from it. Nothing here runs anything.
+
+    repeats = 3
+    [base]                                  # any settings of `zeroshard train`
+    max_steps = 30
+    [axes]                                  # each combination is a case; the last axis changes fastest
+    strategy = ["zero0", "zero3"]
+    "link.bandwidth" = ["100Mbit/s", "1Gbit/s"]
+    size = [{ n_layer = 4 }, ...]           # a table sets several things at once, here of the model: see below
+
+An axis is a setting by its dotted name. Where its values are tables, they are tables of that name (``model``), or,
+where no setting has the name, of settings (``{ "model.n_layer" = 4, micro_batch_size = 8 }``).
+
+A case is named by the hash of its resolved configuration, without what changes no result. So a sweep that has changed
+finds again what it has in common with the one before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from zeroshard.errors import UserError
+from zeroshard.train.config.config import SHORTHANDS, Config, TrainConfig, merge
+from zeroshard.train.config.sizes import parse_bandwidth, parse_size
+from zeroshard.train.config.validate import fields_by_name, nearest, validate
+
+CHANGES_NO_RESULT = ("out", "port", "resume", "log_interval", "keep_checkpoints", "keep_every", "step_timeout_s")
+DIGITS = 12  # of a hash
+
+
+class SweepConfig(Config):
+    """What `zeroshard sweep` tries, and how. ``base`` and ``axes`` are raw settings of `zeroshard train`."""
+
+    out: str = Field("sweeps/sweep", min_length=1, description="Folder of the sweep; one that is there goes on.")
+    repeats: int = Field(1, ge=1, description="Runs of each case; all cases run once before any runs again.")
+    retry: bool = Field(False, description="Run again what has failed before.")
+    dry_run: bool = Field(False, description="Say what would run, and run nothing.")
+    timeout_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="Seconds that a run may take; 0: any.")
+    checkpoints: bool = Field(False, description="Keep the checkpoint that each run ends with.")
+    fit_memory: str = Field("", description="Take the largest micro-batch that fits, as 8GiB a rank; empty: as given.")
+    crossover: tuple[str, ...] = Field((), description="Two strategies: bisect for the bandwidth where they draw.")
+    crossover_low: str = Field("100Mbit/s", description="Least bandwidth of a crossover.")
+    crossover_high: str = Field("10Gbit/s", description="Largest bandwidth of a crossover.")
+    crossover_within: float = Field(1.2, gt=1, description="A crossover is known to such a factor.")
+
+    base: dict[str, Any] = Field({}, description="Settings of every run.")
+    axes: dict[str, Any] = Field({}, description="Settings that are tried, each with its list of values.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.fit_memory:
+            parse_size("fit_memory", self.fit_memory)
+        if self.crossover:
+            if self.dry_run or self.fit_memory:
+                other = "dry_run" if self.dry_run else "fit_memory"
+                raise UserError(
+                    other, "a crossover looks for its cases as it runs, as they are", "leave one of both out"
+                )
+            if len(self.crossover) != 2:
+                raise UserError("crossover", f"{len(self.crossover)} strategies", "name two, as zero2 zero3")
+            low, high = (
+                parse_bandwidth(f"crossover_{end}", getattr(self, f"crossover_{end}")) for end in ("low", "high")
+            )
+            if low >= high:
+                raise UserError("crossover_low", f"{self.crossover_low} is not below {self.crossover_high}", "lower it")
+            if {"strategy", "link.bandwidth"} & set(flat_axes(self.axes)):
+                raise UserError("axes", "a crossover sets strategy and link.bandwidth itself", "leave them out")
+        if "out" in self.axes:
+            what = "a sweep gives each run a folder of its own"
+            raise UserError("axes.out", what, "leave it out, and name the sweep's by --out")
+        for name, values in flat_axes(self.axes).items():
+            if not values:
+                raise UserError(f"axes.{name}", "has no values", "give a list of at least one")
+        return self
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of a sweep.
+
+    Attributes:
+        name: hash of ``config``.
+        axes: what sets it apart, by dotted name.
+        config: of its runs, but for the folder; None where there is none.
+        refusal: why there is none, in a line; empty where there is.
+    """
+
+    name: str
+    axes: Mapping[str, Any]
+    config: TrainConfig | None
+    refusal: str = ""
+
+
+def cases_of(sweep: SweepConfig, extra_axes: Mapping[str, Sequence[Any]] | None = None) -> list[Case]:
+    """Every combination of the axes' values, each configuration once; those that cannot be are refused one by one.
+
+    Args:
+        sweep: what to try.
+        extra_axes: tried besides, changing fastest.
+
+    Raises:
+        UserError: an axis is no setting; or no combination at all can be.
+    """
+    axes = {**flat_axes(sweep.axes), **(extra_axes or {})}
+    known = fields_by_name(TrainConfig)
+    for name, values in axes.items():
+        tables = all(isinstance(value, Mapping) for value in values)
+        if not tables and name not in known and name not in SHORTHANDS:
+            raise UserError(
+                f"axes.{name}", "there is no such setting", nearest(name, known, "see zeroshard train --help")
+            )
+    found: dict[str, Case] = {}
+    for values in itertools.product(*axes.values()):
+        case = make_case(sweep.base, dict(zip(axes, values, strict=True)), sweep.fit_memory)
+        found.setdefault(case.name, case)
+    if all(case.config is None for case in found.values()):
+        first = next(iter(found.values())).refusal
+        raise UserError("axes", f"no case can run, the first because of {first}", "change base or axes")
+    return list(found.values())
+
+
+def make_case(base: Mapping[str, Any], axes: Mapping[str, Any], fit_memory: str = "") -> Case:
+    """The case that has ``axes``' settings laid over ``base``, and another micro-batch where that is to fill memory."""
+    raw: dict[str, Any] = {}
+    for table in (base, *(_nested(name, value) for name, value in axes.items())):
+        raw = merge(raw, _spelled_out(table))
+    try:
+        config = validate(TrainConfig, raw)
+    except UserError as error:
+        return Case(_hash(raw), dict(axes), None, str(error))
+    return Case(case_name(config, fit_memory), dict(axes), config)
+
+
+def case_name(config: TrainConfig, fit_memory: str = "") -> str:
+    """The hash of what a run's result depends on."""
+    facts = {name: value for name, value in config.model_dump(mode="json").items() if name not in CHANGES_NO_RESULT}
+    return _hash({**facts, "fit_memory": fit_memory} if fit_memory else facts)
+
+
+def flat_axes(axes: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
+    """``{"link": {"bandwidth": [...]}}`` as ``{"link.bandwidth": [...]}``; a single value is a list of one."""
+    found: dict[str, list[Any]] = {}
+    for name, value in axes.items():
+        if isinstance(value, Mapping):
+            found |= flat_axes(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = [*value] if isinstance(value, list | tuple) else [value]
+    return found
+
+
+def in_words(axes: Mapping[str, Any]) -> str:
+    """``strategy zero2  link.bandwidth 1Gbit/s``; a table without its name, which is the user's own."""
+    words = []
+    for name, value in axes.items():
+        inner = " ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, Mapping) else ""
+        words.append(inner or f"{name} {value}")
+    return "  ".join(words)
+
+
+def _nested(name: str, value: Any) -> dict[str, Any]:
+    """``link.bandwidth``, v as ``{"link": {"bandwidth": v}}``; a table of no setting's name as what it holds."""
+    if isinstance(value, Mapping):
+        inner: dict[str, Any] = {}
+        for key, each in value.items():
+            inner = merge(inner, _nested(key, each))
+        return {name: inner} if name in TrainConfig.model_fields else inner
+    *tables, leaf = name.split(".")
+    nested: Any = {leaf: value}
+    for table in reversed(tables):
+        nested = {table: nested}
+    return nested
+
+
+def _spelled_out(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """``model = "NAME"`` as ``model.name = "NAME"``, so that a name replaces no table."""
+    return {
+        key: {SHORTHANDS[key]: value} if key in SHORTHANDS and isinstance(value, str) else value
+        for key, value in raw.items()
+    }
+
+
+def _hash(facts: Mapping[str, Any]) -> str:
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=DIGITS // 2).hexdigest()

@@ -1,0 +1,323 @@
+"""Running a sweep: one run after another, each in a process of its own, whatever becomes of the others.
+
+What is done is read from the run folders, never from memory: a sweep that was killed at any moment and is started
+again runs what has not ended well, and nothing twice. A run dies with its sweep; a piece of one is removed before the
+run begins anew. A run that has failed leaves a file beside its folder that says so, and waits for ``--retry``.
+
+    OUT/sweep.json                     what is tried
+    OUT/cases/HASH/config.toml         a case
+    OUT/cases/HASH/0/                  the run folder of its first repeat
+    OUT/cases/HASH/0.log               what it printed, each attempt after the last
+    OUT/cases/HASH/0.failed.json       why it failed, if it did
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.lab.run_folders import METRICS, RunResult, read_run
+from zeroshard.lab.sweep.board import Board
+from zeroshard.lab.sweep.cases import Case, SweepConfig, cases_of, flat_axes, in_words, make_case
+from zeroshard.lab.sweep.results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, read_sweep, run_folder
+from zeroshard.lab.sweep.search import Crossover, crossover, largest_that_fits, rounded
+from zeroshard.launch.launch import start_child
+from zeroshard.regular_files import open_binary, open_regular
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sizes import parse_bandwidth, parse_size
+from zeroshard.train.config.toml import dump_toml
+
+TRAIN = (sys.executable, "-m", "zeroshard", "train")
+LargestMicroBatch = Callable[[TrainConfig, int], int]  # that is predicted to fit into so many bytes a rank
+_TRIAL_STEPS = 3
+_GRACE_S = 5.0  # from asking a run to stop to SIGKILL
+
+
+def run_sweep(
+    sweep: SweepConfig,
+    *,
+    largest_micro_batch: LargestMicroBatch | None = None,
+    command: Sequence[str] = TRAIN,
+    stream: TextIO | None = None,
+) -> int:
+    """Run what of ``sweep`` is not done yet, and return the exit status: 1 if anything has failed.
+
+    Args:
+        sweep: what to try.
+        largest_micro_batch: where to begin looking for the micro-batch that fills the memory; None: with one sequence.
+        command: what makes a run of ``--config FILE``.
+        stream: where progress is told; None: stdout.
+
+    Raises:
+        UserError: nothing of it can run, or another process is running it.
+    """
+    cases = [] if sweep.crossover else cases_of(sweep)
+    with _held(Path(sweep.out)) as folder:
+        board = Board(stream or sys.stdout)
+        runner = Runner(folder, sweep, command, board)
+        if sweep.crossover:
+            _run_crossovers(sweep, runner)
+        elif sweep.dry_run:
+            board.list_cases(cases)
+            return ExitStatus.OK
+        else:
+            _tell_of_others(folder, cases, board)
+            guess = largest_micro_batch or (lambda config, num_bytes: 1)
+            fitted = (lambda case: runner.fitted(case, guess)) if sweep.fit_memory else None
+            runner.run(cases, fitted)
+        board.say_results(folder)
+        return ExitStatus.FAILED if runner.num_failed else ExitStatus.OK
+
+
+class Runner:
+    """Runs cases in a sweep's folder, those that are not done."""
+
+    def __init__(self, folder: Path, sweep: SweepConfig, command: Sequence[str], board: Board) -> None:
+        self.folder, self.sweep, self.command, self.board = folder, sweep, command, board
+        self.num_failed = 0
+        self._listed: dict[str, Case] = {}
+
+    def run(self, cases: Sequence[Case], fitted: Callable[[Case], TrainConfig | None] | None = None) -> None:
+        """Run each case as often as the sweep repeats; all once, then all again.
+
+        Args:
+            cases: in the order in which they run.
+            fitted: the configuration that a case comes to before its first run; None from it: it has none.
+        """
+        self._list(cases)
+        able = []
+        for case in cases:
+            if case.config is None:
+                self.num_failed += 1
+                self.board.refused(case)
+            else:
+                able.append(case)
+        with self.board.live(able, self.sweep.repeats):
+            configs: dict[str, TrainConfig | None] = {}
+            for repeat in range(self.sweep.repeats):
+                for case in able:
+                    if case.name not in configs:
+                        configs[case.name] = fitted(case) if fitted else case.config
+                    config = configs[case.name]
+                    if config is not None:
+                        self.run_once(case, config, repeat)
+
+    def run_once(self, case: Case, config: TrainConfig, repeat: int) -> RunResult:
+        """One repeat of a case, run if it is not done; what its folder says then."""
+        target, failure = (where(self.folder, case.name, repeat) for where in (run_folder, failure_file))
+        found = read_run(target)
+        if found.state == "done":
+            self.board.ended(case, repeat, found, seconds=None)
+            return found
+        if failure.exists() and not self.sweep.retry:
+            self.num_failed += 1
+            self.board.ended(case, repeat, found, seconds=None, failure=read_failure(failure))
+            return found
+        self.board.begins(case, repeat)
+        began = time.monotonic()
+        line = self._attempt(config, target, failure)
+        self.num_failed += bool(line)
+        found = read_run(target)
+        self.board.ended(case, repeat, found, seconds=time.monotonic() - began, failure=line)
+        return found
+
+    def fitted(self, case: Case, guess: LargestMicroBatch) -> TrainConfig | None:
+        """``case``'s configuration with the largest micro-batch whose measured peak fits; None where none does."""
+        assert case.config is not None
+        config, budget = case.config, parse_size("fit_memory", self.sweep.fit_memory)
+        trial = {"max_steps": _TRIAL_STEPS, "warmup_steps": 0, "eval_interval": 0}
+
+        def peak_bytes(micro_batch_size: int) -> int | None:
+            short = _watching_memory(config, {**trial, "micro_batch_size": micro_batch_size})
+            target = run_folder(self.folder, case.name, 0).with_name(f"fit-{micro_batch_size}")
+            failure = target.with_name(f"{target.name}.failed.json")
+            if read_run(target).state != "done" and (self.sweep.retry or not failure.exists()):
+                self.board.tries(case, f"micro_batch_size {micro_batch_size}")
+                self._attempt(short, target, failure)
+            found = read_run(target)
+            if found.state == "done" and found.peak_bytes is None:
+                raise UserError(
+                    "fit_memory", "the runs do not record their peak of memory", "set profile.memory = true"
+                )
+            return found.peak_bytes if found.state == "done" else None
+
+        largest = largest_that_fits(guess(config, budget), peak_bytes, budget)
+        if largest is None:
+            self.num_failed += 1
+            self.board.refused(case, f"not one sequence fits into {self.sweep.fit_memory}")
+            return None
+        return _watching_memory(config, {"micro_batch_size": largest})
+
+    def _attempt(self, config: TrainConfig, target: Path, failure: Path) -> str:
+        """Run ``config`` in ``target``; why it failed, in a line, or nothing."""
+        if target.exists():
+            shutil.rmtree(target)
+        failure.unlink(missing_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        settings = target.with_name(f"{target.name}.toml")
+        write_whole(settings, dump_toml(config.model_copy(update={"out": str(target)})))
+        began = time.monotonic()
+        with open(target.with_name(f"{target.name}.log"), "ab", opener=open_regular) as log:
+            log.write(f"# {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n".encode())
+            log.flush()
+            start = log.tell()
+            status = self._wait(start_child([*self.command, "--config", str(settings)], log))
+        if status == ExitStatus.OK and read_run(target).state == "done":
+            if not self.sweep.checkpoints:
+                shutil.rmtree(target / "checkpoints", ignore_errors=True)
+            return ""
+        line = f"status {status}: {_last_words(Path(log.name), start)}"
+        facts = {"status": status, "line": line, "seconds": time.monotonic() - began}
+        write_whole(failure, json.dumps(facts) + "\n")
+        return line
+
+    def _wait(self, child: subprocess.Popen[bytes]) -> int:
+        """Its exit status; it is ended when we are, or when its time is over."""
+        try:
+            return child.wait(self.sweep.timeout_s or None)
+        except subprocess.TimeoutExpired:
+            return _end(child)
+        except BaseException:
+            _end(child)
+            raise
+
+    def _list(self, cases: Iterable[Case]) -> None:
+        """Have the sweep's own file say what there is to find."""
+        self._listed |= {case.name: case for case in cases}
+        entries = [
+            {"name": case.name, "axes": case.axes, "repeats": self.sweep.repeats, "refusal": case.refusal}
+            for case in self._listed.values()
+        ]
+        facts = {"format": SWEEP_FORMAT, **self.sweep.model_dump(mode="json"), "cases": entries}
+        write_whole(self.folder / SWEEP, json.dumps(facts, indent=1, default=str) + "\n")
+
+
+def _tell_of_others(folder: Path, cases: Sequence[Case], board: Board) -> None:
+    """Say that cases of an earlier sweep in this folder are not among those of this one, if it is so."""
+    names = {case.name for case in cases}
+    others = [case for case in read_sweep(folder).cases if case.done and case.name not in names]
+    if others:
+        cases_are, they_stay = ("case is", "it stays") if len(others) == 1 else ("cases are", "they stay")
+        what = f"{len(others)} finished {cases_are} of an earlier sweep and not of this one"
+        board.say(f"{what}; {they_stay} in {folder / 'cases'}")
+
+
+def _run_crossovers(sweep: SweepConfig, runner: Runner) -> None:
+    """For each combination of the axes, look for the bandwidth where two strategies draw."""
+    axes = flat_axes(sweep.axes)
+    low = parse_bandwidth("crossover_low", sweep.crossover_low)
+    high = parse_bandwidth("crossover_high", sweep.crossover_high)
+    combinations = cases_of(sweep, {"strategy": [sweep.crossover[0]], "link.bandwidth": [sweep.crossover_low]})
+    found = []
+    for combination in combinations:
+        others = {name: value for name, value in combination.axes.items() if name in axes}
+
+        def step_s(bytes_per_s: float, others: Mapping[str, Any] = others) -> tuple[float, float]:
+            bandwidth = f"{rounded(bytes_per_s) * 8e-6:g}Mbit/s"
+            pair = [
+                make_case(sweep.base, {**others, "link.bandwidth": bandwidth, "strategy": name})
+                for name in sweep.crossover
+            ]
+            runner.run(pair)
+            results = [
+                [read_run(run_folder(runner.folder, case.name, repeat)).step_s for repeat in range(sweep.repeats)]
+                for case in pair
+            ]
+            return _middle(results[0]), _middle(results[1])
+
+        result = crossover(low, high, sweep.crossover_within, step_s)
+        found.append({"axes": others, **as_facts(result, sweep.crossover)})
+        runner.board.say(f"{in_words(others)}  {in_a_line(result, sweep.crossover)}".strip())
+        write_whole(runner.folder / "crossover.json", json.dumps(found, indent=1, default=str) + "\n")
+
+
+def as_facts(result: Crossover, names: Sequence[str]) -> dict[str, Any]:
+    """What goes into ``crossover.json``."""
+    return {
+        "strategies": list(names),
+        "low_bytes_per_s": result.low,
+        "high_bytes_per_s": result.high,
+        "faster_below": None if result.first_below is None else names[not result.first_below],
+        "faster_above": None if result.first_above is None else names[not result.first_above],
+        "points": [{"bytes_per_s": rate, "step_s": list(seconds)} for rate, seconds in sorted(result.points.items())],
+    }
+
+
+def in_a_line(result: Crossover, names: Sequence[str]) -> str:
+    """Where the strategies draw, or which of them is faster everywhere."""
+    between = f"{result.low * 8e-6:g} and {result.high * 8e-6:g} Mbit/s"
+    if result.first_below is None or result.first_above is None:
+        return f"between {between}: not every run has ended well"
+    below, above = (names[not first] for first in (result.first_below, result.first_above))
+    if below == above:
+        return f"{below} is faster everywhere between {between}"
+    return f"{below} is faster on slower links, {above} on faster ones; they draw between {between}"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+
+
+@contextmanager
+def _held(folder: Path) -> Generator[Path]:
+    """The sweep's folder, while no other process runs it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / METRICS).exists():
+            raise UserError("out", f"{folder} holds a run", "choose another folder for the sweep")
+        descriptor = open_regular(folder / "sweep.lock", os.O_RDWR | os.O_CREAT, follow=False)
+    except OSError as error:
+        what = f"{folder} cannot be written ({error.strerror})"
+        raise UserError("out", what, "choose a folder that you may write") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"another process is running {folder}"
+            raise UserError("out", what, "wait for it, or choose another --out") from None
+        yield folder
+    finally:
+        os.close(descriptor)
+
+
+def _watching_memory(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
+    """``config`` with other values, whose run looks for its own peak."""
+    values = {**config.model_dump(), **changes}
+    values["profile"] = {**values["profile"], "memory": True}
+    return TrainConfig.model_validate(values)
+
+
+def _end(child: subprocess.Popen[bytes]) -> int:
+    child.terminate()
+    try:
+        return child.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
+
+
+def _last_words(log: Path, start: int) -> str:
+    """The last line that says ``error``, else the last line of all."""
+    with open_binary(log) as file:
+        file.seek(start)
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.lower().startswith("error")]
+    return (errors or lines or ["it said nothing"])[-1]
+
+
+def _middle(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2] if all(value == value for value in ordered) else float("nan")

@@ -1,0 +1,166 @@
+"""Ranks that the launcher forks from itself, so that torch is imported once and not by every rank.
+
+`import torch` and what an optimizer step imports cost five seconds of processor time. A launcher that has imported both
+forks a rank in twenty milliseconds, and the ranks share the pages. A forked rank is set up as if it had been executed:
+a session of its own, default signal handlers, an environment of its own, no open file but the standard streams; then it
+runs ``python -m zeroshard`` and ends without returning into the launcher's code.
+
+[Note: What a fork copies]
+    A fork copies one thread and every lock. A lock that another thread held at that moment stays locked in the child
+    for ever. So ranks are forked while the launcher has one thread of its own: before the store in which ranks meet is
+    served (`zeroshard.launch.one_host`), and after the store of an earlier attempt was closed. (OpenBLAS's idle threads
+    do no harm: OpenBLAS ends them itself before a fork.) CUDA must not have been initialised either, and is not: a
+    launcher touches no device. Where one of this does not hold, `can_fork` says so and ranks are spawned.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from typing import NoReturn
+
+FIRST_FD = 3  # after the standard streams
+POLL_S = 0.01
+EXIT_BROKEN_PIPE = 120  # the interpreter's own
+
+
+class ForkedRank:
+    """A forked process, as far as torch's agent asks `subprocess.Popen` for more than that."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not after ``timeout`` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to it and to what it has started, unless it has ended."""
+        if self.poll() is None:
+            try:
+                os.killpg(self.pid, number)
+            except ProcessLookupError:  # forked a moment ago, and not yet the leader of a group
+                os.kill(self.pid, number)
+
+
+def can_fork() -> bool:
+    """Whether this process may fork ranks: [Note: What a fork copies]."""
+    cuda = sys.modules.get("torch.cuda")
+    return (
+        sys.platform == "linux"
+        and threading.current_thread() is threading.main_thread()
+        and threading.active_count() == 1
+        and not (cuda is not None and cuda.is_initialized())
+    )
+
+
+def import_all(modules: Sequence[str]) -> None:
+    """Import what every rank would import, and keep the garbage collector from touching, and so copying, its pages."""
+    for name in modules:
+        import_module(name)
+    gc.freeze()
+
+
+def fork_command(words: Sequence[str], env: Mapping[str, str]) -> ForkedRank:
+    """Run ``python -m zeroshard WORDS`` in a forked process, with the environment ``env`` and no other."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the child has handlers of its own
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _become_command(words, env, mask)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return ForkedRank(pid)
+
+
+def as_executed(env: Mapping[str, str]) -> None:
+    """In a forked process: leave behind what a program started anew would not have.
+
+    That is signal handlers, open files but the standard streams, the environment, and what the parent wants done at its
+    own end (a temporary folder removed, say). Threads of torch are as many as the environment says.
+    """
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.set_wakeup_fd(-1)
+    os.closerange(FIRST_FD, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(env)
+    for finalizer in list(weakref.finalize._registry):  # ty: ignore[missing-attribute]
+        finalizer.atexit = False
+    torch = sys.modules.get("torch")
+    if torch is not None and env.get("OMP_NUM_THREADS", "").isdecimal():
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # OpenMP read its variable when torch was imported
+
+
+def run_main(main: Callable[[], object]) -> int:
+    """The exit status of a program that ``main`` is, its last output written: what the interpreter does at its end."""
+    try:
+        main()
+        status = 0
+    except SystemExit as stop:
+        status = _status(stop.code)
+    except BaseException as error:  # noqa: BLE001 -- told as the interpreter tells it
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    threading._shutdown()  # ty: ignore[missing-attribute]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:  # who read it has gone
+            status = status or EXIT_BROKEN_PIPE
+    return status
+
+
+def _status(code: object) -> int:
+    if code is None or isinstance(code, int):
+        return int(code or 0) & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _become_command(words: Sequence[str], env: Mapping[str, str], mask: Iterable[int]) -> NoReturn:
+    status = 1
+    try:
+        os.setsid()
+        as_executed(env)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        sys.argv = ["zeroshard", *words]
+        status = run_main(lambda: runpy.run_module("zeroshard", run_name="__main__", alter_sys=True))
+    except BaseException:  # noqa: BLE001 -- nothing may return into the launcher's frames
+        traceback.print_exc()
+    finally:
+        os._exit(status)

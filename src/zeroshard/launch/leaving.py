@@ -1,0 +1,137 @@
+"""How a rank ends: with its launcher, soon after Ctrl-C, or at once and with a word.
+
+[Note: nothing is left behind] A rank can sit in a collective, in C++, where Python runs no signal handler. So
+there are three nets: the agent signals every rank and kills the deaf ones after `SHUTDOWN_GRACE_S`; after
+Ctrl-C, and after SIGTERM or SIGHUP where nothing is to be saved yet, a watching thread ends its own process within
+`INTERRUPT_GRACE_S`; and the kernel kills a rank whose launcher has died, or that hangs in its own exit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from zeroshard.errors import ExitStatus
+from zeroshard.launch.launch import end_with_starter, tell_launcher
+
+INTERRUPT_GRACE_S = 2.0  # from Ctrl-C to the end of a rank, wherever it is
+_saves_first = threading.Event()
+
+
+@contextmanager
+def ended_with_launcher() -> Generator[None]:
+    """Inside, this rank dies with its launcher, and soon after Ctrl-C: [Note: nothing is left behind]."""
+    end_with_starter()
+    if threading.current_thread() is not threading.main_thread():  # only there can a signal be waited for
+        yield
+        return
+    # Python's handler needs the main thread; the C handler writes to this descriptor whatever that thread does
+    heard, told = socket.socketpair()
+    told.setblocking(False)
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    left = threading.Event()
+    arguments = (heard, left)
+    thread = threading.Thread(target=_end_after_interrupt, args=arguments, name="end-after-interrupt", daemon=True)
+    thread.start()
+    interrupt = signal.getsignal(signal.SIGINT)
+    if interrupt is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        yield
+    finally:
+        left.set()
+        signal.signal(signal.SIGINT, interrupt)
+        signal.set_wakeup_fd(before)
+        told.close()
+
+
+@contextmanager
+def saves_before_end() -> Generator[None]:
+    """Inside, SIGTERM and SIGHUP do not end this rank soon: it has a checkpoint to write first."""
+    _saves_first.set()
+    try:
+        yield
+    finally:
+        _saves_first.clear()
+
+
+def end_as_peer_lost(line: str, speak: bool) -> NoReturn:
+    """End this process now, from whichever thread: another one may sit in a collective for ever.
+
+    With ``speak`` it says why at once, since the launcher speaks only when all ranks have ended.
+    """
+    tell_launcher("")
+    if speak:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    os._exit(ExitStatus.PEER_LOST)
+
+
+def end_at_once(line: str, status: ExitStatus) -> NoReturn:
+    """End this process now with a status of its own, and have the launcher print ``line``, or print it."""
+    if not tell_launcher(line):
+        print(line, file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    """Ctrl-C as ever, in a process that ends soon: where this runs, the watching thread may never get Python's lock."""
+    end_by_kernel(INTERRUPT_GRACE_S + 0.5, ExitStatus.INTERRUPTED)
+    raise KeyboardInterrupt
+
+
+def _end_after_interrupt(heard: socket.socket, left: threading.Event) -> None:
+    with heard:
+        while signum := heard.recv(1):
+            if signum[0] == signal.SIGINT:
+                end_by_kernel(INTERRUPT_GRACE_S + 0.5, ExitStatus.INTERRUPTED)
+                time.sleep(INTERRUPT_GRACE_S)
+                os._exit(ExitStatus.INTERRUPTED)
+            asked = signum[0] in (signal.SIGTERM, signal.SIGHUP)
+            if asked and not _saves_first.is_set() and not left.wait(INTERRUPT_GRACE_S):
+                os._exit(ExitStatus.TERMINATED)
+
+
+class _Event(ctypes.Structure):
+    """``struct sigevent`` of Linux on 64 bits, as ``SIGEV_THREAD`` reads it: 64 bytes."""
+
+    _fields_ = (
+        ("value", ctypes.c_size_t),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("padding", ctypes.c_byte * 32),
+    )
+
+
+class _Times(ctypes.Structure):
+    """``struct itimerspec``: of an interval, and of the first time, each in seconds and nanoseconds."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("every_s", "every_ns", "first_s", "first_ns"))
+
+
+def end_by_kernel(after_s: float, status: int) -> None:
+    """Have this process end with ``status`` after so many seconds, whatever holds Python's lock then.
+
+    An interpreter that is stuck in its own shutdown runs no thread of Python's and no handler. So a timer of the
+    kernel's calls C's ``_exit`` with the status, in a thread that the C library makes for it (``timer_create(2)``,
+    ``SIGEV_THREAD``). Where there is none, SIGALRM ends the process a little later, with the status 142.
+    """
+    signal.setitimer(signal.ITIMER_REAL, after_s + 1.0)
+    libc = ctypes.CDLL(None)
+    if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_void_p) != 8 or not hasattr(libc, "timer_create"):
+        return
+    in_a_thread, clock_monotonic, timer = 2, 1, ctypes.c_void_p()
+    event = _Event(value=status, notify=in_a_thread, function=ctypes.cast(libc._exit, ctypes.c_void_p))
+    if libc.timer_create(clock_monotonic, ctypes.byref(event), ctypes.byref(timer)) == 0:
+        times = _Times(first_s=int(after_s), first_ns=int(after_s % 1 * 1e9))
+        libc.timer_settime(timer, 0, ctypes.byref(times), None)

@@ -1,0 +1,74 @@
+"""Settings of the trainer's other commands; see `zeroshard.train.config.config` for the rules."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from zeroshard.train.config.config import Config, DataConfig
+from zeroshard.train.config.sizes import parse_size
+
+
+class PrepareConfig(Config):
+    """What `zeroshard prepare` writes: the same `data` as in a training run."""
+
+    data: DataConfig = DataConfig()
+
+
+class ExportConfig(Config):
+    """What `zeroshard export` writes, and from where."""
+
+    source: str = Field(min_length=1, description="Run folder (its newest checkpoint), or a checkpoint.")
+    out: str = Field(min_length=1, description="New folder for the Hugging Face model.")
+    weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the weights in the files.")
+    max_shard_size: str = Field("5GB", min_length=1, description="Largest weights file, as 5GB or 512MiB.")
+
+    @model_validator(mode="after")
+    def _sizes_are_sizes(self) -> Self:
+        parse_size("max_shard_size", self.max_shard_size)
+        return self
+
+
+class ImportConfig(Config):
+    """What `zeroshard import` reads, and the run that it makes."""
+
+    source: str = Field(
+        min_length=1, description="Folder of a Hugging Face GPT-2 or LLaMA with safetensors, or nanoGPT's ckpt.pt."
+    )
+    out: str = Field(min_length=1, description="New run folder, as in runs/NAME.")
+
+
+class EvalConfig(Config):
+    """What `zeroshard eval` measures, and on what."""
+
+    run: str = Field(min_length=1, description="Run folder (its newest checkpoint), or a Hugging Face folder.")
+    data_dir: str = Field("", description="Prepared folder; empty: the run's own.")
+    split: Literal["val", "train"] = Field("val", description="Of the prepared folder.")
+    weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
+    strategy: Literal["none", "zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2"] = Field(
+        "none", description="How weights are spread over ranks; none: whole on each."
+    )
+    nproc: int = Field(0, ge=0, description="Ranks to start here; 0: torchrun's or SLURM's, else 1.")
+    port: int = Field(0, ge=0, le=65535, description="Port where --nproc ranks meet; 0: any free.")
+    seq_len: int = Field(0, ge=0, description="Tokens in a sequence; 0: as it was trained.")
+    micro_batch_size: int = Field(8, ge=1, description="Sequences per rank in one forward pass.")
+    batches: int = Field(0, ge=0, description="Batches to read, spread over the split; 0: all of it.")
+    tasks: tuple[str, ...] = Field((), description="Of lm-evaluation-harness, or .yaml files of tasks; none: the loss.")
+    limit: int = Field(0, ge=0, description="Examples of each task; 0: all.")
+    json_line: bool = Field(False, description="Print one JSON object in place of words.")
+
+
+class GenerateConfig(Config):
+    """What `zeroshard generate` writes, and from which run."""
+
+    run: str = Field(min_length=1, description="Run folder, as in runs/NAME, or a Hugging Face folder.")
+    weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
+    prompt: str = Field("", description="Text to go on from; empty: what begins a document, or a line break.")
+    max_new_tokens: int = Field(200, ge=1, description="Tokens to write.")
+    temperature: float = Field(0.8, ge=0, allow_inf_nan=False, description="0: always the likeliest token.")
+    top_k: int = Field(0, ge=0, description="Draw from the k likeliest; 0: from all.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest that have this probability together.")
+    stop: bool = Field(True, description="End where the model ends its document.")
+    seed: int = Field(0, ge=0, description="Of the draws.")

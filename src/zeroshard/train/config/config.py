@@ -1,0 +1,484 @@
+"""What a run is made of: typed, checked as soon as it is read, written back as it was understood.
+
+Precedence: defaults < the TOML file of ``--config`` < flags. Both sources become one nested dict of raw values, which
+`zeroshard.train.config.validate` alone turns into a configuration, so a file and a flag are judged by the same rules
+and refused in the same words. TOML has no null: 0 and "" mean "off" or "the default", as each field says.
+
+This module imports no torch: the command line reads it before it knows whether it will need torch at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from zeroshard.errors import UserError, shown
+from zeroshard.train.config.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
+from zeroshard.train.config.toml import read_toml
+from zeroshard.train.config.validate import validate
+
+# `model = "NAME"` stands for `model.name = "NAME"`
+SHORTHANDS = {"model": "name", "data": "source", "track": "to"}
+TRACKERS = ("tensorboard", "wandb", "trackio")
+StrategyName = Literal["auto", "zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2"]
+SHARDING = ("zero1", "zero2", "zero3")  # by our engine
+MUON_STRATEGIES = ("ddp", "zero0", *SHARDING)
+PLANNED = ("auto", "zero0", *SHARDING)
+OVER_TORCH = ("ddp", "zero1-torch", "fsdp2")  # they talk through torch.distributed whatever communicator there is
+UNNAMED = "unnamed"  # the data of an imported run: only its user knows which they are
+# Of an imported run: what LLaMA's first public fine-tunings took, https://github.com/tatsu-lab/stanford_alpaca
+FINE_TUNING: Mapping[str, float] = MappingProxyType({"lr": 2e-5, "min_lr": 2e-6})
+MOST_NODES = 65_536
+WARMUP_STEPS = 20  # unless something else is said
+Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M
+CompileBackend = Literal["inductor", "aot_eager", "eager"]
+
+
+class Config(BaseModel):
+    """Settings: every key is known, and none changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Config):
+    """Which model: a preset by name, and sizes that replace the preset's."""
+
+    name: str = Field("gpt2-demo", min_length=1, description="Preset.")
+    n_layer: int = Field(0, ge=0, description="Transformer blocks; 0: the preset's.")
+    n_head: int = Field(0, ge=0, description="Attention heads; 0: the preset's.")
+    n_kv_head: int = Field(0, ge=0, description="Key and value heads; 0: the preset's.")
+    n_embd: int = Field(0, ge=0, description="Width in features; 0: the preset's.")
+    vocab_size: int = Field(0, ge=0, description="Token ids; 0: as many as the tokenizer has.")
+    seq_len: int = Field(0, ge=0, description="Longest sequence in tokens; 0: the preset's.")
+    ffn_hidden: int = Field(0, ge=0, description="Width of LLaMA's feed-forward layer; 0: the preset's.")
+    rope_theta: float = Field(0.0, ge=0, allow_inf_nan=False, description="Base of rotary waves; 0: the preset's.")
+    norm_eps: float = Field(0.0, ge=0, allow_inf_nan=False, description="Epsilon of LLaMA's norms; 0: the preset's.")
+    tie_embeddings: Literal["preset", "yes", "no"] = Field(
+        "preset", description="LLaMA: one matrix for embedding and output head."
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="Probability that an activation is dropped.")
+    bias: bool = Field(True, description="Biases in GPT-2's linear layers and norms.")
+    activation_checkpointing: str = Field(
+        "none",
+        description="Recompute in backward: none, full, every:N (N-th block), or selective (all but matrix products).",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, raw: Any) -> Any:
+        return {SHORTHANDS["model"]: raw} if isinstance(raw, str) else raw
+
+    @model_validator(mode="after")
+    def _recomputation_is_known(self) -> Self:
+        if not re.fullmatch(r"none|full|selective|every:[1-9]\d*", self.activation_checkpointing):
+            raise UserError(
+                "model.activation_checkpointing",
+                f"{self.activation_checkpointing!r} is not a choice",
+                "choose none, full, selective, or every:N for every N-th block",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.n_embd and self.n_head and self.n_embd % self.n_head:
+            raise UserError(
+                "model.n_head",
+                f"{self.n_head} heads do not divide a width of {self.n_embd}",
+                "choose n_head so that n_embd is a multiple of it",
+            )
+        if self.n_head and self.n_kv_head and self.n_head % self.n_kv_head:
+            raise UserError(
+                "model.n_kv_head",
+                f"{self.n_kv_head} key heads do not divide {self.n_head} heads",
+                "choose n_kv_head so that n_head is a multiple of it",
+            )
+        return self
+
+
+class DataConfig(Config):
+    """Which text, cut into tokens how, kept where."""
+
+    source: str = Field(
+        "python-stdlib",
+        min_length=1,
+        description="python-stdlib, text, tinyshakespeare, synthetic, bin (nanoGPT's or llm.c's tokens), fineweb-edu, "
+        "openwebtext, or OWNER/NAME[:CONFIGURATION][@SPLIT] of the Hugging Face hub.",
+    )
+    path: tuple[str, ...] = Field(
+        (), description="Files, folders, globs or addresses to read: text, .parquet, .jsonl[.gz|.zst], .bin."
+    )
+    column: str = Field("text", min_length=1, description="Of .parquet and .jsonl, that holds the text.")
+    tokenizer: str = Field(
+        "bytes",
+        min_length=1,
+        description="bytes, gpt2, another of tiktoken's, bpe:N (N trained tokens), json:PATH of a tokenizer.json.",
+    )
+    val_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the text kept for validation.")
+    max_tokens: Count = Field(0, ge=0, description="Tokens to keep at most, as 500000 or 1B; 0: all.")
+    dir: str = Field("", description="Folder of the prepared tokens; empty: named after the rest, in data/.")
+    streaming: bool = Field(
+        False, description="Train straight from .parquet, .jsonl or the hub, and prepare nothing before."
+    )
+    document_mask: bool = Field(False, description="Attention stays inside a document; the tokenizer must end them.")
+    workers: int = Field(0, ge=0, description="Processes that encode text; 0: one per core, as far as there is work.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, raw: Any) -> Any:
+        return {SHORTHANDS["data"]: raw} if isinstance(raw, str) else raw
+
+
+class OptimConfig(Config):
+    """Which steps are taken."""
+
+    max_not_finite: int = Field(
+        10, ge=1, description="Steps in a row whose loss or gradient is not finite that end the run; each is skipped."
+    )
+    skip_spikes: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Skip a step whose loss is this many standard deviations above the last ones; 0: never.",
+    )
+
+
+class ProfileConfig(Config):
+    """What a run measures of itself, beyond each step's record."""
+
+    trace_steps: int = Field(
+        0, ge=0, description="Steps to trace, into OUT/trace/trace.json, from the third on; 0: none."
+    )
+    memory: bool = Field(
+        False, description="Find the peak of memory by category, from every operation of the second step."
+    )
+    overlap: bool = Field(False, description="Time each collective to its end: what was hidden, in summary.json.")
+
+
+class ContractConfig(Config):
+    """What a run makes of its plan."""
+
+    enforce: bool = Field(
+        False, description="End with status 3 where held bytes or counted messages are not those planned."
+    )
+    device: str = Field("", description="File of `zeroshard bench device`, to predict the time of a step; empty: none.")
+
+
+class LinkConfig(Config):
+    """A slower network than there is, between nodes; quantities carry their unit."""
+
+    mode: Literal["none", "simulated", "netns", "tc"] = Field(
+        "none",
+        description="simulated: by our communicator. netns: a network namespace for each node, as root. tc: an "
+        "interface that `zeroshard lab tc apply` has shaped. none: the network as it is.",
+    )
+    bandwidth: str = Field("", description="Of a node's link in each direction, as 1Gbit/s; empty: as it is.")
+    latency: str = Field("", description="Of a link, one way, as 50us; empty: as it is.")
+    burst: str = Field(
+        "",
+        description="What passes at once after a pause, as 64KiB; empty: simulated none, else what the shaper needs.",
+    )
+    node_size: int = Field(1, ge=1, description="Neighbouring ranks that are a node, and share its link.")
+    inside_bandwidth: str = Field("", description="Within a node, simulated only; empty: as it is.")
+    inside_latency: str = Field("", description="Within a node, simulated only; empty: as it is.")
+    device: str = Field("", description="Network interface of this host that tc has shaped, as eth1.")
+
+    @model_validator(mode="after")
+    def _says_what_is_slow(self) -> Self:
+        bandwidths, durations = ("bandwidth", "inside_bandwidth"), ("latency", "inside_latency")
+        given = [name for name in (*bandwidths, *durations, "burst", "device") if getattr(self, name)]
+        if self.mode == "none" and (given or self.node_size > 1):
+            what = "is given, and no link is slowed"
+            raise UserError(f"link.{(given or ['node_size'])[0]}", what, "add --link.mode simulated, netns or tc")
+        for names, parse in ((bandwidths, parse_bandwidth), (durations, parse_duration), (("burst",), parse_size)):
+            for name in names:
+                if getattr(self, name):
+                    parse(f"link.{name}", getattr(self, name))
+        if self.mode == "simulated" and not given:
+            raise UserError("link.mode", "simulated does not say what", "add --link.bandwidth 1Gbit/s, or a latency")
+        if self.mode in ("netns", "tc"):
+            self._can_be_shaped()
+        if (self.mode == "tc") != bool(self.device):
+            raise UserError("link.device", f"{self.device!r} with mode {self.mode}", "give one with tc, and only then")
+        return self
+
+    def _can_be_shaped(self) -> None:
+        if not self.bandwidth:
+            raise UserError("link.bandwidth", f"{self.mode} shapes a bandwidth", "give one, as 1Gbit/s")
+        for name in ("inside_bandwidth", "inside_latency"):
+            if getattr(self, name):
+                what = f"{self.mode} shapes what leaves a node, and nothing in it"
+                raise UserError(f"link.{name}", what, "leave it out, or use --link.mode simulated")
+
+
+class TrackConfig(Config):
+    """Who is told of the run's numbers, beside its own log."""
+
+    to: tuple[str, ...] = Field((), description="tensorboard, wandb, trackio; none: metrics.jsonl alone.")
+    project: str = Field("zeroshard", min_length=1, description="Under which wandb and trackio file the run.")
+    name: str = Field("", description="Of the run there; empty: the run folder's.")
+    mode: Literal["online", "offline"] = Field("online", description="wandb: send, or write into the run folder.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, raw: Any) -> Any:
+        if isinstance(raw, str):
+            return {"to": [raw]}
+        if isinstance(raw, Mapping) and isinstance(raw.get("to"), str):
+            return {**raw, "to": [raw["to"]]}
+        return raw
+
+    @model_validator(mode="after")
+    def _trackers_are_known(self) -> Self:
+        for name in self.to:
+            if name not in TRACKERS:
+                raise UserError("track.to", f"{name!r} is not a tracker", f"choose of {', '.join(TRACKERS)}")
+        return self
+
+
+class TrainConfig(Config):
+    """One training run. After construction `out` is always filled in."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    profile: ProfileConfig = ProfileConfig()
+    plan: ContractConfig = ContractConfig()
+    link: LinkConfig = LinkConfig()
+    track: TrackConfig = TrackConfig()
+
+    strategy: StrategyName = Field(
+        "zero2", description="How training state is spread over ranks; auto: the lowest stage that fits."
+    )
+    shard_size: int = Field(
+        0, ge=0, description="Neighbouring ranks (a node's) that share out training state, replicated beyond; 0: all."
+    )
+    reshard_after_forward: bool = Field(
+        True, description="Free whole weights between forward and backward; zero3 and fsdp2 alone may keep them."
+    )
+    comm: Literal["auto", "torch", "ring", "shm"] = Field(
+        "auto", description="Who moves bytes: torch (NCCL, gloo), our ring or shared memory. auto: the fastest."
+    )
+    overlap: bool = Field(
+        True,
+        description="Communicate beside computation; false: stand still for each collective, to see the difference.",
+    )
+    nproc: int = Field(0, ge=0, description="Ranks to start on this machine; 0: torchrun's or SLURM's, else 1.")
+    nnodes: str = Field(
+        "1",
+        description="Machines that start --nproc ranks each: N, or MIN:MAX to go on with fewer or more after a loss.",
+    )
+    rdzv_endpoint: str = Field("", description="HOST:PORT where several machines meet; HOST is one of them.")
+    port: int = Field(0, ge=0, le=65535, description="Port where --nproc ranks meet; 0: any free.")
+    max_restarts: int = Field(
+        0, ge=0, description="Times that --nproc ranks are started again after one was lost, from the last checkpoint."
+    )
+    step_timeout_s: float = Field(
+        600.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds after which a step hangs: each rank's stacks go to OUT/stacks, the run ends. 0: never.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
+
+    seq_len: int = Field(128, ge=1, description="Tokens in a sequence.")
+    micro_batch_size: int = Field(8, ge=1, description="Sequences per rank in one forward pass.")
+    grad_accum_steps: int = Field(1, ge=1, description="Forward passes per optimizer step.")
+    global_batch_size: int = Field(
+        0, ge=0, description="Sequences per optimizer step over all ranks; sets grad_accum_steps. 0: follows from them."
+    )
+    max_steps: int = Field(500, ge=1, description="Optimizer steps in the whole run.")
+
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="Update rule. muon: of the blocks' matrices, and AdamW for the rest."
+    )
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon: decay of its mean gradient.")
+    fused: bool = Field(True, description="The optimizer's fused kernel.")
+    lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="Peak learning rate.")
+    min_lr: float = Field(1e-4, ge=0, allow_inf_nan=False, description="Learning rate at the end of its decay.")
+    warmup_steps: int = Field(
+        WARMUP_STEPS, ge=0, description="Steps of linear warm-up; a tenth of a run that is shorter than the default."
+    )
+    decay_steps: int = Field(
+        0, ge=0, description="Steps until the learning rate has come down to min_lr, warm-up included; 0: max_steps."
+    )
+    weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False, description="Decay of matrices.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the mean gradient.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean squared gradient.")
+    grad_clip: float = Field(1.0, ge=0, allow_inf_nan=False, description="Largest global norm; 0: off.")
+
+    ema_decay: float = Field(
+        0.0, ge=0, lt=1, description="Decay of a moving average of the weights, evaluated too; 0: none."
+    )
+
+    kernels: Literal["auto", "reference", "triton", "liger"] = Field(
+        "auto",
+        description="Who computes norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Compute type; masters are float32. float16 scales the loss."
+    )
+    loss_scale: float = Field(65536.0, gt=0, allow_inf_nan=False, description="float16: what the loss is scaled by.")
+    loss_scale_interval: int = Field(
+        2000, ge=1, description="float16: steps without an overflow that double the scale; an overflow halves it."
+    )
+    compile: bool = Field(False, description="torch.compile each block.")
+    compile_backend: CompileBackend = Field(
+        "inductor", description="inductor: generated kernels. aot_eager, eager: the same graphs, run as they are."
+    )
+    seed: int = Field(0, ge=0, description="Weights, order of data, dropout.")
+
+    eval_interval: int = Field(100, ge=0, description="Steps between evaluations; 0: only at the end.")
+    eval_batches: int = Field(20, ge=1, description="Batches in an evaluation, of micro_batch_size sequences each.")
+    eval_rows: int = Field(0, ge=0, description="Sequences in an evaluation; 0: eval_batches x micro_batch_size.")
+    log_interval: int = Field(10, ge=1, description="Steps between console lines.")
+    checkpoint_interval: int = Field(0, ge=0, description="Steps between checkpoints; 0: only at the end.")
+    checkpoint_async: bool = Field(
+        True,
+        description="Write checkpoints while training goes on, copying what changes too soon; false: stand still.",
+    )
+    keep_checkpoints: int = Field(0, ge=0, description="Newest checkpoints to keep; 0: all.")
+    keep_every: int = Field(0, ge=0, description="Steps whose multiples keep their checkpoints beside the newest.")
+    out: str = Field("", description="Run folder; empty: runs/MODEL-DATA-STRATEGY.")
+    resume: str = Field("none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint.")
+
+    @model_validator(mode="after")
+    def _machines_know_where(self) -> Self:
+        if parse_nnodes(self.nnodes)[1] > 1 and not self.rdzv_endpoint:
+            raise UserError("rdzv_endpoint", f"is empty for nnodes = {self.nnodes}", "give HOST:PORT of one machine")
+        return self
+
+    @model_validator(mode="after")
+    def _every_world_can_share_out(self) -> Self:
+        """Machines may be lost or come: what does not divide a world of fewer or more would end the run then."""
+        least, most = parse_nnodes(self.nnodes)
+        if most == 1:
+            return self
+        worlds = [nodes * max(1, self.nproc) for nodes in range(least, most + 1)]
+        allowed = f"which nnodes = {self.nnodes} allows"
+        at_once = self.micro_batch_size
+        bad = [world for world in worlds if self.global_batch_size % (at_once * world)]
+        if bad:
+            what = f"{self.global_batch_size} is no multiple of {at_once} (micro_batch_size) x {_some(bad)} ranks"
+            raise UserError("global_batch_size", f"{what}, {allowed}", "change one of them, nproc or nnodes")
+        bad = [world for world in worlds if self.shard_size and world % self.shard_size]
+        if bad:
+            what = f"{self.shard_size} does not divide a world of {_some(bad)} ranks"
+            raise UserError("shard_size", f"{what}, {allowed}", "change it, nproc or nnodes")
+        return self
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.warmup_steps > self.max_steps:
+            if "warmup_steps" in self.model_fields_set:
+                what = f"{self.warmup_steps} is above max_steps = {self.max_steps}"
+                raise UserError("warmup_steps", what, "lower it")
+            object.__setattr__(self, "warmup_steps", max(1, self.max_steps // 10))
+        if self.decay_steps and self.decay_steps < self.warmup_steps:
+            what = f"{self.decay_steps} is below warmup_steps = {self.warmup_steps}"
+            raise UserError("decay_steps", what, "raise it, or leave it out: max_steps")
+        if self.global_batch_size and self.grad_accum_steps > 1:
+            what = f"{self.global_batch_size} already sets how many micro-batches a step has"
+            raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
+        if self.shard_size and self.strategy not in SHARDING:
+            what = f"{self.strategy} has no shards of ours to size"
+            raise UserError("shard_size", what, f"leave it out, or use --strategy {', '.join(SHARDING)}")
+        if not self.reshard_after_forward and self.strategy not in ("zero3", "fsdp2"):
+            what = f"{self.strategy} has whole weights all the time, and none to keep or free"
+            raise UserError("reshard_after_forward", what, "leave it out, or use --strategy zero3 or fsdp2")
+        if self.optimizer == "muon" and self.strategy not in MUON_STRATEGIES:
+            what = f"muon needs whole matrices, and {self.strategy} cuts them or cannot tell its groups apart"
+            raise UserError("optimizer", what, f"use adamw, or --strategy {', '.join(MUON_STRATEGIES)}")
+        if self.keep_every and not self.keep_checkpoints:
+            what = f"{self.keep_every} keeps nothing that keep_checkpoints = 0 does not"
+            raise UserError("keep_every", what, "set keep_checkpoints too, to how many of the newest stay")
+        if self.plan.enforce and self.optimizer != "adamw":
+            what = f"{self.optimizer} lays matrices out whole, which no plan foresees"
+            raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw")
+        if self.plan.enforce and self.strategy not in PLANNED:
+            what = f"{self.strategy} has no plan to be held to"
+            raise UserError("plan.enforce", what, f"leave it out, or use --strategy {', '.join(PLANNED)}")
+        if not self.overlap and self.strategy in OVER_TORCH:
+            what = f"{self.strategy} talks through torch.distributed, which overlaps as it likes"
+            raise UserError("overlap", what, "leave it out, or use another strategy")
+        if self.min_lr > self.lr:
+            raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
+        self._link_agrees()
+        if not self.out:
+            name = f"{self.model.name}-{self.data.source}-{self.strategy}".replace("/", "_")
+            object.__setattr__(self, "out", f"runs/{name}")
+        return self
+
+    @property
+    def shortened_warmup(self) -> str:
+        """What to say of a warm-up that nobody set and that was too long for the run; empty where it is as it was."""
+        if "warmup_steps" in self.model_fields_set or self.warmup_steps == WARMUP_STEPS:
+            return ""
+        what = f"{WARMUP_STEPS}, the default, is above max_steps = {self.max_steps}"
+        return f"warmup_steps: {what}; it is {self.warmup_steps} in this run"
+
+    def _link_agrees(self) -> None:
+        mode, nproc, node_size = self.link.mode, self.nproc, self.link.node_size
+        if mode == "simulated" and self.strategy in OVER_TORCH:
+            what = f"simulated slows our communicators, and {self.strategy} talks through torch.distributed"
+            raise UserError("link.mode", what, "use --link.mode netns or tc")
+        if mode in ("netns", "tc") and self.comm == "shm":
+            raise UserError("comm", f"shm passes no network that {mode} could slow", "use auto, ring or torch")
+        if mode == "netns" and (self.max_restarts or self.strategy == "auto"):
+            field = "max_restarts" if self.max_restarts else "strategy"
+            what = f"{getattr(self, field)} starts ranks again, whose store netns would cut off"
+            raise UserError(field, what, "leave it out, or use --link.mode simulated")
+        if nproc and nproc % node_size:
+            raise UserError("link.node_size", f"{node_size} does not divide {nproc} ranks", "change one of them")
+        if mode == "netns" and nproc // node_size < 2:
+            what = f"netns joins nodes, and {nproc or 'no'} ranks of {node_size} to a node are fewer than two"
+            raise UserError("nproc", what, "give --nproc, at least twice link.node_size")
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """``"2"`` as (2, 2), ``"2:4"`` as (2, 4).
+
+    Raises:
+        UserError: it is neither, or the first number is above the second.
+    """
+    match = re.fullmatch(r"([1-9][0-9]{0,9})(?::([1-9][0-9]{0,9}))?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if least > most or most > MOST_NODES:
+        raise UserError("nnodes", f"{shown(text)} is no number of machines", "give it as 2, or as 2:4 for at least 2")
+    return least, most
+
+
+def require_data(data: DataConfig) -> None:
+    """Raise UserError where the data of an imported run were not named yet."""
+    if data.source == UNNAMED:
+        what = "the run was imported, and only you know what it is to be trained on"
+        raise UserError("data", what, "add --data text --data.path FILES, or another source, see --help")
+
+
+def _some(counts: Sequence[int]) -> str:
+    """The first of them, as ``6, 10 or 14``."""
+    named = [*map(str, counts[:6]), *(["..."] if len(counts) > 6 else [])]
+    return " or ".join([", ".join(named[:-1]), named[-1]]) if len(named) > 1 else named[0]
+
+
+def load_config(path: str | Path) -> TrainConfig:
+    """The training configuration in a TOML file, such as the ``config.toml`` of a run folder."""
+    return validate(TrainConfig, read_toml(path))
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over` in it, table by table; a table's shorthand name joins the table."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        if isinstance(old, str) and isinstance(value, Mapping):
+            old = {SHORTHANDS[key]: old} if key in SHORTHANDS else old
+        if isinstance(value, Mapping) and old is not None:
+            merged[key] = merge(old, value) if isinstance(old, Mapping) else old  # no table: for `validate` to refuse
+        else:
+            merged[key] = value
+    return merged

@@ -1,0 +1,130 @@
+"""From raw values to a checked configuration, and from pydantic's complaints to one line of ours.
+
+A refusal names the dotted field as the user wrote it (``data.max_tokens``), the value, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from zeroshard.errors import UserError, shortened, shown
+from zeroshard.train.config.sizes import LARGEST
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def validate(kind: type[ConfigT], raw: Mapping[str, Any]) -> ConfigT:
+    """The configuration that `raw` describes; numbers and booleans may come as text, as flags do.
+
+    Raises:
+        UserError: naming the dotted field, what is wrong with its value, and what to do.
+    """
+    refuse_unusable(raw)
+    try:
+        found = kind.model_validate(raw)
+    except ValidationError as error:
+        raise _explain(kind, error) from None
+    refuse_unusable(found.model_dump())  # once more: a number may have come as text
+    return found
+
+
+def refuse_unusable(raw: object, name: str = "") -> None:
+    """Raise UserError for text that is none (see `no_text`) and numbers beyond 64 bits, wherever in ``raw`` they are.
+
+    No check of a single setting meets these, and what they would break is far from here.
+    """
+    if isinstance(raw, Mapping):
+        for key, value in raw.items():
+            if isinstance(key, str) and no_text(key):
+                raise UserError(ascii(key)[1:-1], no_text(key), "remove it")
+            refuse_unusable(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(raw, list | tuple):
+        for value in raw:
+            refuse_unusable(value, name)
+    elif isinstance(raw, str) and no_text(raw):
+        raise UserError(name, f"{shortened(ascii(raw), 80)} {no_text(raw)}", "give text")
+    elif isinstance(raw, int) and abs(raw) >= LARGEST:
+        raise UserError(name, f"a number of {raw.bit_length()} bits does not fit into 64", "give a smaller one")
+
+
+def no_text(word: str) -> str:
+    """Why ``word`` is no text, in words; empty where it is. Such words come from bytes that are no UTF-8."""
+    if "\0" in word:
+        return "holds a NUL character"
+    return "is not UTF-8" if any("\ud800" <= letter <= "\udfff" for letter in word) else ""
+
+
+def fields_by_name(kind: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Every leaf of a configuration by its dotted name: ``lr``, ``data.max_tokens``."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in kind.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            found |= fields_by_name(inner, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = field
+    return found
+
+
+def by_dotted_name(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"data": {"dir": 1}}`` as ``{"data.dir": 1}``."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= by_dotted_name(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """What to do about a name that is not known: take the one that looks like it, if any does."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not close:  # `max_tokens` where `data.max_tokens` was meant
+        close = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2].lstrip("-")]
+    return f"did you mean {close[0]}?" if close else otherwise
+
+
+def _explain(kind: type[BaseModel], error: ValidationError) -> UserError:
+    """The first of pydantic's complaints; an unknown name first, since it often explains the others."""
+    complaints = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+    first = complaints[0]
+    value, limits = first["input"], first.get("ctx", {})
+    if isinstance(limits.get("error"), UserError):
+        return limits["error"]
+    field = ".".join(part for part in first["loc"] if isinstance(part, str))  # a number: which value of a list
+    if first["type"] == "extra_forbidden":
+        names = fields_by_name(kind)
+        return UserError(field, "there is no such key", nearest(field, names, "remove it"))
+    if first["type"] == "literal_error":
+        choices = limits["expected"].replace("'", "").replace(" or ", ", ")
+        return UserError(field, f"{shown(value)} is not a choice", f"choose one of {choices}")
+    what, todo = _WORDS.get(first["type"], ("{value} cannot be used", "see --help"))
+    said = shortened(value) if first["type"] in _OF_NUMBERS else shown(value)
+    return UserError(field, what.format(value=said, **limits), todo.format(**limits))
+
+
+_OF_NUMBERS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
+# pydantic's error type -> what is wrong, what to do
+_WORDS = {
+    "missing": ("is missing", "give a value"),
+    "greater_than": ("{value} is not above {gt:g}", "give a number above {gt:g}"),
+    "greater_than_equal": ("{value} is below {ge:g}", "give {ge:g} or more"),
+    "less_than": ("{value} is not below {lt:g}", "give a number below {lt:g}"),
+    "less_than_equal": ("{value} is above {le:g}", "give {le:g} or less"),
+    "finite_number": ("{value} is not a finite number", "give a finite number"),
+    "int_parsing": ("{value} is not a whole number", "give a whole number"),
+    "int_type": ("{value} is not a whole number", "give a whole number"),
+    "int_from_float": ("{value} is not a whole number", "give a whole number"),
+    "float_parsing": ("{value} is not a number", "give a number"),
+    "float_type": ("{value} is not a number", "give a number"),
+    "bool_parsing": ("{value} is neither true nor false", "give true or false"),
+    "bool_type": ("{value} is neither true nor false", "give true or false"),
+    "string_type": ("{value} is not text", "put it in quotes"),
+    "string_too_short": ("is empty", "give a name"),
+    "tuple_type": ("{value} is not a list", "give a list"),
+    "model_type": ("{value} is not a table", "give a table, or a name in quotes"),
+}

@@ -1,0 +1,125 @@
+"""Where the first number came from that is not finite: a step is run again, and every module's output is looked at.
+
+Looking costs a synchronisation per module, so it is done once, when a run is given up, and on all ranks together: a
+forward at stage 3 gathers weights. Inner modules return before the ones that hold them, so the first to return
+something that is not finite is the smallest that made it. Where forward is sound, backward is followed the same way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.train.setup.agree import send_text
+
+WRAPPERS = ("module.",)  # what DDP and autocast put before a module's name
+
+
+def first_not_finite(model: nn.Module, comm: Communicator, replay: Callable[[], object]) -> str:
+    """Which module of which rank made the first number that is not finite, in words; collective.
+
+    Args:
+        model: what ``replay`` runs.
+        comm: the ranks.
+        replay: a step's forward and backward, as it was. Gradients that it leaves are the caller's to clear.
+
+    Returns:
+        As ``the output of blocks.3.mlp (Mlp) on rank 1``; the same on every rank.
+    """
+    # compiled code knows no hooks that came after it
+    with _eager, _watched(model) as (outputs, gradients):
+        replay()
+    kinds = _by_rank(comm, 2 if outputs else 1 if gradients else 0)
+    if not any(kinds):
+        return "no module's output or gradient, when the step was run again; a reduction overflowed"
+    rank = kinds.index(max(kinds))
+    found = outputs or gradients
+    return send_text(comm, f"{found[0]} on rank {rank}" if comm.rank == rank else "", src=rank)
+
+
+class _Eager:
+    """A block in which nothing runs compiled, for thread ranks too.
+
+    torch's stance is one of the process and goes back to what it was when its block began: of two threads whose blocks
+    overlap, the one that ends last would leave the other's "force_eager", and nothing compiles any more. So the first
+    thread takes the stance and the last gives it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._stance = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                self._stance.close()
+
+
+_eager = _Eager()
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Generator[tuple[list[str], list[str]]]:
+    """Names of what was not finite in this block, in order: outputs, and gradients with respect to outputs."""
+    outputs: list[str] = []
+    gradients: list[str] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            what = f"{name or 'the model'} ({type(module).__name__})"
+            tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+            if not _finite(tensors):
+                outputs.append(f"the output of {what}")
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    tensor.register_hook(check_gradient(what))
+
+        return after
+
+    def check_gradient(what: str) -> Callable[[Tensor], None]:
+        def check(grad: Tensor) -> None:
+            if not _finite([grad]):
+                gradients.append(f"the gradient that reached the output of {what}")
+
+        return check
+
+    handles = [module.register_forward_hook(watch(_plain(name))) for name, module in model.named_modules()]
+    try:
+        yield outputs, gradients
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _finite(tensors: Sequence[Tensor]) -> bool:
+    return all(bool(tensor.detach().isfinite().all()) for tensor in tensors)
+
+
+def _plain(name: str) -> str:
+    for wrapper in WRAPPERS:
+        while name.startswith(wrapper):
+            name = name.removeprefix(wrapper)
+    return "" if name == "module" else name
+
+
+def _by_rank(comm: Communicator, number: int) -> list[int]:
+    own = torch.tensor([number], dtype=torch.int64, device=comm.control_device)
+    found = torch.empty(comm.world_size, dtype=torch.int64, device=comm.control_device)
+    with scope(CONTROL):
+        comm.all_gather(found, own).wait()
+    return found.tolist()

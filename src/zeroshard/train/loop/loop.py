@@ -1,0 +1,377 @@
+"""The only training loop.
+
+A step is: forward and backward over the micro-batches, one small message about how it went, clip, update. All
+randomness is a pure function of (seed, step, rank) and the data's order one of (seed, step), so a checkpoint
+holds tensors and one integer, and a resumed run takes the same steps to the bit.
+
+Steps are counted by how many are done: the first record has ``step`` 1, and ``step-00000100`` is the state after 100.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import inf
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard import garbage
+from zeroshard.comm import CONTROL, scope
+from zeroshard.comm.wrappers.sentinel import peer_error_of
+from zeroshard.errors import ExitStatus, FirstRankStorageError, is_of_storage, is_out_of_memory, storage_line
+from zeroshard.launch.launch import World, world_from_env
+from zeroshard.launch.leaving import end_as_peer_lost, end_at_once
+from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.loop.diagnose import first_not_finite
+from zeroshard.train.loop.run import Run
+from zeroshard.train.loop.saving import Saving
+from zeroshard.train.loop.signals import stop_signals_noted
+from zeroshard.train.loop.validation_loss import evaluate
+from zeroshard.train.loop.watchdog import PATIENCE_S, Alive, Watchdog
+from zeroshard.train.records.plan_contract import Contract, Predict
+from zeroshard.train.records.records import Observer, StepRecord
+from zeroshard.train.setup.auto import ChooseStage, move_up
+from zeroshard.train.setup.build import built
+
+TIME_TO_SPEAK_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Health:
+    """What all ranks know of a step before they take it."""
+
+    loss: float
+    stop: ExitStatus
+
+
+def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None, predict: Predict | None = None) -> int:
+    """Build the run that ``config`` describes, train, clean up; returns the exit status. One call per rank.
+
+    Args:
+        config: of the run.
+        choose_stage: for the strategy ``auto``: what stage fits.
+        predict: what the run should come to; None: nobody plans.
+
+    Raises:
+        UserError: something in the configuration cannot be had; on every rank.
+        KeyboardInterrupt: passed on, with the log intact.
+
+    A disk or a folder that fails is told in a line, and ends in `ExitStatus.STORAGE`.
+    """
+    world = world_from_env() or World()
+    try:
+        with (
+            built(config, choose_stage, predict) as run,
+            stop_signals_noted() as stop_wanted,
+            Watchdog(run.folder, world.rank, config.step_timeout_s, end_as_peer_lost) as watchdog,
+        ):
+            return int(_trained(run, config, stop_wanted, watchdog.alive))
+    except OSError as error:
+        if not is_of_storage(error):
+            raise
+        if not isinstance(error, FirstRankStorageError):
+            _say_storage(world.rank, config.out, error)
+        return int(ExitStatus.STORAGE)
+    except RuntimeError as error:  # before there is a run to ask: a rank is lost while the ranks meet
+        lost = peer_error_of(None, error)
+        if lost is None:
+            raise
+        raise lost from error
+
+
+def _trained(run: Run, config: TrainConfig, stop_wanted: Callable[[], int], alive: Alive) -> ExitStatus:
+    """`train`; where memory runs out on a rank and a higher stage may help, that rank ends."""
+    try:
+        return train(run, stop_wanted, alive)
+    except (RuntimeError, MemoryError) as error:
+        comm = run.strategy.comm
+        lost = peer_error_of(comm, error) if isinstance(error, RuntimeError) else None
+        if lost is not None:  # collectives of torch's strategies go around the communicator
+            raise lost from error
+        if not is_out_of_memory(error) or run.stage is None:
+            raise
+        next_is = move_up(config, run.stage, comm.rank, comm.world_size)
+        if not next_is:
+            raise
+        # The others may wait for this rank in a collective: no leaving in good order.
+        end_at_once(f"strategy auto: {next_is}", ExitStatus.MOVED_UP)
+
+
+def _say_storage(rank: int, out: str, error: OSError) -> None:
+    line = storage_line(out, error, "then start again with --resume auto")
+    if rank:
+        time.sleep(TIME_TO_SPEAK_S)  # where all ranks meet the same, rank 0 has ended, and the launcher ends the others
+    print(f"error: rank {rank}: {line}" if rank else f"error: {line}", file=sys.stderr, flush=True)
+
+
+def train(
+    run: Run, stop_wanted: Callable[[], int] = lambda: False, alive: Alive = lambda patience_s: None
+) -> ExitStatus:
+    """Train until ``max_steps``, too many steps in a row that are not finite, or until some rank wants to stop.
+
+    Args:
+        run: what to train.
+        stop_wanted: asked on each rank at each step; one yes stops all after that step, with a checkpoint. The answer
+            is the number of the signal that came, or True for any; 0 for none.
+        alive: of the watchdog; called whenever a step is done, a batch of an evaluation or a part of a save, with the
+            seconds that what comes next may take at the least.
+    """
+    saving = Saving(run, alive)
+    try:
+        return _train(run, saving, stop_wanted, alive)
+    finally:
+        saving.close()
+        gc.unfreeze()
+
+
+def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Alive) -> ExitStatus:
+    schedule, step, status = run.schedule, run.first_step, ExitStatus.OK
+    val_loss: float | None = None
+    ema_val_loss: float | None = None
+    loss, started = None, perf_counter()
+    step_s: list[float] = []
+    if step >= schedule.max_steps > 0:
+        if run.strategy.comm.rank == 0:
+            what = f"step {step} of {schedule.max_steps} is done, and nothing is left to do"
+            print(f"resume: {what}; give a larger --max-steps to go on", file=sys.stderr, flush=True)
+        return status
+    _tell(run, lambda observer: observer.on_start(_start_info(run)))
+    if step == 0 and schedule.eval_interval:
+        val_loss, ema_val_loss = _evaluate(run, step, saving.settle)
+    while step < schedule.max_steps and status == ExitStatus.OK:
+        with run.measures.step() if run.measures else nullcontext():
+            record, stop = take_step(run, step, stop_wanted)
+        saving.alive()
+        if step == run.first_step:
+            garbage.as_ever()
+        _tell(run, lambda observer, record=record: observer.on_step(record))
+        saving.poll()
+        if run.guard.given_up or (run.scaler and run.scaler.exhausted):
+            _complain(run, record)
+            status = ExitStatus.NOT_FINITE
+            break
+        if run.contract and run.contract.enforce and _broken(run, run.contract):
+            status = ExitStatus.CHECK_FAILED
+            break
+        step, loss, status = step + 1, record.loss, stop
+        step_s.append(record.step_s)
+        at_end = step == schedule.max_steps
+        if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
+            if val_loss is None:
+                alive(PATIENCE_S)  # it may compile
+            val_loss, ema_val_loss = _evaluate(run, step, saving.settle, saving.alive)
+        if stop or at_end or _is_due(step, schedule.checkpoint_interval):
+            saving.begin(step)
+        saving.alive()
+    status = saving.finish(status)
+    alive(inf)  # all is saved, and a tracker may upload for as long as it likes
+    summary = {
+        "status": status.name.lower(),
+        "step": step,
+        "loss": loss,
+        "val_loss": val_loss,
+        **({} if run.strategy.ema is None else {"ema_val_loss": ema_val_loss}),
+        "tokens": run.tokens_at(step),
+        "num_skipped": run.guard.num_skipped,
+        "last_checkpoint_step": saving.saved_at,
+        "wall_s": perf_counter() - started,
+        **_measured(run, step_s),
+        **({"link": run.link} if run.link else {}),
+    }
+    _tell(run, lambda observer: observer.on_end(summary))
+    return status
+
+
+def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[StepRecord, ExitStatus]:
+    """One optimizer step, number ``step`` from 0; where `run.guard` says so, all ranks skip its update together.
+
+    Data go on then, the learning rate does not: it belongs to the steps that were taken.
+
+    Returns:
+        The record, the same on every rank but for times and memory, and the status to stop with: OK to go on.
+    """
+    strategy, schedule, scaler, guard = run.strategy, run.schedule, run.scaler, run.guard
+    start, span = perf_counter(), run.clock.span
+    torch.manual_seed(_step_seed(schedule.seed, step, strategy.comm.rank))
+    loss_scale = scaler.scale if scaler else None
+    lr = run.learning_rate(step - guard.num_skipped)
+    for group in strategy.optimizer.param_groups:
+        group["lr"] = lr
+    health = _agree(run, _backward(run, step), stop_wanted())
+    finite = scaler.unscale_(strategy.optimizer) if scaler else True
+    # The norm is wanted in every record; infinity as the limit measures and clips nothing.
+    with span("clip"):
+        grad_norm = float(strategy.clip_grad_norm_(schedule.grad_clip or inf)) if finite else inf
+    verdict = guard.judge(health.loss, grad_norm, overflow=not finite)
+    if verdict == "taken":
+        with span("update"):
+            strategy.optimizer.step()
+            if strategy.ema is not None:
+                strategy.ema.update()
+    if scaler:
+        scaler.update()
+    memory_bytes = strategy.memory_bytes()  # here all of it is alive at once
+    strategy.optimizer.zero_grad()
+    step_s = perf_counter() - start
+    tokens_per_s = run.tokens_per_step / step_s
+    traffic = run.comm.totals() if run.comm else {}
+    exposed_s = run.comm.exposed.take() if run.comm and run.comm.world_size > 1 else {}
+    records = run.comm.drain() if run.comm else []
+    if run.contract:
+        run.contract.see(step + 1, records, memory_bytes, taken=verdict == "taken")
+    if run.measures:
+        run.measures.see(records, exposed_s)
+    devices, peak = strategy.comm.world_size, run.peak_flops_per_s
+    flops, again = run.num_flops_per_token, run.num_recomputed_flops_per_token
+    record = StepRecord(
+        step=step + 1,
+        loss=health.loss,
+        grad_norm=grad_norm,
+        lr=lr,
+        step_s=step_s,
+        tokens=run.tokens_at(step + 1),
+        tokens_per_s=tokens_per_s,
+        mfu=model_flops_utilisation(tokens_per_s, flops, devices, peak),
+        hfu=hardware_flops_utilisation(tokens_per_s, flops, again, devices, peak) if again else None,
+        memory_bytes=memory_bytes,
+        comm=traffic,
+        skipped=verdict != "taken",
+        why_skipped="" if verdict == "taken" else verdict,
+        num_skipped=guard.num_skipped,
+        loss_scale=loss_scale,
+        exposed_s=exposed_s,
+        spans_s=run.clock.take(),
+    )
+    return record, health.stop
+
+
+def _backward(run: Run, step: int) -> Tensor:
+    """Forward and backward over this rank's micro-batches; returns the mean of their losses, 0-dim."""
+    num_micro = run.schedule.grad_accum_steps
+    total = torch.zeros((), dtype=torch.float64, device=run.device)  # stays there: reading it would stop the host
+    span = run.clock.span
+    for micro_step in range(num_micro):
+        with span("data"):
+            tokens_BT, targets_BT = (x.to(run.device, non_blocking=True) for x in run.batches(step, micro_step))
+        with run.strategy.micro_batch(last=micro_step == num_micro - 1):
+            with span("forward"):
+                loss = run.strategy.model(tokens_BT, targets_BT)
+            with span("backward"):
+                (run.scaler.scale_loss(loss / num_micro) if run.scaler else loss / num_micro).backward()
+        total += loss.detach().to(total)
+    return total / num_micro
+
+
+def _agree(run: Run, loss: Tensor, stop: int) -> _Health:
+    """The mean loss over ranks, and whether any of them wants to stop and why: one message of 24 bytes."""
+    preempted = stop == signal.SIGUSR1
+    wishes = loss.new_tensor([float(preempted), float(bool(stop) and not preempted)])
+    message = torch.cat([loss.view(1), wishes]).to(run.strategy.comm.control_device)
+    with scope(CONTROL):
+        run.strategy.comm.all_reduce(message).wait()
+    mean_loss, num_preempted, num_terminated = (message / run.strategy.comm.world_size).tolist()
+    if num_terminated:
+        return _Health(mean_loss, ExitStatus.TERMINATED)
+    return _Health(mean_loss, ExitStatus.PREEMPTED if num_preempted else ExitStatus.OK)
+
+
+def _evaluate(
+    run: Run, step: int, settle: Callable[[], None], alive: Callable[[], None] = lambda: None
+) -> tuple[float, float | None]:
+    """The validation loss of the weights, and of their moving average where there is one.
+
+    ``settle``: called before the average takes the weights' place, which a save under way may still read.
+    ``alive``: called after each batch.
+    """
+    strategy = run.strategy
+    loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device, alive)
+    ema_loss = None
+    if strategy.ema is not None:
+        settle()
+        with strategy.ema.weights():
+            ema_loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device, alive)
+    _tell(run, lambda observer: observer.on_eval(step, loss, ema_loss))
+    if run.contract:
+        run.contract.interrupt()
+    if run.comm:
+        run.comm.drain()  # an evaluation's traffic is no step's
+        run.comm.exposed.take()
+    return loss, ema_loss
+
+
+def _broken(run: Run, contract: Contract) -> bool:
+    """Whether any rank's step was not as planned; the first such rank says what differs. Collective."""
+    comm = run.strategy.comm
+    first = torch.tensor([comm.rank if contract.difference else comm.world_size], device=comm.control_device)
+    with scope(CONTROL):
+        comm.all_reduce(first, "min").wait()
+    if int(first) == comm.rank:
+        print(f"error: plan: rank {comm.rank}, {contract.difference}", file=sys.stderr, flush=True)
+    return int(first) < comm.world_size
+
+
+def _measured(run: Run, step_s: list[float]) -> dict[str, Any]:
+    """What the run measured of itself, and its plan beside it. Collective."""
+    found = run.measures.summary() if run.measures else {}
+    if run.contract:
+        peak = run.measures.peak_bytes if run.measures else None
+        settled = step_s[1:] or step_s  # the first step warms up
+        found["plan"] = run.contract.report(peak, median(settled) if settled else None)
+    return found
+
+
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _step_seed(seed: int, step: int, rank: int) -> int:
+    """Seeds dropout: another one for each step and rank, with nothing to save for a resumed run."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _start_info(run: Run) -> dict[str, Any]:
+    return {
+        "step": run.first_step,
+        "max_steps": run.schedule.max_steps,
+        "world_size": run.strategy.comm.world_size,
+        "device": str(run.device),
+        "tokens_per_step": run.tokens_per_step,
+        "num_params": sum(param.numel() for param in run.strategy.model.parameters()),
+        "torch": torch.__version__,
+        "kernels": dict(run.kernels),
+        **({"plan": run.contract.line()} if run.contract else {}),
+        "link": dict(run.link),
+    }
+
+
+def _tell(run: Run, call: Callable[[Observer], None]) -> None:
+    for observer in run.observers:
+        call(observer)
+
+
+def _complain(run: Run, record: StepRecord) -> None:
+    """Say on rank 0 why the run is given up, and which module was the first to go wrong; collective."""
+    step = record.step - 1
+    torch.manual_seed(_step_seed(run.schedule.seed, step, run.strategy.comm.rank))
+    origin = first_not_finite(run.strategy.model, run.strategy.comm, lambda: _backward(run, step))
+    run.strategy.optimizer.zero_grad()
+    if run.strategy.comm.rank == 0:
+        scale = "" if record.loss_scale is None else f" at a loss scale of {record.loss_scale:g}"
+        print(
+            f"error: step {record.step}: loss {record.loss} with gradient norm {record.grad_norm} is not finite{scale},"
+            f" the last of {run.guard.num_skipped} skipped steps; first not finite was {origin}; "
+            "lower lr, lengthen warmup_steps or set grad_clip, and resume from the last checkpoint",
+            file=sys.stderr,
+        )

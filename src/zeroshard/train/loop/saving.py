@@ -1,0 +1,162 @@
+"""A run's checkpoints: when they are begun, what is said of them, and what that makes of the run's ending.
+
+A disk that is full or cannot be written ends no run: training goes on, each failed save is told, and the last good
+checkpoint stays. Only a run that could write none at all has failed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from zeroshard.checkpoint import BackgroundSaver, Keep, Saved, is_complete, step_name
+from zeroshard.checkpoint.together import largest
+from zeroshard.errors import ExitStatus
+from zeroshard.train.loop.run import Run, checkpoint_folder
+from zeroshard.train.loop.watchdog import PATIENCE_S, Alive
+
+STOPPED = (ExitStatus.TERMINATED, ExitStatus.PREEMPTED)
+
+
+class Saving:
+    """Saves the state of ``run``; every method but `alive`, `settle` and `close` is collective.
+
+    Args:
+        run: whose state.
+        alive: the watchdog's, told whenever any rank has got further with a save.
+
+    Attributes:
+        saved_at: the step of the last complete checkpoint, or the one that the run began with.
+    """
+
+    def __init__(self, run: Run, alive: Alive = lambda patience_s: None) -> None:
+        self._run, self._folder, self._alive = run, checkpoint_folder(run.folder), alive
+        schedule = run.schedule
+        self._saver = BackgroundSaver(
+            run.strategy.comm,
+            Keep(schedule.keep_checkpoints, schedule.keep_every),
+            background=schedule.checkpoint_async,
+            before_commit=run.require_folder,
+            lend=True,
+            on_progress=self.alive,
+        )
+        self._hook = run.strategy.optimizer.register_step_pre_hook(lambda *_: self.settle())
+        self.saved_at = run.first_step
+        self._wanted_at = run.first_step
+        self._num_complete, self._last_error = 0, ""
+
+    def alive(self) -> None:
+        """Something is done, a step or a part of a save; what comes next may have to wait for the disk."""
+        self._alive(PATIENCE_S if self._saver.pending else 0.0)
+
+    def begin(self, step: int) -> None:
+        """Begin to save the state after ``step`` steps; an earlier save is waited for."""
+        run = self._run
+        self._alive(PATIENCE_S)
+        extra = {
+            "config": run.config or {},
+            "position": position(run, step),
+            "data_sha256": run.data_sha256,
+        }
+        if run.scaler:
+            extra["loss_scaler"] = run.scaler.state_dict()
+        extra["guard"] = run.guard.state_dict()
+        path = self._folder / step_name(step)
+        if self._renewed():
+            self._say(f"warning: step {step}: {run.folder} was removed; it is made again, without what was in it")
+        self._hear(self._saver.start(path, run.strategy, step=step, extra=extra, progress=self._show))
+        self._wanted_at = step
+        self.alive()
+
+    def settle(self) -> None:
+        """Call it before weights or their average change: what a save has not written yet is copied."""
+        self._saver.settle()
+
+    def poll(self) -> None:
+        """Between steps: hear whether the save that is under way is done."""
+        self._show(*self._saver.progress)
+        self._hear(self._saver.poll())
+
+    def finish(self, status: ExitStatus) -> ExitStatus:
+        """Wait for the save that is under way; the run's status, given that of its steps."""
+        self.alive()
+        self._hear(self._saver.wait(self._show))
+        if largest(self._run.strategy.comm, self._is_lost()):
+            what = "it was removed while the run wrote there, and its checkpoints with it"
+            self._say(f"error: {self._run.folder}: {what}; start again, in a folder that stays")
+            return ExitStatus.STORAGE if status in (ExitStatus.OK, *STOPPED) else status
+        none_written = bool(self._last_error) and not self._num_complete
+        stopped_unsaved = status in STOPPED and self.saved_at != self._wanted_at
+        if status not in (ExitStatus.OK, *STOPPED) or not (none_written or stopped_unsaved):
+            return status
+        what = "no checkpoint could be written" if none_written else f"the state of step {self._wanted_at} is lost"
+        self._say(f"error: {self._folder}: {what} ({self._last_error}); free space or choose another --out")
+        return ExitStatus.FAILED
+
+    def _is_lost(self) -> bool:
+        """On rank 0: whether the newest checkpoint that was written here is gone."""
+        newest = self._folder / step_name(self.saved_at)
+        return self._run.strategy.comm.rank == 0 and self._num_complete > 0 and not is_complete(newest)
+
+    def close(self) -> None:
+        """End the writer, whatever ended the run."""
+        self._hook.remove()
+        self._saver.close()
+
+    def _hear(self, saved: Saved | None) -> None:
+        if saved is None:
+            return
+        if saved.error:
+            self._last_error = saved.error
+            kept = f"step {self.saved_at} is the last good one" if self.saved_at else "there is none yet"
+            self._say(f"warning: step {saved.step}: checkpoint not written: {saved.error}; {kept}, the run goes on")
+            for observer in self._run.observers:
+                observer.on_checkpoint_failed(saved.step, saved.path, saved.error)
+            return
+        self.saved_at = saved.step
+        self._num_complete += 1
+        if saved.warning:
+            self._say(f"warning: step {saved.step}: {saved.warning}")
+        facts = {
+            "num_bytes": _bytes_of_all_ranks(saved.path) if self._run.observers else None,
+            "num_copied_bytes": saved.num_copied_bytes,
+            "stall_s": saved.stall_s,
+            "total_s": saved.total_s,
+        }
+        for observer in self._run.observers:
+            observer.on_checkpoint(saved.step, saved.path, facts)
+
+    def _renewed(self) -> bool:
+        try:
+            return self._run.renew_folder()
+        except OSError:
+            return False  # the save itself meets the same obstacle, and every rank hears of it
+
+    def _show(self, done_bytes: int, num_bytes: int) -> None:
+        for observer in self._run.observers if num_bytes else ():
+            observer.on_saving(done_bytes, num_bytes)
+
+    def _say(self, line: str) -> None:
+        if self._run.strategy.comm.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _bytes_of_all_ranks(path: Path) -> int | None:
+    """Of a complete checkpoint's files; None where it has gone since."""
+    try:
+        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    except OSError:
+        return None
+
+
+def position(run: Run, step: int) -> dict[str, Any]:
+    """Where the run stands in the global order of its data: by the step, and by what spares reading up to it."""
+    stream = run.data_position(step)
+    return {
+        **({"stream": stream} if stream else {}),
+        "step": step,
+        "tokens": run.tokens_at(step),
+        "tokens_per_step": run.tokens_per_step,
+        "seed": run.schedule.seed,
+    }

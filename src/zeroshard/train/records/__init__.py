@@ -1,0 +1,1 @@
+"""What a run says of itself: events, trackers, its plan beside what was measured."""

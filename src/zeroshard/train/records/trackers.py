@@ -1,0 +1,234 @@
+"""Trackers of experiments beside ``metrics.jsonl``: TensorBoard, Weights & Biases, trackio. Off unless asked for.
+
+A tracker is three calls. `TrackedRun` makes an observer of one, and stands between it and the run: whatever a tracker
+raises is told once, on stderr, and from then on the run goes on without it. The log of the run stays the JSONL.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from zeroshard.errors import UserError
+from zeroshard.regular_files import read_text
+from zeroshard.train.config.config import TrackConfig
+from zeroshard.train.config.validate import by_dotted_name
+from zeroshard.train.records.records import StepRecord
+
+
+class Tracker(Protocol):
+    """What an experiment tracker is to us; any call may raise."""
+
+    def start(self, facts: Mapping[str, Any]) -> None:
+        """The run begins or goes on; ``facts`` are its configuration."""
+        ...
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Numbers after ``step`` steps."""
+        ...
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The run is over, or was ended: then ``summary`` is empty."""
+        ...
+
+
+class TensorBoardTracker:
+    """Event files in ``FOLDER/tensorboard``, by torch's own writer; a run that goes on adds a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._writer = folder / "tensorboard", None
+
+    def start(self, facts: Mapping[str, Any]) -> None:
+        """Open the event file."""
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._folder))
+        self._writer.add_text("config", "\n".join(f"    {line}" for line in _lines(facts)))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """A scalar for each."""
+        assert self._writer is not None
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases; offline it writes into ``FOLDER/wandb``, which ``wandb sync`` sends later.
+
+    A run folder is one run there, however often it is gone on with.
+    """
+
+    def __init__(self, folder: Path, config: TrackConfig) -> None:
+        self._folder, self._config, self._run = folder, config, None
+
+    def start(self, facts: Mapping[str, Any]) -> None:
+        """Open the run."""
+        wandb: Any = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=self._config.project,
+            name=self._config.name or self._folder.name,
+            id=_run_id(self._folder),
+            resume="allow" if self._config.mode == "online" else None,
+            dir=str(self._folder),
+            config=dict(facts),
+            mode=self._config.mode,
+            settings=wandb.Settings(silent=True, init_timeout=60),
+        )
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """All of them at one step."""
+        assert self._run is not None
+        self._run.log(dict(values), step=step)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Say what came out, and close."""
+        if self._run is not None:
+            self._run.summary.update(dict(summary))
+            self._run.finish(exit_code=0 if summary else 1)
+
+
+class TrackioTracker:
+    """trackio: the calls of W&B, kept on this machine."""
+
+    def __init__(self, folder: Path, config: TrackConfig) -> None:
+        self._folder, self._config, self._trackio = folder, config, None
+
+    def start(self, facts: Mapping[str, Any]) -> None:
+        """Open the run."""
+        trackio = importlib.import_module("trackio")
+        trackio.init(
+            project=self._config.project,
+            name=self._config.name or f"{self._folder.name}-{_run_id(self._folder)}",
+            config=dict(facts),
+            resume="allow",
+            embed=False,
+        )
+        self._trackio = trackio
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """All of them at one step, which is an argument: a key of that name would be renamed."""
+        assert self._trackio is not None
+        self._trackio.log(dict(values), step=step)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Close."""
+        if self._trackio is not None:
+            self._trackio.finish()
+
+
+class TrackedRun:
+    """A tracker as an observer of a run, which it cannot disturb.
+
+    Args:
+        name: in the warning.
+        tracker: told what the observer is told.
+        facts: the run's configuration.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, facts: Mapping[str, Any]) -> None:
+        self._name, self._facts = name, facts
+        self._tracker: Tracker | None = tracker
+        self._summary: Mapping[str, Any] = {}
+
+    def on_start(self, info: Mapping[str, Any]) -> None:
+        """Start the tracker."""
+        self._try(lambda tracker: tracker.start({**by_dotted_name(self._facts), **by_dotted_name({"run": info})}))
+
+    def on_step(self, record: StepRecord) -> None:
+        """Log the step's numbers."""
+        self._try(lambda tracker: tracker.log(values_of(record), record.step))
+
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
+        """Log the validation loss."""
+        average = {} if ema_loss is None else {"val/ema_loss": ema_loss}
+        self._try(lambda tracker: tracker.log({"val/loss": loss, **average}, step))
+
+    def on_saving(self, done_bytes: int, num_bytes: int) -> None:
+        """Nothing: no tracker shows it."""
+
+    def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
+        """Nothing: checkpoints are the run folder's."""
+
+    def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
+        """Nothing: it is said on stderr."""
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """Keep what came out, for the end."""
+        self._summary = {key: value for key, value in summary.items() if isinstance(value, str | int | float)}
+
+    def close(self) -> None:
+        """End the tracker."""
+        self._try(lambda tracker: tracker.finish(self._summary))
+        self._tracker = None
+
+    def _try(self, call: Callable[[Tracker], None]) -> None:
+        if self._tracker is None:
+            return
+        try:
+            call(self._tracker)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- trackers raise what they like; some exit
+            self._tracker = None
+            why = " ".join(str(error).split()) or type(error).__name__
+            print(f"warning: {self._name} failed ({why}); the run goes on without it", file=sys.stderr, flush=True)
+
+
+def trackers(config: TrackConfig, folder: Path, facts: Mapping[str, Any]) -> list[TrackedRun]:
+    """An observer for each tracker that was asked for.
+
+    Raises:
+        UserError: one of them is not installed.
+    """
+    require_trackers(config)
+    made: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoardTracker(folder),
+        "wandb": lambda: WandbTracker(folder, config),
+        "trackio": lambda: TrackioTracker(folder, config),
+    }
+    return [TrackedRun(name, made[name](), facts) for name in config.to]
+
+
+def require_trackers(config: TrackConfig) -> None:
+    """See that every tracker that was asked for is installed; else a UserError."""
+    for name in config.to:
+        if importlib.util.find_spec(name) is None:
+            raise UserError("track.to", f"{name} is not installed", f"pip install 'zeroshard[{name}]'")
+
+
+def values_of(record: StepRecord) -> dict[str, float]:
+    """The numbers of a step, by group; what is not known is left out."""
+    found = {
+        "train/loss": record.loss,
+        "train/grad_norm": record.grad_norm,
+        "train/lr": record.lr,
+        "train/tokens": record.tokens,
+        "train/num_skipped": record.num_skipped,
+        "train/loss_scale": record.loss_scale,
+        "speed/tokens_per_s": record.tokens_per_s,
+        "speed/step_s": record.step_s,
+        "speed/mfu": record.mfu,
+        "speed/exposed_s": sum(record.exposed_s.values()) if record.exposed_s else None,
+        **{f"memory/{name}_bytes": value for name, value in record.memory_bytes.items()},
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _run_id(folder: Path) -> str:
+    """One for each run folder, kept in it, so that a run which goes on is the same one there."""
+    kept = folder / "tracker-id"
+    if not kept.exists():
+        kept.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+    return read_text(kept)
+
+
+def _lines(facts: Mapping[str, Any]) -> list[str]:
+    return [f"{key} = {value}" for key, value in facts.items()]

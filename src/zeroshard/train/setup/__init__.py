@@ -1,0 +1,1 @@
+"""From settings to a run: ranks, data, model, optimizer, strategy."""

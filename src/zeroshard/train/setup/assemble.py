@@ -1,0 +1,169 @@
+"""From settings to a model, its optimizer and the strategy that spreads them over ranks.
+
+Nothing here touches a run folder: training, evaluation and planning build the same things from the same settings.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm import Communicator
+from zeroshard.errors import UserError
+from zeroshard.kernels import choose, describe
+from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig, build_model, materialize, nearest_preset
+from zeroshard.models.presets import model_config
+from zeroshard.optim import FusedAdamW, MuonAdamW, decay_groups, muon_groups
+from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
+from zeroshard.train.config.config import ModelConfig, TrainConfig
+from zeroshard.train.setup.agree import agree_on, model_facts
+from zeroshard.train.setup.compiled import compile_blocks
+from zeroshard.zero import loaded_later
+
+PLAIN_PIECES = ("zero0", "zero1", "zero2", "zero3", "ddp")  # whose optimizer sees tensors and no DTensors
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_model(config: TrainConfig) -> None:
+    """Raise UserError where the model cannot be built, or is too short for ``seq_len``; builds nothing."""
+    longest = model_config(config.model.name, overrides=model_overrides(config.model)).seq_len
+    if config.seq_len > longest:
+        what = f"{config.seq_len} is above the {longest} of {config.model.name}"
+        raise UserError("seq_len", what, f"use {longest} or less, or a model with longer sequences")
+
+
+def check_shard_size(config: TrainConfig, world_size: int) -> None:
+    """Raise UserError where the world cannot be shared out to groups of ``shard_size``."""
+    if config.shard_size and world_size % config.shard_size:
+        sizes = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        what = f"{config.shard_size} does not divide a world of {world_size}"
+        raise UserError("shard_size", what, f"choose one of {sizes}, or 0 for all ranks")
+
+
+def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str) -> LanguageModel:
+    """The model of ``config``: on ``device``, or without values on ``"meta"``."""
+    with torch.device(device):
+        return build_model(
+            config.model.name,
+            vocab_size=vocab_size,
+            overrides=model_overrides(config.model),
+            seed=config.seed,
+            kernels=config.kernels,
+        )
+
+
+def model_overrides(model: ModelConfig) -> dict[str, object]:
+    """What replaces the preset's values: the fields that differ from "as the preset says"."""
+    unset = ModelConfig().model_dump()
+    changed = {name: value for name, value in model.model_dump().items() if name != "name" and value != unset[name]}
+    if "tie_embeddings" in changed:
+        changed["tie_embeddings"] = model.tie_embeddings == "yes"
+    return changed
+
+
+def model_table(config: GPT2Config | LlamaConfig) -> ModelConfig:
+    """How a run's configuration says that its model is ``config``."""
+    name, changes = nearest_preset(config)
+    if "tie_embeddings" in changes:
+        changes["tie_embeddings"] = "yes" if changes["tie_embeddings"] else "no"
+    return ModelConfig.model_validate({"name": name, **changes, "vocab_size": config.vocab_size})
+
+
+def separating_id(config: TrainConfig, eos_id: int | None) -> int | None:
+    """The id that attention does not cross; None where it sees everything.
+
+    Raises:
+        UserError: it shall not cross documents, and nothing ends them.
+    """
+    if config.data.document_mask and eos_id is None:
+        todo = "use one that has, as gpt2 or bpe:N; a folder of an earlier version must be prepared again"
+        what = f"the tokenizer {config.data.tokenizer} has no id that ends a document"
+        raise UserError("data.document_mask", what, todo)
+    return eos_id if config.data.document_mask else None
+
+
+def sharded(
+    config: TrainConfig,
+    vocab_size: int,
+    eos_id: int | None,
+    comm: Communicator,
+    device: torch.device,
+    *,
+    draw: bool = True,
+) -> tuple[LanguageModel, Strategy]:
+    """The model of ``config`` and the strategy that holds it, on this rank's ``device``; collective.
+
+    Rank 0 draws the initial weights, one parameter at a time, and the others receive them.
+
+    Args:
+        config: of the run.
+        vocab_size: of the tokens.
+        eos_id: the id that attention does not cross; None where it sees everything.
+        comm: the ranks.
+        device: of this rank.
+        draw: False before a load: nothing is drawn, and weights are NaN until then.
+
+    Raises:
+        UserError: the model has fewer ids than ``vocab_size``, or ranks have different models.
+    """
+    if 0 < config.model.vocab_size < vocab_size:
+        what = f"{config.model.vocab_size} is below the {vocab_size} ids of the tokens"
+        raise UserError("model.vocab_size", what, "use tokens made for this model, or 0 for a vocabulary of their size")
+    from_meta = config.strategy in FROM_META
+    model = make_model(config, vocab_size, "meta")
+    if not from_meta:
+        materialize(model, device, draw=draw and comm.rank == 0)
+    model.eos_id = eos_id
+    if config.compile:
+        compile_blocks(model.blocks, config.compile_backend, device)
+
+    def init(name: str, param: Tensor) -> None:
+        model.init_parameter(name, param)
+
+    agree_on(comm, model_facts(model))
+
+    def groups(module: nn.Module) -> list[dict[str, Any]]:
+        if config.optimizer == "muon":
+            blocks = {id(block) for block in model.blocks}
+            names = [name for name, each in module.named_modules() if id(each) in blocks]
+            return muon_groups(module.named_parameters(), config.weight_decay, names)
+        return decay_groups(module.named_parameters(), config.weight_decay)
+
+    optimizer_cls, optimizer_kwargs = _optimizer(config, device)
+    setup = Setup(
+        model=model,
+        units=list(model.blocks),
+        comm=comm,
+        optimizer_cls=optimizer_cls,
+        param_groups=groups,
+        optimizer_kwargs=optimizer_kwargs,
+        compute_dtype=DTYPES[config.dtype],
+        init=(init if draw else loaded_later) if from_meta else None,
+        device=device,
+        shard_size=config.shard_size or None,
+        reshard_after_forward=config.reshard_after_forward,
+        ema_decay=config.ema_decay or None,
+    )
+    return model, build_strategy(config.strategy, setup)
+
+
+def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Our kernel's AdamW where Triton serves and torch does not shard, else torch's; their states are alike."""
+    kwargs: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2)}
+    if config.optimizer == "muon":
+        return MuonAdamW, {**kwargs, "momentum": config.momentum, "fused": config.fused}
+    if config.fused and config.strategy in PLAIN_PIECES and choose("adamw", device, config.kernels) == "triton":
+        return FusedAdamW, {**kwargs, "kernels": "triton"}
+    return torch.optim.AdamW, {**kwargs, "fused": config.fused}
+
+
+def serving(config: TrainConfig, model: LanguageModel, strategy: Strategy, device: torch.device) -> dict[str, str]:
+    """Who serves each operation of this run."""
+    optimizer = ("adamw", "sum_of_squares") if isinstance(strategy.optimizer, FusedAdamW) else ()
+    served: dict[str, str] = dict(describe(device, config.kernels, (*model.operations, *optimizer)))
+    if optimizer:
+        return served
+    adamw = "torch fused" if config.fused else "torch"
+    return {**served, **({"Muon": "torch"} if config.optimizer == "muon" else {}), "AdamW": adamw}

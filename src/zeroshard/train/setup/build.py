@@ -1,0 +1,406 @@
+"""From a configuration to a run: the only place that has seen both.
+
+Order matters. What can be refused without work is refused first; rank 0 does what one rank must do (prepare the
+data, make the run folder) while the others learn how it went; then every rank builds its own part.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zeroshard import checkpoint
+from zeroshard.checkpoint.together import largest
+from zeroshard.comm import Communicator, ObservedCommunicator
+from zeroshard.errors import UserError
+from zeroshard.kernels import describe
+from zeroshard.launch.launch import World, num_restarts, world_from_env
+from zeroshard.models import LanguageModel
+from zeroshard.optim import FusedAdamW, LossScaler, learning_rate
+from zeroshard.parallel import Strategy
+from zeroshard.parallel.zero import ZeroStrategy
+from zeroshard.profiling.clock import Clock
+from zeroshard.profiling.flops import peak_bf16_flops_per_s
+from zeroshard.regular_files import require_regular
+from zeroshard.train.config.config import PLANNED, TrainConfig
+from zeroshard.train.config.toml import dump_toml
+from zeroshard.train.loop.measures import Measures
+from zeroshard.train.loop.run import Run, Schedule, checkpoint_folder
+from zeroshard.train.loop.step_guard import StepGuard
+from zeroshard.train.records.plan_contract import Contract, Job, Predict
+from zeroshard.train.records.records import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
+from zeroshard.train.records.trackers import require_trackers, trackers
+from zeroshard.train.setup.agree import first_rank_does, start_facts
+from zeroshard.train.setup.assemble import (
+    DTYPES,
+    check_model,
+    check_shard_size,
+    make_model,
+    separating_id,
+    serving,
+    sharded,
+)
+from zeroshard.train.setup.auto import ChooseStage, lowest_stage
+from zeroshard.train.setup.corpus import Corpus, open_corpus
+from zeroshard.train.setup.links import Links
+from zeroshard.train.setup.ranks import join
+from zeroshard.train.state import resume
+from zeroshard.train.state.lock import RunLock
+from zeroshard.train.state.saved_run import saved_run
+from zeroshard.zero import STAGES
+
+# Why a folder cannot be written that was asked for; anything else is the disk's.
+ANOTHER_FOLDER_HELPS = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
+}
+
+
+@contextmanager
+def built(
+    config: TrainConfig, choose_stage: ChooseStage | None = None, predict: Predict | None = None
+) -> Generator[Run]:
+    """Join the ranks, build this rank's run, and clean up in any case; the other arguments as for `build_run`.
+
+    Raises:
+        UserError: something in the configuration cannot be had; on every rank.
+    """
+    world = world_from_env() or World()
+    device = choose_device(config.device, world.local_rank)
+    check_model(config)
+    describe(device, config.kernels)  # refuses what cannot be had
+    with ExitStack() as stack:
+        links = Links.of(config.link)
+        facts = start_facts(config.model_dump())
+        joined = join(world, config.comm, config.strategy, device, stack, facts, links, overlap=config.overlap)
+        if largest(joined.comm, num_restarts()):  # a machine that came later has seen none
+            config = after_restart(config)
+        run = replace(build_run(config, joined.comm, device, choose_stage, predict), link=joined.link)
+        stack.callback(run.close)
+        yield run
+
+
+def build_run(
+    config: TrainConfig,
+    comm: Communicator,
+    device: torch.device,
+    choose_stage: ChooseStage | None = None,
+    predict: Predict | None = None,
+) -> Run:
+    """Build one rank's part of a run; collective.
+
+    Args:
+        config: of the run.
+        comm: the ranks.
+        device: of this rank.
+        choose_stage: for the strategy ``auto``, which else starts at 0.
+        predict: what the run should come to; None: nobody plans.
+
+    Raises:
+        UserError: as `built`.
+    """
+    check_model(config)
+    require_trackers(config.track)
+    check_shard_size(config, comm.world_size)
+    describe(device, config.kernels)  # refuses what cannot be had
+    grad_accum_steps = accumulation_steps(config, comm.world_size)
+    if comm.rank == 0 and config.shortened_warmup:
+        print(config.shortened_warmup, file=sys.stderr, flush=True)
+    folder = Path(config.out)
+    locks: list[RunLock] = []  # rank 0's
+    with ExitStack() as undo:
+        undo.callback(lambda: [lock.close() for lock in locks])
+        resuming = config.resume != "none"
+        first_rank_does(comm, lambda: locks.append(claim_folder(folder, resuming=resuming)))
+        lock = locks[0] if locks else None
+        with checkpoint.parsed_once():
+            run = _build_in(folder, config, comm, device, grad_accum_steps, lock, choose_stage, predict)
+        undo.pop_all()
+    return run
+
+
+def _build_in(
+    folder: Path,
+    config: TrainConfig,
+    comm: Communicator,
+    device: torch.device,
+    grad_accum_steps: int,
+    lock: RunLock | None,
+    choose_stage: ChooseStage | None,
+    predict: Predict | None,
+) -> Run:
+    resume_from = resume.choose(comm, config.resume, checkpoint_folder(folder))
+    if resume_from is not None:
+        config = resume.with_same_evaluation(saved_run(resume_from), config)
+    corpus = open_corpus(config, comm, grad_accum_steps)
+    rows_per_step = config.micro_batch_size * grad_accum_steps * comm.world_size
+
+    observed = ObservedCommunicator(comm, timed=config.profile.overlap or config.profile.trace_steps > 0)
+    as_given, stage = config, None
+    eos_id = separating_id(config, corpus.eos_id)
+    if config.strategy == "auto":
+        stage = _automatic_stage(config, _shapes(config, corpus.vocab_size, eos_id), comm, device, choose_stage)
+        config = config.model_copy(update={"strategy": f"zero{stage}"})
+    model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=resume_from is None)
+    scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
+    guard = StepGuard(config.optim.max_not_finite, config.optim.skip_spikes)
+    first_step = first_token = 0
+    tokens_per_step = rows_per_step * config.seq_len
+    if resume_from is not None:
+        saved = saved_run(resume_from)
+        now = config.model_dump(mode="json")
+        changes = resume.check_changes(saved, now, tokens_per_step, corpus.sha256, corpus.earlier_sha256)
+        first_step = _load(resume_from, strategy, scaler, guard, verified=config.resume == "auto")
+        corpus.go_on(saved.get("position", {}).get("stream"), first_step)
+        first_token = saved.get("position", {}).get("tokens", first_step * tokens_per_step)
+        resume.say_start(comm, resume_from, changes)
+        if config.resume != "auto":
+            first_rank_does(comm, partial(resume.leave_branch, checkpoint_folder(folder), first_step))
+    describe_run = partial(_describe, folder, as_given, corpus)
+    first_rank_does(comm, describe_run)  # from here on the folder holds a run
+    observers: list[Observer] = []  # rank 0's
+    first_rank_does(comm, lambda: observers.extend(_observers(config, folder)))
+    observed.drain()
+
+    measures = Measures(config.profile, strategy, observed, _named_units(strategy), folder, device)
+    saves = isinstance(strategy.optimizer, FusedAdamW)
+    shapes = _shapes(config, corpus.vocab_size, eos_id)
+    contract = _contract(config, shapes, observed, device, grad_accum_steps, predict, saves)
+    return Run(
+        strategy=strategy,
+        batches=corpus.batches,
+        data_position=corpus.position,
+        eval_batches=corpus.eval_batches,
+        learning_rate=partial(learning_rate, **resume.schedule_of(config.model_dump())),
+        schedule=_schedule(config, grad_accum_steps),
+        observers=observers,
+        folder=folder,
+        device=device,
+        tokens_per_step=tokens_per_step,
+        num_flops_per_token=model.num_flops_per_token(config.seq_len),
+        num_recomputed_flops_per_token=model.num_recomputed_flops_per_token(config.seq_len),
+        peak_flops_per_s=_peak_flops_per_s(config.dtype, device),
+        first_step=first_step,
+        first_token=first_token,
+        scaler=scaler,
+        guard=guard,
+        config=config.model_dump(mode="json"),
+        stage=stage,
+        comm=observed,
+        kernels=serving(config, model, strategy, device),
+        data_sha256=corpus.sha256,
+        lock=lock,
+        describe=describe_run,
+        clock=Clock(device),
+        measures=measures,
+        contract=contract,
+        release=corpus.close,
+    )
+
+
+def _load(path: Path, strategy: Strategy, scaler: LossScaler | None, guard: StepGuard, *, verified: bool) -> int:
+    """Give these the state of a checkpoint; returns the step that comes next. Collective.
+
+    Raises:
+        UserError: it is not one of this model and optimizer, or cannot be read.
+    """
+    try:
+        # The optimizer's settings are the configuration's; resuming says what of it has changed.
+        saved = checkpoint.load(path, strategy, verified=verified, settings=False)
+        if scaler is not None and saved.get("loss_scaler"):
+            scaler.load_state_dict(saved["loss_scaler"])
+        guard.load_state_dict(saved.get("guard") or guard.state_dict())
+        return int(saved["step"])
+    except UserError:
+        raise
+    except ValueError as error:
+        todo = "resume with the model and optimizer that the checkpoint was saved with"
+        raise UserError("resume", f"{path}: {error}", todo) from None
+
+
+def _schedule(config: TrainConfig, grad_accum_steps: int) -> Schedule:
+    return Schedule(
+        max_steps=config.max_steps,
+        grad_clip=config.grad_clip,
+        eval_interval=config.eval_interval,
+        checkpoint_interval=config.checkpoint_interval,
+        checkpoint_async=config.checkpoint_async,
+        keep_checkpoints=config.keep_checkpoints,
+        keep_every=config.keep_every,
+        grad_accum_steps=grad_accum_steps,
+        seed=config.seed,
+    )
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of this rank: ``auto`` takes a GPU where there is one.
+
+    Raises:
+        UserError: CUDA was asked for and is not there, or has fewer devices than this machine has ranks.
+    """
+    num_gpus = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if local_rank >= num_gpus:
+        what = f"rank {local_rank} of this machine finds {num_gpus} CUDA devices"
+        raise UserError("device", what, "start at most as many ranks as there are GPUs, or use --device cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def accumulation_steps(config: TrainConfig, world_size: int) -> int:
+    """Micro-batches of each rank in a step.
+
+    Raises:
+        UserError: ``global_batch_size`` is set and cannot be shared out.
+    """
+    if not config.global_batch_size:
+        return config.grad_accum_steps
+    rows, at_once = config.global_batch_size, config.micro_batch_size * world_size
+    if rows < world_size:
+        what = f"{rows} sequences cannot feed {world_size} ranks"
+        raise UserError("global_batch_size", what, f"use at least {world_size}, or fewer ranks")
+    if rows % at_once:
+        what = f"{rows} is no multiple of {config.micro_batch_size} (micro_batch_size) x {world_size} ranks"
+        raise UserError("global_batch_size", what, "change one of the three")
+    return rows // at_once
+
+
+def tokenizer_folder(run_folder: Path) -> Path:
+    """Where a run keeps what its tokenizer needs, so that it can write text without its training data."""
+    return run_folder / "tokenizer"
+
+
+def after_restart(config: TrainConfig) -> TrainConfig:
+    """The configuration of a world that was started again: it goes on from what it has saved since, if anything."""
+    if config.resume not in ("none", "auto") and checkpoint.latest(checkpoint_folder(Path(config.out))) is None:
+        return config  # the checkpoint that it was to start from is still the newest
+    return config.model_copy(update={"resume": "auto"})
+
+
+def claim_folder(folder: Path, *, resuming: bool) -> RunLock:
+    """Make the run folder, or see that the one that is there may be used, and hold it.
+
+    Raises:
+        UserError: another run is writing there; it holds a run and this one does not resume; it may not be written.
+        OSError: the disk is full, or fails.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(folder)
+    except OSError as error:
+        if error.errno not in ANOTHER_FOLDER_HELPS:
+            raise
+        raise UserError(
+            "out", f"{folder} cannot be written ({error.strerror})", "choose a folder that you may write"
+        ) from None
+    if not resuming and any((folder / name).exists() for name in ("config.toml", "metrics.jsonl")):
+        lock.close()
+        raise UserError(
+            "out", f"{folder} already holds a run", "choose another --out, or go on with it by --resume auto"
+        )
+    for path in (folder / "config.toml", folder / "metrics.jsonl"):
+        try:
+            if path.exists():
+                require_regular(path)
+        except OSError as error:
+            lock.close()
+            todo = "remove it, or choose another --out"
+            raise UserError("out", f"{path} cannot be used ({error.strerror})", todo) from None
+    return lock
+
+
+def _describe(folder: Path, config: TrainConfig, corpus: Corpus) -> None:
+    (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+    corpus.keep_tokenizer(tokenizer_folder(folder))
+
+
+def _named_units(strategy: Strategy) -> list[tuple[str, nn.Module]]:
+    """What a trace names: our engine's units, elsewhere the model's blocks."""
+    if isinstance(strategy, ZeroStrategy):
+        return [(unit.name, unit.module) for unit in strategy.zero.units]
+    return [
+        (name, module) for name, module in strategy.model.named_modules() if re.fullmatch(r"(.*\.)?blocks\.\d+", name)
+    ]
+
+
+def _shapes(config: TrainConfig, vocab_size: int, eos_id: int | None) -> LanguageModel:
+    """The model of a run without values: what there is to plan with."""
+    model = make_model(config, vocab_size, "meta")
+    model.eos_id = eos_id
+    return model
+
+
+def _contract(
+    config: TrainConfig,
+    model: LanguageModel,
+    comm: Communicator,
+    device: torch.device,
+    grad_accum_steps: int,
+    predict: Predict | None,
+    saves_passes: bool,
+) -> Contract | None:
+    if predict is None or config.strategy not in PLANNED or config.optimizer != "adamw":
+        return None
+    job = Job(
+        model=model,
+        row=replace(STAGES[int(config.strategy[-1])], reshard_after_forward=config.reshard_after_forward),
+        rank=comm.rank,
+        world_size=comm.world_size,
+        shard_size=config.shard_size or comm.world_size,
+        compute_dtype=DTYPES[config.dtype],
+        num_micro=grad_accum_steps,
+        micro_batch_size=config.micro_batch_size,
+        seq_len=config.seq_len,
+        uniform_order=comm.uniform_order,
+        device_type=device.type,
+        keeps_ema=config.ema_decay > 0,
+        saves_passes=saves_passes,
+        calibration=config.plan.device,
+        estimates=comm.rank == 0,  # who reports
+        links=Links.of(config.link),
+    )
+    return Contract(predict(job), config.plan.enforce)
+
+
+def _automatic_stage(
+    config: TrainConfig,
+    model: LanguageModel,
+    comm: Communicator,
+    device: torch.device,
+    choose_stage: ChooseStage | None,
+) -> int:
+    chosen = 0, "where nobody predicts"
+    if choose_stage is not None:
+        shapes = config.micro_batch_size, config.seq_len
+        kept = config.ema_decay > 0, config.reshard_after_forward
+        chosen = choose_stage(model, comm.world_size, DTYPES[config.dtype], device, *shapes, *kept)
+    stage, why = lowest_stage(chosen, comm, Path(config.out), resuming=config.resume != "none")
+    if comm.rank == 0:
+        print(f"strategy auto: zero{stage}: {why}")
+    return stage
+
+
+def _observers(config: TrainConfig, folder: Path) -> list[Observer]:
+    return [
+        JsonlWriter(folder / "metrics.jsonl"),
+        SummaryWriter(folder / "summary.json"),
+        ConsoleRecorder(config.max_steps, config.log_interval, sys.stdout),
+        *trackers(config.track, folder, config.model_dump(mode="json")),
+    ]
+
+
+def _peak_flops_per_s(dtype: str, device: torch.device) -> float | None:
+    if device.type != "cuda" or dtype == "float32":
+        return None  # float16 has bfloat16's peak
+    return peak_bf16_flops_per_s(torch.cuda.get_device_name(device))

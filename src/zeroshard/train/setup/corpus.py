@@ -1,0 +1,143 @@
+"""What a run trains on, ready to be read: prepared tokens, or tables that are read as they are needed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zeroshard.comm import Communicator
+from zeroshard.data import Batches, EvalBatches, TokenBatches, TokenDataset, require_enough
+from zeroshard.data.lanes import open_stream
+from zeroshard.data.meta import DataMeta, read_meta
+from zeroshard.data.prepare import tables_fingerprint
+from zeroshard.data.sources import SyntheticSize, open_source
+from zeroshard.data.stream import StreamBatches, validation_tokens
+from zeroshard.data.tables import Tables
+from zeroshard.data.tokenizer import keep_tokenizer, make_tokenizer, tokenizer_identity
+from zeroshard.errors import UserError
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.setup.agree import agree_on, first_rank_does, gather_bytes
+from zeroshard.train.setup.prepare import data_folder, prepare_data
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One rank's part of a run's data.
+
+    Attributes:
+        batches: to train on.
+        eval_batches: to evaluate on.
+        vocab_size: ids are below it.
+        eos_id: ends each document; None where nothing does.
+        sha256: the same exactly where the same is trained on.
+        keep_tokenizer: make a folder that gives the tokenizer back, without the data.
+        close: lets go of what is read ahead.
+        position: where the data of a step begin, as JSON holds it; None where the step says it.
+        go_on: have the data of a step be those that were next when the first argument was given by ``position``.
+        earlier_sha256: what an earlier version said of the same text, of which it took other rows; empty: none.
+    """
+
+    batches: Batches
+    eval_batches: EvalBatches
+    vocab_size: int
+    eos_id: int | None
+    sha256: str
+    keep_tokenizer: Callable[[Path], None]
+    close: Callable[[], None] = lambda: None
+    position: Callable[[int], dict[str, Any] | None] = lambda step: None
+    go_on: Callable[[Mapping[str, Any] | None, int], None] = lambda saved, step: None
+    earlier_sha256: str = ""
+
+
+def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
+    """Prepare or open what ``config`` trains on; collective.
+
+    Raises:
+        UserError: it cannot be had, is not the same on every rank, or is too little.
+    """
+    return (_streamed if config.data.streaming else _prepared)(config, comm, grad_accum_steps)
+
+
+def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
+    folder = data_folder(config.data)
+    first_rank_does(comm, lambda: prepare_data(config.data))
+    meta = read_meta(folder)
+    agree_on(comm, data_facts(meta))
+    train, val = (TokenDataset.open(folder, split) for split in ("train", "val"))
+    require_enough(train, config.seq_len, config.micro_batch_size * grad_accum_steps * comm.world_size)
+    require_enough(val, config.seq_len, 1, split="val")
+    ranks = {"rank": comm.rank, "world_size": comm.world_size}
+    shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
+    return Corpus(
+        batches=TokenBatches(train, **shapes, grad_accum_steps=grad_accum_steps, seed=config.seed, **ranks),
+        eval_batches=EvalBatches(val, **shapes, max_rows=eval_rows(config), **ranks),
+        vocab_size=train.vocab_size,
+        eos_id=meta.eos_id,
+        sha256=meta.tokens_sha256,
+        keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept),
+    )
+
+
+def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
+    data = config.data
+    if data.max_tokens:
+        raise UserError("data.max_tokens", f"{data.max_tokens:,} cannot bound a stream", "set max_steps instead")
+    if data.tokenizer.startswith("bpe:"):
+        todo = "train one by `zeroshard prepare` on a part of it, and give its tokenizer.json as json:PATH"
+        raise UserError("data.tokenizer", f"{data.tokenizer} would have to be trained before the first step", todo)
+    tables = open_source(data.source, data.path, SyntheticSize(256, 1, 0), column=data.column)
+    if not isinstance(tables, Tables):
+        todo = "leave it out, or name .parquet or .jsonl files, or a data set of the hub"
+        raise UserError("data.streaming", f"the source {data.source} is no table of texts", todo)
+    tokenizer = make_tokenizer(data.tokenizer, ())
+    text = open_stream(tables, tokenizer, tokenizer_identity(data.tokenizer), data.val_fraction)
+    agree_on(comm, {"data": text.identity})
+    ranks = {"rank": comm.rank, "world_size": comm.world_size}
+    gather = partial(gather_bytes, comm)
+    num_rows = eval_rows(config)
+    val = validation_tokens(text, num_rows * config.seq_len + 1, **ranks, gather=gather)
+    require_enough(val, config.seq_len, 1, split="val")
+    shapes = {"seq_len": config.seq_len, "micro_batch_size": config.micro_batch_size}
+    order = {"grad_accum_steps": grad_accum_steps, "seed": config.seed}
+    batches = StreamBatches(text, **shapes, **order, **ranks, gather=gather)
+    rules = {"source": data.source, "val_fraction": data.val_fraction, "split": text.holdout.rule}
+    corpus_sha256 = tables_fingerprint(tables).sha256
+
+    def keep(kept: Path) -> None:
+        shutil.rmtree(kept, ignore_errors=True)
+        keep_tokenizer(kept, tokenizer, tokenizer.vocab_size, f"streamed from {data.source}", rules, corpus_sha256)
+
+    return Corpus(
+        batches=batches,
+        eval_batches=EvalBatches(val, **shapes, max_rows=num_rows, **ranks),
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        sha256=text.identity,
+        keep_tokenizer=keep,
+        close=batches.close,
+        position=batches.position,
+        go_on=batches.go_on,
+        earlier_sha256=text.earlier_identity,
+    )
+
+
+def eval_rows(config: TrainConfig) -> int:
+    """Sequences in an evaluation."""
+    return config.eval_rows or config.eval_batches * config.micro_batch_size
+
+
+def data_facts(meta: DataMeta) -> dict[str, object]:
+    """What must be the same where every rank reads its own copy of the data."""
+    files = {f"data {shard.file}": shard.sha256 for split in meta.splits.values() for shard in split.shards}
+    return {"data vocab_size": meta.vocab_size, **files}
+
+
+def _copy_tokenizer(tokens_folder: Path, kept: Path) -> None:
+    kept.mkdir(exist_ok=True)
+    for name in ("meta.json", "tokenizer.json"):
+        if (tokens_folder / name).exists():
+            shutil.copyfile(tokens_folder / name, kept / name)

@@ -1,0 +1,85 @@
+"""``zeroshard prepare``: tokens into a folder, and on the way how far it is and how long it will take."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from zeroshard.data.bulk import Told
+from zeroshard.data.meta import read_meta
+from zeroshard.data.prepare import DataSpec, data_dir, prepare
+from zeroshard.errors import ExitStatus
+from zeroshard.train.config.config import DataConfig, require_data
+
+LINE_S = 10.0  # between lines where there is no terminal
+
+
+def data_spec(data: DataConfig) -> DataSpec:
+    """What to prepare; a UserError where nobody has said it."""
+    require_data(data)
+    return DataSpec(
+        data.source, data.path, data.tokenizer, data.val_fraction, max_tokens=data.max_tokens, column=data.column
+    )
+
+
+def data_folder(data: DataConfig) -> Path:
+    """Where it is prepared."""
+    return Path(data.dir) if data.dir else data_dir(data_spec(data))
+
+
+def run_prepare(data: DataConfig) -> int:
+    """Prepare what ``data`` says and print the folder and what is in it; returns the exit status.
+
+    Raises:
+        UserError: as `zeroshard.data.prepare.prepare`.
+        OSError: the disk failed or is full.
+    """
+    folder = prepare_data(data)
+    splits = ", ".join(f"{split.num_tokens:,} {name}" for name, split in read_meta(folder).splits.items())
+    print(f"tokens in {folder}: {splits}")
+    return int(ExitStatus.OK)
+
+
+def prepare_data(data: DataConfig) -> Path:
+    """Prepare what ``data`` says, tell how far it is, and return the folder; errors as `run_prepare`."""
+    with Teller() as teller:
+        return prepare(data_spec(data), data_folder(data), num_workers=data.workers, told=teller)
+
+
+class Teller:
+    """Tells how far a preparation is: a bar on a terminal, else a line now and then; on stderr."""
+
+    def __init__(self, console: Console | None = None, line_s: float = LINE_S) -> None:
+        self._console = console or Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._line_s, self._said_at = line_s, time.monotonic()
+        columns = BarColumn(bar_width=20), TextColumn("{task.fields[facts]}", markup=False)
+        self._bar = Progress(*columns, console=self._console) if self._console.is_terminal else None
+        self._task = None if self._bar is None else self._bar.add_task("prepare", total=1.0, facts="")
+
+    def __enter__(self) -> Teller:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, told: Told) -> None:
+        """Show it, if it is time to."""
+        facts = facts_of(told)
+        if self._bar is not None and self._task is not None:
+            self._bar.start()  # nothing is shown for what is prepared already, or in a moment
+            self._bar.update(self._task, completed=told.fraction, facts=facts)
+        elif time.monotonic() - self._said_at >= self._line_s:
+            self._said_at = time.monotonic()
+            self._console.print(facts, markup=False)
+
+
+def facts_of(told: Told) -> str:
+    """``12.3%  123,456,789 tokens  1,234,567 tok/s  left 0:12:34``."""
+    left = round(told.left_s)
+    clock = f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
+    return f"{told.fraction:.1%}  {told.num_tokens:,} tokens  {told.tokens_per_s:,.0f} tok/s  left {clock}"

@@ -1,0 +1,127 @@
+"""Joining the other ranks: which communicator a run uses, watched, and closed in the right order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm import (
+    BlockingCommunicator,
+    Communicator,
+    LocalCommunicator,
+    PeerError,
+    RingCommunicator,
+    SharedMemoryCommunicator,
+    TorchCommunicator,
+)
+from zeroshard.comm.shm.shm import ranks_share_host
+from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard
+from zeroshard.errors import UserError
+from zeroshard.launch.launch import COLLECTIVE_TIMEOUT_S, World, init_process_group, meet, shutdown
+from zeroshard.launch.leaving import end_as_peer_lost
+from zeroshard.parallel import NEEDS_GROUP, OVER_TORCH
+from zeroshard.train.setup.agree import MEETING_S, agree_at
+from zeroshard.train.setup.links import Links
+
+
+class Joined(NamedTuple):
+    """This rank's communicator, and what was found of its links, see `Links.probed`."""
+
+    comm: Communicator
+    link: Mapping[str, Any]
+
+
+def join(
+    world: World,
+    wanted: str,
+    strategy: str,
+    device: torch.device,
+    stack: ExitStack,
+    facts: Mapping[str, object] | None = None,
+    links: Links | None = None,
+    *,
+    overlap: bool = True,
+) -> Joined:
+    """This rank's place among the others; ``stack`` closes it and leaves the world. Collective.
+
+    Args:
+        world: where this rank stands.
+        wanted: ``torch``, ``ring``, ``shm``, or ``auto``: NCCL on GPUs; on CPUs shared memory where all ranks share a
+            host, else the ring. Strategies of PyTorch's own use `torch.distributed` whatever happens.
+        strategy: the training strategy's name.
+        device: this rank's.
+        stack: closes what is opened here.
+        facts: what every rank must have been started with.
+        links: what slows the ranks' way to each other.
+        overlap: whether operations run beside computation.
+
+    Raises:
+        UserError: some rank has other facts; ring or shared memory for tensors on a GPU; shared memory among several
+            hosts; links that cannot be had.
+        PeerError: some rank did not come.
+    """
+    stack.callback(shutdown)
+    if world.world_size == 1 and wanted in ("auto", "ring", "shm") and strategy not in NEEDS_GROUP:
+        return Joined(LocalCommunicator(), {})
+    if device.type != "cpu" and wanted in ("ring", "shm"):
+        raise UserError("comm", f"{wanted} moves CPU tensors, and this run is on {device}", "use auto or torch")
+    if links is not None:
+        links.enter(world)
+    store = _met(world)
+    if facts is not None and world.world_size > 1:
+        agree_at(dist.PrefixStore("agree", store), world.rank, world.world_size, facts)
+    init_process_group(world, device, store=store)
+    in_kernel = links is not None and links.in_kernel
+    kind = wanted if wanted != "auto" else choose(strategy, device, in_kernel=in_kernel)
+    if kind == "torch":
+        comm: Communicator = TorchCommunicator()
+    else:
+        ours = RingCommunicator() if kind == "ring" else SharedMemoryCommunicator()
+        stack.callback(ours.close)
+        comm = ours
+    found: Mapping[str, Any] = {}
+    if links is not None:
+        comm = links.slow(comm, device)
+        found = links.probed(comm)  # ranks of a node do other than each other, so before they are watched
+    if world.world_size > 1:
+        comm = SentinelCommunicator(comm, StoreBoard(store), end_as_peer_lost)
+        stack.callback(comm.close)
+    if not overlap:
+        comm = BlockingCommunicator(comm)
+    return Joined(comm, found)
+
+
+def _met(world: World) -> dist.Store:
+    """The store where the ranks meet.
+
+    Raises:
+        PeerError: rank 0, which keeps it, did not come.
+        UserError: its port is in use.
+    """
+    try:
+        store = meet(world, MEETING_S)
+    except dist.DistError as error:
+        if world.rank == 0 and "in use" in str(error):
+            what = f"{world.master_port}, where ranks are to meet, is in use on this machine"
+            raise UserError("port", what, "give another one, as --port or MASTER_PORT") from None
+        if world.rank == 0:
+            raise
+        where = f"{world.master_addr}:{world.master_port}"
+        raise PeerError(f"rank 0 did not come to {where}, where ranks meet, within {MEETING_S:g} s") from error
+    store.set_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    return store
+
+
+def choose(strategy: str, device: torch.device, *, in_kernel: bool = False) -> str:
+    """What ``auto`` stands for in an initialised world of several ranks. Collective.
+
+    ``in_kernel``: the kernel slows the network, which memory must not go around.
+    """
+    if device.type != "cpu" or strategy in OVER_TORCH:
+        return "torch"
+    return "shm" if not in_kernel and ranks_share_host() else "ring"

@@ -1,0 +1,1 @@
+"""What a run keeps and goes on from."""

@@ -1,0 +1,285 @@
+"""The gradients of one unit: where micro-batches accumulate, and how they become a mean over ranks.
+
+Two buffers. *Local* is this rank's own sum, ``[padded_numel]``, in the dtype that travels. *Reduced* is the mean
+over ranks, as wide as what the optimizer sees, in the master's dtype. The `grads` column says which of them outlives
+a backward:
+
+* replicate: local stays. After a reduction, reduced is a view into it: no second buffer. Only if gradients arrive
+  again before the optimizer has stepped does reduced get memory of its own.
+* shard: local exists from the first gradient of a unit until its reduction; reduced stays.
+
+Both go when gradients are cleared (``zero_grad()``), and stay where they are made zero (``set_to_none=False``).
+
+[Note: The mean]
+    Gradients are scaled by ``1 / world_size`` as they are copied in, in the pass that has to be made anyway, and
+    then summed over ranks. Every stage does so, and reduces the same buffer in the same order, hence the same bits.
+    Where the factor is no power of two, the product is rounded before it is added to what is there: then gradients
+    of two micro-batches that cancel leave exactly nothing, as they would unscaled.
+
+[Note: Two levels]
+    Where there are replicas (see `levels`), the sum over this rank's own group is followed by one over replicas, of the
+    shard alone. It can be issued only when the first is done, and every rank must issue it at the same place among
+    its collectives; so whoever walks the schedule does, by `reduce_across`. Until then nothing else may: a gradient
+    that comes late on one rank finds the first sum a place outside of the buffer that it goes to.
+
+[Note: Unused parameters]
+    A parameter without a gradient on this rank contributes zeros. Whether any rank had one is agreed once per
+    backward (see `Zero`), and where none had, the optimizer is shown None, as in one process.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import Work, empty_for, scope
+from zeroshard.zero.buffers.layout import FlatLayout, Piece
+from zeroshard.zero.levels import Levels
+from zeroshard.zero.strategy import SHARD, ShardingStrategy
+
+
+class FlatGrads:
+    """Gradients for the parameters of one `FlatLayout`.
+
+    Attributes:
+        used: for each slot, whether it has had a gradient since the last `clear`: on this rank first, on any rank
+            once the engine has agreed on it.
+        reduced: the mean over ranks of what has been reduced; None before the first reduction.
+        factor: what ``reduced`` is still to be multiplied by, 0-dim fp32; None where nothing is due. Clipping leaves
+            it to an optimizer that multiplies as it reads; whatever else looks at ``reduced`` calls `apply_factor`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: FlatLayout,
+        strategy: ShardingStrategy,
+        levels: Levels,
+        *,
+        device: torch.device,
+        master_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.comm = comm = levels.shard
+        self.replicas = levels.replicas
+        self.shard_optim = strategy.optim is SHARD
+        self.keep_local = strategy.grads is not SHARD or comm.world_size == 1
+        self.device, self.master_dtype, self.reduce_dtype = device, master_dtype, reduce_dtype
+        self.used = [False] * len(layout.slots)
+        self.reduced: Tensor | None = None
+        self.factor: Tensor | None = None
+        self._local: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._written = [False] * len(layout.slots)
+        self._work: Work | None = None
+        self._arriving: Tensor | None = None
+        self._across = False  # whether the sum over replicas is yet to be issued
+        self._scale = 1.0 / levels.world.world_size
+        self._scale_is_exact = math.frexp(self._scale)[0] == 0.5
+        start, stop = layout.interval(comm.rank)
+        self._held = slice(start, stop) if self.shard_optim else slice(0, layout.padded_numel)
+        self.offset = self._held.start  # of `reduced` in the flat buffer
+
+    # -- accumulation -----------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients on this rank wait for a reduction."""
+        return any(self._written)
+
+    def accumulate(self, slot: int, grad: Tensor) -> None:
+        """Add ``grad`` (the parameter's shape, the compute dtype) to slot ``slot`` of this rank's sum."""
+        grad = grad.detach()  # it has a graph of its own under create_graph
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        self._vacate_local()
+        view = self._local_views()[slot]
+        if self._written[slot] and self._scale_is_exact:
+            view.add_(grad, alpha=self._scale)
+        elif self._written[slot]:
+            view.add_(grad.to(view.dtype).mul(self._scale))
+        elif grad.dtype == view.dtype and self._scale != 1.0:
+            torch.mul(grad, self._scale, out=view)
+        else:
+            view.copy_(grad)
+            if self._scale != 1.0:
+                view.mul_(self._scale)
+        self._written[slot] = self.used[slot] = True
+
+    def _local_views(self) -> list[Tensor]:
+        if self._local is None:
+            self._local = empty_for(self.comm, self.layout.padded_numel, self.reduce_dtype, self.device)
+            self._views = self.layout.views(self._local)
+        return self._views
+
+    def _vacate_local(self) -> None:
+        """Have what was reduced, or is being, lie elsewhere than in the local buffer, which is about to be written."""
+        if self._across:  # [Note: Two levels]
+            assert self._work is not None
+            assert self._arriving is not None
+            self._work.wait()
+            if self._lies_in_local(self._arriving):
+                self._arriving = self._arriving.clone()
+            return
+        self.settle()
+        self.apply_factor()
+        if self.reduced is not None and self.keep_local and not self.pending and self._lies_in_local(self.reduced):
+            self.reduced = self.reduced.clone()
+
+    def _lies_in_local(self, tensor: Tensor) -> bool:
+        return self._local is not None and (
+            tensor.untyped_storage().data_ptr() == self._local.untyped_storage().data_ptr()
+        )
+
+    # -- reduction --------------------------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Start to reduce this rank's sum over all ranks; zeros stand where it has no gradient. Collective.
+
+        Where there are replicas, `reduce_across` goes on with it.
+        """
+        self.reduce_across()
+        self._vacate_local()
+        views = self._local_views()
+        local = self._local
+        assert local is not None
+        for view, written in zip(views, self._written, strict=True):
+            if not written:
+                view.zero_()
+        self.layout.zero_padding(local)
+        self._written = [False] * len(self._written)
+        target = local[self._held]
+        if self.reduced is None and not self.keep_local and self.reduce_dtype == self.master_dtype:
+            # The shard outlives the local buffer.
+            target = empty_for(self.replicas, target.numel(), target.dtype, target.device)
+        self._arriving = target
+        with scope(f"{self.name}/grads"):
+            self._work = self._collective(target, local)
+        self._across = self.replicas.world_size > 1
+
+    def reduce_across(self) -> None:
+        """Where there are replicas: start to add up their shards. Collective. [Note: Two levels]"""
+        if not self._across:
+            return
+        assert self._work is not None
+        assert self._arriving is not None
+        self._work.wait()
+        with scope(f"{self.name}/grads"):
+            self._work = self.replicas.all_reduce(self._arriving)
+        self._across = False
+
+    def _collective(self, target: Tensor, local: Tensor) -> Work:
+        if self.shard_optim:
+            return self.comm.reduce_scatter(target, local)
+        if self.comm.uniform_order:
+            return self.comm.all_reduce(local)
+        # This backend's all-reduce adds in another order than its reduce-scatter: build it from the parts, so that
+        # stage 0 has the bits of the others.
+        start, stop = self.layout.interval(self.comm.rank)
+        self.comm.reduce_scatter(local[start:stop], local).wait()
+        return self.comm.all_gather(local, local[start:stop])
+
+    def settle(self) -> None:
+        """Finish the reduction under way, if any, and add it to what was reduced before."""
+        if self._work is None:
+            return
+        self.reduce_across()
+        self._work.wait()
+        arrived, self._work, self._arriving = self._arriving, None, None
+        assert arrived is not None
+        if self.reduced is not None:
+            self.reduced.add_(arrived)
+        else:
+            self.reduced = arrived.to(self.master_dtype)
+            if not self.keep_local and self._lies_in_local(self.reduced):
+                self.reduced = self.reduced.clone()
+        if not self.keep_local and not self.pending:
+            self._local, self._views = None, []
+
+    # -- what the engine reads --------------------------------------------------------------------------------
+
+    def piece(self, piece: Piece) -> Tensor:
+        """View of the reduced gradients, in the piece's shape."""
+        assert self.reduced is not None
+        start = piece.offset - self.offset
+        return self.reduced[start : start + piece.numel].view(piece.shape)
+
+    def of_slot(self, slot: int) -> Tensor:
+        """1-D view of all that this rank holds of the reduced gradient in a slot, with nothing left to multiply."""
+        assert self.reduced is not None
+        self.apply_factor()
+        start, stop = self._held_of(slot)
+        return self.reduced[start:stop]
+
+    def put(self, slot: int, part: Tensor) -> None:
+        """Have ``part``, what this rank holds of a whole gradient, in the place of what there is of it."""
+        self.settle()
+        self.apply_factor()
+        if self.reduced is None:
+            numel = self._held.stop - self._held.start
+            self.reduced = torch.zeros(numel, dtype=self.master_dtype, device=self.device)
+        start, stop = self._held_of(slot)
+        self.reduced[start:stop].copy_(part)
+        self._written[slot], self.used[slot] = False, True
+
+    def _held_of(self, slot: int) -> tuple[int, int]:
+        place = self.layout.slots[slot]
+        start = min(max(place.offset - self.offset, 0), self._held.stop - self.offset)
+        return start, min(max(place.offset + place.numel - self.offset, start), self._held.stop - self.offset)
+
+    def shards(self) -> list[Tensor]:
+        """The reduced gradients that this rank holds, one tensor ``[shard_numel]`` for each rank's shard."""
+        assert self.reduced is not None
+        return list(self.reduced.split(self.layout.shard_numel)) if self.layout.shard_numel else []
+
+    def apply_factor(self) -> None:
+        """Multiply what is reduced by `factor`, if one is due."""
+        if self.factor is not None and self.reduced is not None:
+            self.reduced.mul_(self.factor)
+        self.factor = None
+
+    def zero(self, slots: set[int]) -> None:
+        """Make the gradients of ``slots`` zero, reduced or not; those that there are stay there."""
+        self.settle()
+        self.apply_factor()  # a factor that is not finite would make NaN of the zeros
+        for slot in slots:
+            if self._written[slot]:
+                self._local_views()[slot].zero_()
+        if self.reduced is not None:
+            for piece in self._pieces():
+                if piece.slot in slots:
+                    self.piece(piece).zero_()
+
+    def clear(self, slots: set[int]) -> None:
+        """Forget the gradients of ``slots``; with the last of them all buffers are freed."""
+        self.settle()
+        for slot in slots:
+            self._written[slot] = self.used[slot] = False
+        if not any(self.used):
+            self.reduced = self.factor = self._local = None
+            self._views = []
+            return
+        self.zero(slots)
+
+    def _pieces(self) -> list[Piece]:
+        ranks = [self.comm.rank] if self.shard_optim else range(self.comm.world_size)
+        return [piece for rank in ranks for piece in self.layout.owned(rank)]
+
+    @property
+    def buffers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """This rank's own sum, the mean that was reduced, the mean on its way; they may share memory."""
+        return self._local, self.reduced, self._arriving
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that gradient buffers hold now."""
+        storages = {}
+        for tensor in self.buffers:
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())

@@ -1,0 +1,303 @@
+"""The weights of one unit: one flat buffer that the model computes with, and a master that the optimizer updates.
+
+[Note: Storage and saved views]
+    Autograd saves views of weights in forward (``weight.t()``, say) and reads them in backward. Freed weights must
+    therefore come back at the *same* storage: `release` shrinks the flat buffer's storage to nothing and `gather`
+    grows it again, so every view made in between is whole once more. While the storage is empty each parameter's
+    ``.data`` is one NaN expanded to its shape: code that reads a freed weight sees NaN and its shape, never stray
+    memory. ``param.data = view`` hides the refresh from autograd's version check; that weights only change between
+    steps is our invariant. Weights that compute in another dtype than their master has are hidden alike from a step
+    until they are refreshed: what was written into the old ones would be lost.
+
+[Note: Changes in place]
+    A user may write into weights: clip them, prune them, draw them anew. Where they are (a view of) the master, that is
+    all. Else they are compared with the master before it is used or they are freed, if autograd's version counters say
+    that somebody wrote, and what differs is taken over. A write through ``.data`` has no version: one before the first
+    step is found by comparing all, one after a step meets hidden weights, and torch or we refuse it. One between a
+    forward and its step is not seen, nor one beside an optimizer that writes the weights that compute: use
+    ``torch.no_grad()``.
+
+[Note: Frozen]
+    What is frozen when the engine is built, and computes in another dtype, needs no master: it is kept as it computes,
+    and shown in its own dtype. It gets a master when it is trained after all.
+
+[Note: One rank]
+    A shard of a world of one is the whole. There nothing is freed, gathered or copied, at any stage.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm import Work, empty_for, scope
+from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
+from zeroshard.zero.buffers.partition import Init
+from zeroshard.zero.levels import Levels
+from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.strategy import SHARD, ShardingStrategy
+
+
+def loaded_later(name: str, param: Tensor) -> None:
+    """An `Init` for weights that a checkpoint brings: nothing is drawn or sent, and they are NaN until then."""
+    param.detach().fill_(float("nan") if param.is_floating_point() else 0)
+
+
+class FlatParams:
+    """Parameters of one dtype and device, as views of one buffer.
+
+    Attributes:
+        full: ``[padded_numel]`` in the compute dtype; empty storage while the weights are sharded and not in use.
+        master: ``[padded_numel]`` where the optimizer is replicated, else ``[shard_numel]``; the parameters' own
+            dtype, or the compute dtype by [Note: Frozen]. Where it has the compute dtype and weights are whole it is a
+            view of ``full``.
+        dtype: the parameters' own, from before there was an engine.
+        comm: the ranks that hold the shards.
+        pieces: what of each parameter the optimizer on this rank updates. Where it is replicated on the CPU these are
+            the pieces of every rank, so that vector bodies and scalar tails fall on the same elements at each stage.
+        stale: whether the master is newer than ``full``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: list[tuple[str, nn.Parameter]],
+        strategy: ShardingStrategy,
+        levels: Levels,
+        precision: MixedPrecision,
+        init: Init | None,
+        layout: FlatLayout | None = None,
+        *,
+        frozen: bool = False,
+    ) -> None:
+        self.name = name
+        self.params = [param for _, param in params]
+        self.levels, self.comm = levels, levels.shard
+        comm = self.comm
+        self.layout = layout or FlatLayout.of([(n, p.shape) for n, p in params], comm.world_size, ALIGNMENT)
+        self.shard_optim = strategy.optim is SHARD and comm.world_size > 1
+        self.shard_params = strategy.params is SHARD and comm.world_size > 1
+        self.stale = False
+        self.whole = True
+        self._copy_due = False  # whether `full` lacks what this rank's master holds
+        self._shown = False  # whether the parameters are the views of `full`
+        self._work: Work | None = None
+
+        self.dtype = self.params[0].dtype
+        initial = self._initial(params, init)
+        own = slice(*self.layout.interval(comm.rank))
+        compute_dtype = precision.compute_dtype(self.dtype)
+        same = frozen or compute_dtype == self.dtype
+        self._own = own
+        self._aliased = same and not self.shard_params
+        self._thawed = False
+        self.full = initial if compute_dtype == self.dtype else initial.to(compute_dtype)
+        held = self.full if same else initial
+        self.master = held[own] if self.shard_optim else held
+        if self.shard_optim and not self._aliased:
+            self.master = empty_for(comm, self.layout.shard_numel, held.dtype, held.device).copy_(held[own])
+        del initial, held
+        self._views = self.layout.views(self.full)
+        self._storage_bytes = self.full.untyped_storage().nbytes()
+        fill = float("nan") if compute_dtype.is_floating_point else 0
+        self._hidden = torch.full((), fill, dtype=compute_dtype, device=self.full.device)
+        self._freed = [self._hidden.expand(slot.shape) for slot in self.layout.slots]
+        self._attach()
+        if not self.shard_params:
+            self._versions = -1  # of nobody: what is written before the first step is found by comparing
+        self.pieces = self._pieces()
+        self.master_offset = own.start if self.shard_optim else 0
+        self.release()
+
+    def _initial(self, params: list[tuple[str, nn.Parameter]], init: Init | None) -> Tensor:
+        """``[padded_numel]``: rank 0's values of the parameters."""
+        numel, dtype, device = self.layout.padded_numel, self.params[0].dtype, self.params[0].device
+        if self.shard_params:  # its storage will shrink and grow
+            flat = torch.empty(numel, dtype=dtype, device=device)
+        else:
+            flat = empty_for(self.comm, numel, dtype, device)
+        self.layout.zero_padding(flat)
+        with torch.no_grad():
+            for (name, param), view in zip(params, self.layout.views(flat), strict=True):
+                if init is None:
+                    view.copy_(param)
+                elif init is loaded_later or self.levels.world.rank == 0:  # the others receive what it draws
+                    init(name, view)
+        if init is loaded_later:
+            return flat
+        with scope(f"{self.name}/start"):
+            self.levels.world.broadcast(flat, src=0).wait()
+        return flat
+
+    def _pieces(self) -> tuple[Piece, ...]:
+        if self.shard_optim:
+            return self.layout.owned(self.comm.rank)
+        if self.full.device.type == "cpu":
+            return tuple(piece for rank in range(self.comm.world_size) for piece in self.layout.owned(rank))
+        # A CUDA kernel computes each element alike wherever it lies, so no piece need end where a shard does.
+        return self.layout.tensors()
+
+    def _attach(self) -> None:
+        for param, view in zip(self.params, self._views, strict=True):
+            param.data = view
+        self._shown = True
+        self._versions = self._written()
+
+    def _hide(self) -> None:
+        for param, freed in zip(self.params, self._freed, strict=True):
+            param.data = freed
+        self._shown = False
+
+    def _written(self) -> int:
+        """Grows with each write into a parameter that autograd knows of."""
+        return sum(param._version for param in self.params)
+
+    def thaw(self) -> bool:
+        """Keep a master in the parameters' own dtype from now on, since they are trained; whether it is new."""
+        if self.master.dtype == self.dtype:
+            return False
+        self.take_changes()
+        self.master = empty_for(self.comm, self.master.numel(), self.dtype, self.master.device).copy_(self.master)
+        self._aliased, self._thawed = False, True
+        return True
+
+    def piece_of_master(self, piece: Piece) -> Tensor:
+        """View of the master, in the piece's shape."""
+        start = piece.offset - self.master_offset
+        return self.master[start : start + piece.numel].view(piece.shape)
+
+    def place_in_full(self, piece: Piece) -> Tensor | None:
+        """View, of the piece's shape, of the weights that compute, for an optimizer to write beside the master.
+
+        None where there is nothing to write: the master is those weights, or they do not outlive a step.
+        """
+        if self._aliased or self.shard_params:
+            return None
+        return self.full[piece.offset : piece.offset + piece.numel].view(piece.shape)
+
+    def gather(self, *, again: bool = False) -> None:
+        """Start to make ``full`` whole and current; nothing to do where that is under way.
+
+        Where ``full`` is whole and current, only ``again`` gathers it: other ranks may have freed theirs.
+        """
+        if self._work is not None or (self.whole and not self.stale and not again):
+            return
+        if not self._shown:
+            self._require_untouched()
+        if not self.whole:
+            self.full.untyped_storage().resize_(self._storage_bytes)
+            self.whole = True
+        self.stale = False
+        copy_due = self._copy_due or self.shard_params
+        self._copy_due = False
+        with torch.no_grad():
+            if not self.shard_optim:
+                if not self._aliased and copy_due:
+                    self.full.copy_(self.master)
+                return
+            own = self.full[self._own]
+            if not self._aliased and self.full.dtype == self.master.dtype:
+                own = self.master
+            elif not self._aliased and copy_due:
+                own.copy_(self.master)
+            with scope(f"{self.name}/weights"):
+                self._work = self.comm.all_gather(self.full, own)
+
+    def wait(self) -> None:
+        """Finish what `gather` started and let the parameters see it."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self.whole and not self._shown:
+            self._attach()
+
+    def release(self) -> None:
+        """Free the full weights, where they are sharded."""
+        if not self.shard_params or not self.whole:
+            return
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self.take_changes()
+        self._hide()
+        self.full.untyped_storage().resize_(0)
+        self.whole = False
+
+    def mark_stale(self, *, copied: bool = False) -> None:
+        """The master has changed: the next `gather` refreshes ``full``.
+
+        ``copied``: this rank's own part of ``full`` has changed with it; see `place_in_full`.
+        """
+        self._versions = self._written()  # what was written into weights that are outdated now is not taken over
+        self.release()
+        copied = copied and not self._thawed  # which the optimizer has not heard of
+        self._copy_due = self._copy_due or not copied
+        if self.whole and (self.shard_optim or (not self._aliased and not copied)):
+            self.stale = True
+            if not self._aliased and self._shown:
+                self._hide()
+
+    def take_changes(self) -> None:
+        """Take over into the master what was written into weights that are whole and current; [Note: Changes in place].
+
+        On every rank alike, as the writes must have been.
+        """
+        if not self._aliased and self._shown and not self.stale and self._versions != (written := self._written()):
+            self.write_back()
+            self._versions = written
+
+    def drop_changes(self) -> None:
+        """Have the next `gather` undo what was written into the weights, where they are no view of the master."""
+        if not self._aliased and self._shown and self._versions != self._written():
+            self._versions = self._written()
+            if self.shard_params:
+                self.release()
+            else:
+                self.stale = self._copy_due = True
+
+    def write_back(self) -> None:
+        """Take what was written into the full weights over into the master, which else keeps its digits."""
+        if self._aliased:
+            return
+        with torch.no_grad():
+            written = self.full[self._own] if self.shard_optim else self.full
+            if written.dtype != self.master.dtype:
+                same = written == self.master.to(written.dtype)
+                written = torch.where(same, self.master, written.to(self.master.dtype))
+            self.master.copy_(written)
+        self._versions = self._written()
+
+    def _require_untouched(self) -> None:
+        """Raise where something was written into weights that were not there; on the CPU, for reading stops a GPU."""
+        if self._hidden.device.type != "cpu" or not self._hidden.is_floating_point() or self._hidden.isnan():
+            return
+        self._hidden.fill_(float("nan"))
+        raise RuntimeError(
+            f"{self.name}: weights were written to while they were sharded or older than the last step; "
+            "do it inside zero.full_params(write_back=True)"
+        )
+
+    def gather_master(self) -> Tensor:
+        """``[padded_numel]``: every shard's master, in the parameters' own dtype. Collective; a new tensor."""
+        self.take_changes()
+        if not self.shard_optim:
+            return self.master.to(self.dtype, copy=True)
+        flat = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self.master.device)
+        with scope(f"{self.name}/state"):
+            self.comm.all_gather(flat, self.master).wait()
+        return flat.to(self.dtype)
+
+    @property
+    def on_its_way(self) -> bool:
+        """Whether `gather` has started what nobody has waited for, so that parameters do not show it."""
+        return self._work is not None or (self.whole and not self.stale and not self._shown)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes that full weights hold now."""
+        return self.full.untyped_storage().nbytes()
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes that the master holds beside the full weights; 0 where it is a view of them."""
+        return 0 if self._aliased else self.master.numel() * self.master.element_size()

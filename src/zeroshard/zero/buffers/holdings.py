@@ -1,0 +1,66 @@
+"""Whose each piece of an engine's memory is, at any moment: names for storages, nothing counted.
+
+Between steps a rank holds what the stage table says it keeps. While a step runs, whole weights and whole gradients of a
+few units come on top, where these are sharded:
+
+    params, master, grads, optimizer, ema    what outlives its use
+    unit_buffers                             whole weights of a unit that is in use, whole gradients not yet reduced
+    prefetch                                 whole weights on their way, that nobody has waited for yet
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.zero.buffers.flat_grads import FlatGrads
+from zeroshard.zero.buffers.flat_params import FlatParams
+from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.optimizers.ema import Ema
+
+
+class Holding(NamedTuple):
+    """A tensor whose storage the engine holds.
+
+    Attributes:
+        category: what it is for; see the module's docstring.
+        unit: of which unit; empty for what an optimizer or an average keeps.
+        tensor: its storage may be shared with another holding: the first one that is yielded has it.
+    """
+
+    category: str
+    unit: str
+    tensor: Tensor
+
+
+def holdings(units: Iterable[Unit], optimizers: Iterable[Optimizer], ema: Ema | None) -> Iterator[Holding]:
+    """Everything that is held now; a storage that is empty or shared may be among them."""
+    for unit in units:
+        for group in unit.groups:
+            yield from _weights(unit.name, group.params)
+            yield from _grads(unit.name, group.grads)
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from (Holding("optimizer", "", value) for value in state.values() if isinstance(value, Tensor))
+    if ema is not None:
+        for state in ema.state.values():
+            yield from (Holding("ema", "", value) for value in state.values())
+
+
+def _weights(unit: str, params: FlatParams) -> Iterator[Holding]:
+    if not params.shard_params:
+        yield Holding("params", unit, params.full)
+    else:
+        yield Holding("prefetch" if params.on_its_way else "unit_buffers", unit, params.full)
+    same_dtype = params.master.dtype == params.full.dtype
+    yield Holding("params" if same_dtype else "master", unit, params.master)
+
+
+def _grads(unit: str, grads: FlatGrads) -> Iterator[Holding]:
+    local, reduced, arriving = grads.buffers
+    if local is not None:
+        yield Holding("grads" if grads.keep_local else "unit_buffers", unit, local)
+    yield from (Holding("grads", unit, tensor) for tensor in (reduced, arriving) if tensor is not None)

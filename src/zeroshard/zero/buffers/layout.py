@@ -1,0 +1,242 @@
+"""Where each parameter lies in a flat buffer, and which part of it each rank owns: pure arithmetic.
+
+    slot 0      slot 1         slot 2    padding
+    |-----------|--------------|---------|--|          padded_numel = shard_numel * world_size
+    |     rank 0     |     rank 1     |  rank 2  ...   each rank owns shard_numel elements
+
+Slots lie end to end in order; shards ignore their borders, so every rank owns the same number of elements however
+uneven the parameters are. That suits optimizers that work element by element. In an engine's layouts slots and shards
+of some size begin at multiples of `ALIGNMENT` elements, so that a parameter of one element leaves those after it where
+kernels read fast.
+
+For one that needs whole tensors (see `requirements`) no slot crosses a border. Each tensor goes to one shard, the
+largest
+first and each to the shard with the least, and every shard is as long as the longest::
+
+    slot 0               slot 2   slot 1
+    |--------------------|--------|-----------|........|          . padding
+    |       rank 0       |       rank 1       |  ...
+
+Graham 1969, "Bounds on Multiprocessing Timing Anomalies": the longest shard is at most 4/3 - 1/(3 W) of the shortest
+possible, which is at least the largest tensor. A buffer with few tensors on many ranks is mostly padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+ALIGNMENT = 8
+"""Elements to which an engine aligns slots and shards: 16 bytes of a 16-bit dtype, 32 of fp32. 16 bytes is what one
+load of a GPU's thread takes, what matrix kernels and their descriptors ask of a tensor's first byte, and the unit in
+which NCCL copies; more would only pad. Most parameters have a multiple of it, and cost nothing."""
+
+LEAST_ALIGNED = 256
+"""Elements of the smallest slot, and the smallest shard, that is aligned: of less, padding would be over 3 %."""
+
+WHOLE_ALIGNMENT = 16
+"""Elements to which whole tensors are aligned: 64 bytes of fp32. Matrix kernels are chosen by alignment and sum in
+orders of their own, so a tensor must be aligned alike in every buffer that holds it to have the same bits at each
+stage."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place: ``flat[offset : offset + numel]``, seen as ``shape``."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a slot that lies in one shard.
+
+    Attributes:
+        slot: index of the slot in the layout.
+        interval: ``[start, stop)`` in the flattened parameter; never empty.
+        offset: of the piece's first element in the flat buffer.
+        shape: in which an optimizer sees it: the parameter's own where tensors are whole, else one dimension.
+    """
+
+    slot: int
+    interval: tuple[int, int]
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the piece."""
+        return self.interval[1] - self.interval[0]
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Slots in a buffer that ``world_size`` equal shards tile.
+
+    Attributes:
+        slots: in order of parameters; by `of` end to end, by `whole` each within one shard.
+        world_size: number of shards.
+        longest: where tensors are whole, elements of the longest shard; None where shards ignore slots' borders.
+        alignment: elements of which offsets of slots and lengths of shards are multiples, from `LEAST_ALIGNED` on.
+
+    Raises:
+        ValueError: ``world_size`` or ``alignment`` below 1.
+    """
+
+    slots: tuple[Slot, ...]
+    world_size: int
+    longest: int | None = None
+    alignment: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size: {self.world_size} ranks; give at least 1")
+        if self.alignment < 1:
+            raise ValueError(f"alignment: {self.alignment} elements; give at least 1")
+
+    @classmethod
+    def of(cls, shapes: Iterable[tuple[str, Sequence[int]]], world_size: int, alignment: int = 1) -> FlatLayout:
+        """Lay out parameters ``(name, shape)`` end to end, in the order given; ``alignment``: see the attribute."""
+        if alignment < 1:
+            return cls((), world_size, alignment=alignment)  # which refuses it
+        slots: list[Slot] = []
+        offset = 0
+        for name, shape in shapes:
+            slot = Slot(name, tuple(shape), offset)
+            if slot.numel >= LEAST_ALIGNED:
+                slot = Slot(name, slot.shape, _aligned(offset, alignment))
+            slots.append(slot)
+            offset = slot.offset + slot.numel
+        return cls(tuple(slots), world_size, alignment=alignment)
+
+    @classmethod
+    def whole(
+        cls, shapes: Iterable[tuple[str, Sequence[int]]], world_size: int, loads: Sequence[int] = ()
+    ) -> FlatLayout:
+        """Lay out parameters ``(name, shape)`` so that each lies in one shard.
+
+        Args:
+            shapes: of the parameters, by name.
+            world_size: number of shards.
+            loads: elements that each rank owns in other buffers. Among shards with equally much in this one, the rank
+                with the least there is next, so that not every buffer's largest tensor goes to the same rank.
+        """
+        slots = [Slot(name, tuple(shape), 0) for name, shape in shapes]
+        if world_size < 1:
+            return cls(tuple(slots), world_size)  # which refuses it
+        owners = balance([slot.numel for slot in slots], list(loads) or [0] * world_size)
+        filled = [0] * world_size
+        starts = []
+        for slot, owner in zip(slots, owners, strict=True):
+            starts.append(filled[owner])
+            filled[owner] += _aligned(slot.numel, WHOLE_ALIGNMENT)
+        longest = max(filled)
+        placed = zip(slots, owners, starts, strict=True)
+        return cls(
+            tuple(Slot(slot.name, slot.shape, owner * longest + start) for slot, owner, start in placed),
+            world_size,
+            longest,
+        )
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(slot.numel for slot in self.slots)
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements that each rank owns, padding included."""
+        if self.longest is not None:
+            return self.longest
+        end = max((slot.offset + slot.numel for slot in self.slots), default=0)
+        least = -(-end // self.world_size)
+        return _aligned(least, self.alignment) if least >= LEAST_ALIGNED else least
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the flat buffer."""
+        return self.shard_numel * self.world_size
+
+    def interval(self, rank: int) -> tuple[int, int]:
+        """``[start, stop)`` of ``rank``'s shard in the flat buffer."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """``[start, stop)`` of what belongs to no parameter, in order."""
+        gaps = []
+        position = 0
+        for slot in sorted(self.slots, key=lambda slot: slot.offset):
+            if slot.offset > position:
+                gaps.append((position, slot.offset))
+            position = max(position, slot.offset + slot.numel)
+        if position < self.padded_numel:
+            gaps.append((position, self.padded_numel))
+        return tuple(gaps)
+
+    def zero_padding(self, flat: Tensor) -> None:
+        """Fill what belongs to no parameter of ``flat [padded_numel]`` with zeros."""
+        for start, stop in self.padding:
+            flat[start:stop].zero_()
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter as a view of ``flat [padded_numel]``, in its shape."""
+        return [flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.slots]
+
+    def owned(self, rank: int) -> tuple[Piece, ...]:
+        """The pieces of parameters in ``rank``'s shard, in order; empty parameters belong to no rank."""
+        start, stop = self.interval(rank)
+        pieces = []
+        for index, slot in enumerate(self.slots):
+            first, last = max(start, slot.offset), min(stop, slot.offset + slot.numel)
+            if first < last:
+                pieces.append(self._piece(index, first, last))
+        return tuple(pieces)
+
+    def part(self, rank: int, slot: int) -> tuple[int, int]:
+        """``[start, stop)`` of the flattened parameter in that slot that ``rank`` owns; (0, 0): nothing."""
+        (start, stop), offset = self.interval(rank), self.slots[slot].offset
+        first, last = max(start, offset), min(stop, offset + self.slots[slot].numel)
+        return (first - offset, last - offset) if first < last else (0, 0)
+
+    def tensors(self) -> tuple[Piece, ...]:
+        """Every parameter as one piece, whoever owns it; without empty ones."""
+        slots = enumerate(self.slots)
+        return tuple(self._piece(i, slot.offset, slot.offset + slot.numel) for i, slot in slots if slot.numel)
+
+    def _piece(self, index: int, first: int, last: int) -> Piece:
+        slot = self.slots[index]
+        shape = (last - first,) if self.longest is None else slot.shape
+        return Piece(index, (first - slot.offset, last - slot.offset), first, shape)
+
+
+def balance(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """The shard of each tensor: the largest first, each to the shard that has least; ties by order.
+
+    Args:
+        numels: elements of each tensor.
+        loads: of each shard elsewhere; they decide between shards that have equally much here.
+    """
+    here, total = [0] * len(loads), list(loads)
+    owners = [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        owner = min(range(len(here)), key=lambda shard: (here[shard], total[shard]))
+        owners[index] = owner
+        here[owner] += _aligned(numels[index], WHOLE_ALIGNMENT)
+        total[owner] += _aligned(numels[index], WHOLE_ALIGNMENT)
+    return owners
+
+
+def _aligned(numel: int, alignment: int) -> int:
+    return -(-numel // alignment) * alignment

@@ -1,0 +1,1 @@
+"""The user's optimizers over shards: their steps, clipping, state, and averages of weights."""

@@ -1,0 +1,90 @@
+"""Optimizers that the user made without the engine: ``torch.optim.AdamW(model.parameters())``.
+
+That is the line of every script, written before `Zero` or after it. Left alone such an optimizer would change weights
+that are stale, or freed, and the masters would never move. So before its first step the engine takes it over: it
+becomes what `Zero.optimizer` would have made, and what cannot be taken over is refused by name.
+
+torch has one list of hooks for the steps of all optimizers in the process; ours is put there once, and looks whose
+parameters an optimizer has that no engine knows yet.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zeroshard.zero.optimizers.methods import is_known
+
+
+class Adopter(Protocol):
+    """Who takes optimizers over."""
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """All of its parameters are of this engine's model, and its first step is about to begin."""
+        ...
+
+
+_owners: Any = WeakTensorKeyDictionary()  # parameter -> its engine's adopter, weakly
+_replaced: Any = WeakTensorKeyDictionary()  # parameters on the meta device that have given their place to others
+_lock = threading.Lock()
+_watching = False
+
+
+def own(params: Iterable[Tensor], adopter: Adopter) -> None:
+    """From now on optimizers over these parameters are this engine's."""
+    global _watching
+    reference = weakref.ref(adopter)
+    with _lock:
+        for param in params:
+            _owners[param] = reference
+        if not _watching:
+            register_optimizer_step_pre_hook(_before_any_step)
+            _watching = True
+
+
+def disown(params: Iterable[Tensor]) -> None:
+    """These parameters are ordinary ones again."""
+    with _lock:
+        for param in params:
+            _owners.pop(param, None)
+
+
+def replaced(params: Iterable[Tensor]) -> None:
+    """Other parameters have come into the place of these."""
+    with _lock:
+        for param in params:
+            _replaced[param] = True
+
+
+def has_owner(param: Tensor) -> bool:
+    """Whether a parameter is one of a model that has an engine."""
+    reference = _owners.get(param)
+    return reference is not None and reference() is not None
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if is_known(optimizer) or not (len(_owners) or len(_replaced)):
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    name = type(optimizer).__name__
+    if any(param in _replaced for param in params):
+        raise ValueError(
+            f"step: {name} holds parameters on the meta device, in whose place Zero() has put others; "
+            "make it after Zero(), or by zero.optimizer()"
+        )
+    owners = [reference() for param in params if (reference := _owners.get(param)) is not None]
+    if not owners:
+        return
+    if len(owners) < len(params) or any(owner is not owners[0] for owner in owners):
+        raise ValueError(
+            f"step: {name} holds parameters of an engine's model beside others; give each an optimizer of its own"
+        )
+    if owners[0] is not None:
+        owners[0].adopt(optimizer)

@@ -1,0 +1,85 @@
+"""Gradient norms over shards, with the same bits at every stage.
+
+For finite p the norm is ``(sum over ranks r of partial_r) ** (1/p)`` with ``partial_r = sum over units of
+||shard r of the unit's gradients||_p ** p``; for p = inf both sums are maxima. Partials are kept in float64 and
+added in the order of ranks, also where nothing is sharded and one rank computes them all, so what is sharded where
+cannot be seen in the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.zero.buffers.flat_grads import FlatGrads
+
+
+def global_norm(
+    grads: Sequence[FlatGrads],
+    comm: Communicator,
+    norm_type: float,
+    device: torch.device,
+    sum_of_squares: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The p-norm of all reduced gradients: 0-dim float64, the same on every rank; 0.0 without gradients. Collective.
+
+    Args:
+        grads: the gradient buffers to measure, in the same order on every rank.
+        comm: the ranks that hold the shards.
+        norm_type: p > 0, or inf.
+        device: where the result lives.
+        sum_of_squares: of a flat tensor, 0-dim float64, for p = 2; None: torch's norm, squared.
+    """
+    sharded = bool(grads) and grads[0].shard_optim and comm.world_size > 1
+    num_partials = 1 if sharded else comm.world_size
+    partials = torch.zeros(num_partials, dtype=torch.float64, device=device)
+    for buffer in grads:
+        shards = [shard for shard in buffer.shards() if shard.numel()]
+        if shards and sum_of_squares is not None and norm_type == 2.0:
+            partials = partials + torch.stack([sum_of_squares(shard) for shard in shards]).to(partials)
+        elif shards:
+            norms = torch.stack([torch.linalg.vector_norm(shard, norm_type) for shard in shards])
+            partials = _add(partials, norms.to(partials), norm_type)
+    if sharded:
+        gathered = torch.empty(comm.world_size, dtype=torch.float64, device=device)
+        with scope(CONTROL):
+            comm.all_gather(gathered, partials).wait()
+        partials = gathered
+    if math.isinf(norm_type):
+        return partials.max()
+    total = partials[0]
+    for partial in partials[1:]:
+        total = total + partial
+    return total ** (1.0 / norm_type)
+
+
+def _add(partials: Tensor, norms: Tensor, norm_type: float) -> Tensor:
+    if math.isinf(norm_type):
+        return torch.maximum(partials, norms)
+    return partials + norms**norm_type
+
+
+def clip_(grads: Sequence[FlatGrads], norm: Tensor, max_norm: float, *, lazily: bool = False) -> None:
+    """Scale gradients by ``max_norm / (norm + 1e-6)`` where that is below 1, as torch does; NaN makes them NaN.
+
+    ``lazily``: leave the factor at the gradients, for whoever reads them next.
+    """
+    coefficient = max_norm / (norm + 1e-6)
+    if coefficient.device.type == "cpu":
+        if coefficient >= 1.0:
+            return
+        factor: Tensor | float = float(coefficient)
+    else:
+        factor = coefficient.clamp(max=1.0)  # reading it here would stop the host until the device is done
+    if lazily:
+        due = torch.as_tensor(factor, dtype=torch.float32, device=norm.device)
+        for buffer in grads:
+            buffer.factor = due
+        return
+    for buffer in grads:
+        if buffer.reduced is not None:
+            buffer.reduced.mul_(factor)

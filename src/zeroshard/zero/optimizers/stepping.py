@@ -1,0 +1,229 @@
+"""The optimizers of an engine, and what happens around their steps.
+
+They are told of pieces and know nothing of ranks. What crosses ranks or buffers meets here: the norm and the clipping,
+whose factor an optimizer may apply as it reads; the weights that a step leaves stale; the layout that one which needs
+whole tensors asks for; the average that no step may change.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroshard.zero.buffers.flat_grads import FlatGrads
+from zeroshard.zero.levels import Levels
+from zeroshard.zero.optimizers import grad_norm
+from zeroshard.zero.optimizers.ema import Ema
+from zeroshard.zero.optimizers.methods import put_in
+from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses, ShardedParams
+from zeroshard.zero.optimizers.state_dict import cut_states
+from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.state.restage import Stateful
+
+
+class Stepping:
+    """The `StepListener` of every optimizer of one engine.
+
+    Attributes:
+        ema: the moving average of the weights; None where there is none.
+        stepped: whether a step was taken since the last forward.
+        missed: the parameters for which a checkpoint had states and no optimizer was there to take them.
+    """
+
+    def __init__(self, runtime: Runtime, levels: Levels) -> None:
+        self._runtime, self._levels = runtime, levels
+        self._params = ShardedParams(runtime.groups())
+        self._known: list[PiecewiseOptimizer] = []
+        self.missed: set[nn.Parameter] = set()
+        self.stepped = False
+        self.ema: Ema | None = None
+
+    # -- what the engine asks ---------------------------------------------------------------------------------
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """In the order in which they were made."""
+        return [known.optimizer for known in self._known]
+
+    def optimizer(self, optimizer_cls: type[Optimizer], params: Iterable[Any], kwargs: dict[str, Any]) -> Optimizer:
+        """See `Zero.optimizer`."""
+        piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._params, self)
+        put_in(piecewise)
+        self._know(piecewise)
+        return piecewise.optimizer
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """See `zeroshard.zero.optimizers.adoption`.
+
+        Raises:
+            ValueError: a class that no layout suits, or that does not say how it is built; parameters that another
+                optimizer has; states that were made narrower than the masters.
+            RuntimeError: it needs whole tensors.
+        """
+        piecewise = PiecewiseOptimizer.adopted(optimizer, self._params, self)
+        cut_states(piecewise)
+        put_in(piecewise)
+        self._know(piecewise)
+        piecewise.hold_pieces()
+
+    def _know(self, piecewise: PiecewiseOptimizer) -> None:
+        self._known.append(piecewise)
+        if not piecewise.has_state and not self.missed.isdisjoint(piecewise.members):
+            warnings.warn(
+                f"optimizer: the checkpoint that was loaded has states for {type(piecewise.optimizer).__name__}, which "
+                "begins without them; make it by zero.optimizer() before the load to go on from them",
+                stacklevel=4,
+            )
+
+    @property
+    def piecewise(self) -> list[PiecewiseOptimizer]:
+        """The optimizers with what they are over, in the order in which they were made."""
+        return self._known
+
+    def known(self, optimizer: Optimizer | None, what: str) -> PiecewiseOptimizer:
+        """The one of ``optimizer``, None: of the only one; ValueError, in the name of ``what``, where there is none."""
+        found = [known for known in self._known if optimizer is None or known.optimizer is optimizer]
+        if len(found) != 1:
+            raise ValueError(
+                f"{what}: this engine has {len(self._known)} optimizers; name the one that is meant"
+                if optimizer is None
+                else f"{what}: a {type(optimizer).__name__} that is not this engine's; make it by zero.optimizer()"
+            )
+        return found[0]
+
+    def make_ema(self, decay: float) -> Ema:
+        """See `Zero.ema`."""
+        if self.ema is not None:
+            raise ValueError("ema: this engine keeps an average already")
+        masters = [shard for group in self._runtime.groups() for shard in group.shards]
+        self.ema = Ema(masters, decay, self._runtime.masters_replaced)
+        return self.ema
+
+    def require_weights(self, what: str) -> None:
+        """Raise RuntimeError, in the name of ``what``, where the average stands in the weights' place."""
+        if self.ema is not None:
+            self.ema.require_away(what)
+
+    def state_holders(self, what: str) -> list[Stateful]:
+        """Whatever keeps state by shard: the optimizers, and the average; raises as `require_weights`."""
+        self.require_weights(what)
+        return [*self.optimizers, *([] if self.ema is None else [self.ema])]
+
+    def param_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Every optimizer's param groups, each with the names of its parameters."""
+        return [
+            (group, [self._params.name(param) for param in chosen])
+            for known in self._known
+            for group, chosen in zip(known.optimizer.param_groups, known.by_group, strict=True)
+        ]
+
+    def hold_pieces(self) -> None:
+        """The optimizers hold the pieces of their parameters where they lie now; their states are there already."""
+        self._params.locate(self._runtime.groups())
+        for known in self._known:
+            known.hold_pieces()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
+        """See `Zero.clip_grad_norm_`."""
+        if not norm_type > 0:
+            raise ValueError(f"norm_type: {norm_type} is not a positive number; use 1, 2, 3 or inf")
+        self._runtime.require_reduced("clip_grad_norm_")
+        buffers = self._reduced_buffers()
+        device = next((b.reduced.device for b in buffers if b.reduced is not None), torch.device("cpu"))
+        exact = any(b.master_dtype == torch.float64 for b in buffers)
+        savers = [optimizer for optimizer in self.optimizers if isinstance(optimizer, SavesPasses)]
+        saves = len(savers) == len(self._known) > 0 and not exact
+        for buffer in buffers:
+            buffer.apply_factor()
+        sum_of_squares = savers[0].sum_of_squares if saves else None
+        norm = grad_norm.global_norm(buffers, self._levels.shard, float(norm_type), device, sum_of_squares)
+        grad_norm.clip_(buffers, norm, float(max_norm), lazily=saves)
+        return norm if exact else norm.to(torch.float32)
+
+    # -- what an optimizer tells ------------------------------------------------------------------------------
+
+    def keep_whole(self, params: set[nn.Parameter]) -> None:
+        """Lay ``params`` out so that each tensor lies on one rank. Collective.
+
+        Raises:
+            RuntimeError: gradients wait for a step; another optimizer or an average has state of parameters that would
+                move.
+        """
+        moving = {param for group in self._runtime.groups_to_leave(params) for param in group.params.params}
+        affected = [known for known in self._known if not moving.isdisjoint(known.members)]
+        for known in affected:
+            if known.has_state:
+                raise RuntimeError(
+                    f"optimizer: whole tensors need a new layout, but {type(known.optimizer).__name__} has state of "
+                    "parameters beside them; make such optimizers and their groups before the first step"
+                )
+        if moving and self.ema is not None:
+            raise RuntimeError("optimizer: it needs a new layout, and an average has the old one; make ema() after it")
+        if moving:
+            self._runtime.keep_whole(params)
+            self._params.locate(self._runtime.groups())
+        for known in affected:
+            known.take_pieces_anew()
+
+    def after_joining(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
+        """Where weights compute in another dtype than their masters have, let the optimizer write both."""
+        if not isinstance(optimizer, SavesPasses):
+            return
+        copies: dict[Tensor, Tensor] = {}
+        for group in self._runtime.groups():
+            for piece, shard in zip(group.params.pieces, group.shards, strict=True):
+                place = group.params.place_in_full(piece)
+                if place is not None and group.params.params[piece.slot] in members:
+                    copies[shard] = place
+        optimizer.write_copies(copies)
+
+    def before_update(self, optimizer: Optimizer | None) -> Tensor | None:
+        """Refuse a step that would drop gradients, or change an average instead of the weights.
+
+        Returns what ``optimizer`` is to multiply the gradients that it reads by.
+        """
+        self._runtime.require_reduced("step")
+        self._runtime.require_unpinned("step")
+        self.require_weights("step")
+        self._runtime.take_changes()
+        buffers = self._reduced_buffers()
+        factors = {id(buffer.factor): buffer.factor for buffer in buffers}
+        if len(factors) == 1 and isinstance(optimizer, SavesPasses):
+            return buffers[0].factor
+        for buffer in buffers:
+            buffer.apply_factor()
+        return None
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Mark the weights that ``optimizer`` may have changed, the same on every rank."""
+        self._runtime.forget_calls()
+        self.stepped = True
+        members = next((known.members for known in self._known if known.optimizer is optimizer), set())
+        copied = isinstance(optimizer, SavesPasses)
+        for group in self._runtime.groups():
+            used = group.grads.used
+            moved = [param for slot, param in enumerate(group.params.params) if used[slot] and param in members]
+            if moved:
+                torch.autograd.graph.increment_version(moved)  # a graph from before must not be gone through any more
+                group.params.mark_stale(copied=copied)
+
+    def weights_changed(self, members: set[nn.Parameter]) -> None:
+        """The masters of these parameters have changed, whether they had gradients or not."""
+        self._runtime.require_unpinned("optimizer")
+        for group in self._runtime.groups():
+            moved = [param for param in group.params.params if param in members]
+            if moved:
+                torch.autograd.graph.increment_version(moved)
+                group.params.mark_stale()
+
+    def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool = True) -> None:
+        """Forget the gradients of ``params``, None: of all; or have them be zero."""
+        self._runtime.clear_grads(params, set_to_none=set_to_none)
+
+    def _reduced_buffers(self) -> list[FlatGrads]:
+        return [group.grads for group in self._runtime.groups() if group.grads.reduced is not None]

@@ -1,0 +1,83 @@
+"""One run of autograd, as the engine follows it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.runtime.schedule import Cursor, Op, backward_ops
+
+
+class Run:
+    """A run of autograd, whose callback alone holds this; so it is gone when the run is, be it by an exception."""
+
+
+class BackwardPass:
+    """One run of autograd: which units take part, at which place, and how far the schedule has come.
+
+    Args:
+        units: in the agreed order.
+        forward_runs: the forwards that it goes through, the latest first, the same on every rank; at least one.
+        prefetch, gather: as `backward_ops` takes them.
+        take: does an op.
+        run: of autograd.
+
+    Attributes:
+        forward_run: the one whose calls it goes through now.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        forward_runs: Sequence[int],
+        take: Callable[[Op], None],
+        run: Run,
+        *,
+        prefetch: int,
+        gather: bool,
+    ) -> None:
+        self.units = units
+        self.forward_runs = list(forward_runs)
+        self.forward_run = self.forward_runs[0]
+        self._place = {unit: place for place, unit in enumerate(units)}
+        self._sweep = {index: sweep for sweep, index in enumerate(reversed(self.forward_runs))}
+        num_sweeps = len(self.forward_runs)
+        self.cursor = Cursor(backward_ops(len(units), prefetch=prefetch, gather=gather, num_sweeps=num_sweeps), take)
+        self._run = weakref.ref(run)
+        self._failed = False
+        # Then a backward through this backward may follow, which begins with reading weights and tells nobody.
+        self.creates_graph = torch.is_grad_enabled()
+
+    def before_end(self, unit: Unit, forward_run: int) -> None:
+        """Walk to where the unit's weights are whole for its calls in that forward."""
+        if unit in self._place:
+            self.cursor.before(self._end(unit, forward_run))
+
+    def through_end(self, unit: Unit, forward_run: int) -> None:
+        """Walk to where these calls are over, and the unit is freed or reduced."""
+        if unit in self._place:
+            self.cursor.through(self._end(unit, forward_run))
+
+    def _end(self, unit: Unit, forward_run: int) -> Op:
+        sweep = self._sweep.get(forward_run, 0)  # one that is not expected any more: a graph may be run twice
+        return Op("reduce" if sweep == 0 else "free", self._place[unit], sweep)
+
+    def run_of(self, op: Op) -> int:
+        """The forward that the op is about."""
+        return self.forward_runs[-1 - op.sweep]
+
+    def is_first(self, sweep: int) -> bool:
+        """Whether that sweep finds the weights as forward has left them."""
+        return sweep == len(self.forward_runs) - 1
+
+    @property
+    def failed(self) -> bool:
+        """Whether an exception has ended it."""
+        return self._failed or self._run() is None
+
+    def fail(self) -> None:
+        """An exception ends it after the last gradient."""
+        self._failed = True

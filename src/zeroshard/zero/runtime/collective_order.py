@@ -1,0 +1,122 @@
+"""What ranks tell each other so that they issue the same collectives, and know it where they did not.
+
+[Note: Diverged]
+    A schedule cannot know that a rank calls a unit once more than the others: that rank would gather alone. Where a
+    backend pairs such a gather with another rank's next one, of the same size, nothing fails and the weights are wrong.
+    So each rank keeps a digest of the gathers that it has issued. The message at the end of each backward, which says
+    which parameters had gradients, says it too: where digests differ every rank raises, before any step is taken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.levels import Levels
+from zeroshard.zero.transfer import send_bytes
+
+DIGEST_BYTES = 7
+REMEMBERED = 4096  # gathers, to name the first that differs
+
+
+class CollectiveOrder:
+    """One rank's part in what all agree on.
+
+    Args:
+        levels: all ranks, and those that gather together.
+        units: the root unit, then the others, in the same order on every rank.
+    """
+
+    def __init__(self, levels: Levels, units: Sequence[Unit]) -> None:
+        self.comm, self._gathering = levels.world, levels.shard
+        self._number = {unit: number for number, unit in enumerate(units, start=1)}
+        self._names = [unit.name for unit in units]
+        self._digest = 0
+        self._count = 0
+        self._gathers: deque[int] = deque(maxlen=REMEMBERED)
+
+    def note_gather(self, unit: Unit) -> None:
+        """This rank has issued a gather of the unit's weights."""
+        number = self._number[unit]
+        self._digest = (self._digest * 1_000_003 + number) % (1 << 8 * DIGEST_BYTES)
+        self._count += 1
+        self._gathers.append(number)
+
+    def agree_on_units(self, units: list[Unit], ran: list[Unit]) -> list[Unit]:
+        """``units`` in the order in which they ran on rank 0. Collective."""
+        recorded = list(ran)
+        for place, unit in enumerate(units):
+            if unit not in recorded:  # another rank may run it: where it was registered, then
+                recorded.insert(recorded.index(units[place - 1]) + 1 if place else 0, unit)
+        if self.comm.world_size == 1:
+            return recorded
+        message = torch.tensor(
+            [units.index(unit) for unit in recorded], dtype=torch.int64, device=self.comm.control_device
+        )
+        with scope(CONTROL):
+            self.comm.broadcast(message, src=0).wait()
+        return [units[place] for place in message.tolist()]
+
+    def agree_on_forwards(self, votes: list[int]) -> list[int]:
+        """The greatest of each vote. Collective; as many on every rank."""
+        message = torch.tensor(votes, dtype=torch.int64, device=self._gathering.control_device)
+        with scope(CONTROL):
+            self._gathering.all_reduce(message, "max").wait()
+        return message.tolist()
+
+    def agree_on_flags(self, flags: list[bool]) -> list[bool]:
+        """For each flag whether any rank has set it; and that no rank has gone another way. Collective.
+
+        Raises:
+            RuntimeError: ranks have issued different gathers; on every rank. [Note: Diverged]
+        """
+        if self.comm.world_size == 1:
+            return flags
+        own = list(self._digest.to_bytes(DIGEST_BYTES, "big"))
+        digest = [*own, *(255 - byte for byte in own)]  # of the largest bytes, and of the smallest
+        if self._gathering is self.comm:
+            agreed = self._max(self.comm, [*flags, *digest])
+        else:  # replicas may go other ways
+            agreed = [*self._max(self.comm, flags), *self._max(self._gathering, digest)]
+        largest, smallest = agreed[len(flags) : -DIGEST_BYTES], agreed[-DIGEST_BYTES:]
+        if any(high != 255 - low for high, low in zip(largest, smallest, strict=True)):
+            self._raise_divergence()
+        self._forget()
+        return [bool(flag) for flag in agreed[: len(flags)]]
+
+    def _max(self, comm: Communicator, values: Sequence[int]) -> list[int]:
+        if comm.world_size == 1 or not values:
+            return list(values)
+        message = torch.tensor(values, dtype=torch.uint8, device=comm.control_device)
+        with scope(CONTROL):
+            comm.all_reduce(message, "max").wait()
+        return message.tolist()
+
+    def _forget(self) -> None:
+        self._digest = self._count = 0
+        self._gathers.clear()
+
+    def _raise_divergence(self) -> None:
+        """Raise with the first gather that differs between the first rank and this one. Collective."""
+        start = self._count - len(self._gathers)
+        message = send_bytes(self._gathering, json.dumps([start, list(self._gathers)]).encode(), 0)
+        there, ours = json.loads(message), dict(enumerate(self._gathers, start))
+        theirs = dict(enumerate(there[1], there[0]))
+        places = range(max(start, there[0]), max([*ours, *theirs, -1]) + 1)
+        differ = next((place for place in places if ours.get(place) != theirs.get(place)), None)
+        self._forget()
+        what = "another rank did"
+        if differ is not None:
+            what = f"here {self._name(ours.get(differ))} came where another rank had {self._name(theirs.get(differ))}"
+        raise RuntimeError(
+            f"backward: ranks called units another number of times or in another order ({what}), so weights may have "
+            "come from the wrong one; call units alike on every rank, or choose stage 2"
+        )
+
+    def _name(self, number: int | None) -> str:
+        return "nothing more" if number is None else self._names[number - 1]

@@ -1,0 +1,55 @@
+"""The forwards of a model whose backward may still come.
+
+A backward goes through all of them that it finds a graph of: two forwards may share one (a preference loss, a
+discriminator of real and generated samples), and a forward's graph may be dropped. What is true on one rank alone (when
+a graph is collected, say) decides nothing: ranks that may have several agree first.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from zeroshard.zero.runtime.module_hooks import ForwardRun
+
+
+class Forwards:
+    """Which forwards have been run; `outstanding` has as many entries on every rank.
+
+    Attributes:
+        current: the one that is running, or the last.
+        outstanding: the numbers of those whose backward may still come, in order.
+    """
+
+    def __init__(self) -> None:
+        self.current = ForwardRun(0)
+        self.outstanding: list[int] = []
+        self._graphs: dict[int, weakref.ref[ForwardRun]] = {}
+
+    def begin(self, *, grads: bool) -> None:
+        """The model is called; ``grads``: and a backward may follow."""
+        self.current.ends()
+        self.current = ForwardRun(self.current.index + 1)
+        if grads:
+            self.outstanding.append(self.current.index)
+            self._graphs[self.current.index] = weakref.ref(self.current)
+
+    def gone(self) -> list[int]:
+        """The outstanding ones of which this rank has no graph left; the last one counts as left."""
+        return [index for index in self.outstanding if self._graphs[index]() is None]
+
+    def votes(self, begun: int) -> list[int]:
+        """What this rank says of a backward that began at the outputs of ``begun``; the greatest votes decide."""
+        gone = set(self.gone())
+        first = self.outstanding.index(begun) if begun in self.outstanding else -1
+        return [first, *(int(index not in gone) for index in self.outstanding)]
+
+    def taken(self, votes: list[int]) -> list[int]:
+        """The forwards that this backward goes through, the latest first."""
+        first, *flags = votes
+        return [index for place, index in enumerate(self.outstanding) if place <= first and flags[place]][::-1]
+
+    def forget(self, indices: list[int] | None = None) -> None:
+        """No backward is expected of these forwards any more; None: of any."""
+        gone = set(self.outstanding if indices is None else indices)
+        self.outstanding = [index for index in self.outstanding if index not in gone]
+        self._graphs = {index: ref for index, ref in self._graphs.items() if index not in gone}

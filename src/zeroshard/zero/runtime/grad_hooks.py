@@ -1,0 +1,231 @@
+"""A hook on each parameter, which takes its gradient the moment autograd has it, and what ``param.grad`` shows then.
+
+[Note: What a parameter shows]
+    From its first gradient until gradients are cleared, ``param.grad`` is a `ShardedGrad`: until the reduction a
+    promise that raises when it is read, after it the mean over ranks. It is None where no rank had a gradient. Autograd
+    adds the next micro-batch's gradient to it, which is how the hook is given that one. What the user puts there (None,
+    or a tensor) is taken over by `heed` before gradients are used or added to.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _foreach_utils
+
+from zeroshard.zero.buffers.unit import FlatGroup, Unit
+from zeroshard.zero.runtime.sharded_grad import ShardedGrad, held
+
+
+class GradTaker(Protocol):
+    """What becomes of a gradient."""
+
+    def take_grad(self, group: FlatGroup, slot: int, grad: Tensor) -> None:
+        """``grad``: of the group's parameter in that slot, in its shape; nobody else holds it."""
+        ...
+
+    def require_shown(self, what: str) -> None:
+        """Raise RuntimeError where gradients are yet to be reduced, or have no graph that they would need."""
+        ...
+
+    def clear_slots(self, group: FlatGroup, slots: set[int]) -> None:
+        """Forget the gradients of these parameters."""
+        ...
+
+
+class GradHooks:
+    """The hooks of one engine: each gradient goes to ``taker``, and ``param.grad`` shows what became of it."""
+
+    def __init__(self, taker: GradTaker) -> None:
+        self._taker = weakref.ref(taker)
+        self._frozen: list[_Shown] = []
+        self._hooked: list[_Shown] = []
+        self._handles: list[Any] = []
+
+    def attach(self, units: Iterable[Unit]) -> None:
+        """Hook these units' parameters, and no others any more; gradients that they have are forgotten."""
+        self.detach()
+        _let_foreach_know()
+        for unit in units:
+            for name, param, group, slot in unit.named_slots():
+                param.grad = None
+                if group.grads.master_dtype != param.dtype:
+                    param.grad_dtype = None  # the mean has the master's
+                self._frozen.append(_Shown(_Home(self._taker, group, slot, name), group, param))
+        self.attach_trained()
+
+    def attach_trained(self) -> None:
+        """Hook what is trained now and was frozen before: autograd takes no hook on a frozen parameter."""
+        frozen = []
+        for shown in self._frozen:
+            if shown.param.requires_grad:
+                shown.group.thaw()
+                self._handles.append(shown.param.register_post_accumulate_grad_hook(_hook(self._taker, shown)))
+                self._hooked.append(shown)
+            else:
+                frozen.append(shown)
+        self._frozen = frozen
+
+    def detach(self) -> None:
+        """Remove all hooks, and what they have shown."""
+        for handle in self._handles:
+            handle.remove()
+        for shown in self._hooked:
+            shown.hide()
+        self._handles, self._hooked, self._frozen = [], [], []
+
+    def show(self) -> None:
+        """A backward is over: show the gradients that there are, those that other ranks alone have too.
+
+        Raises:
+            RuntimeError: something was added to a gradient inside backward, before its reduction.
+        """
+        for shown in self._hooked:
+            if shown.grad is not None and shown.grad._arrived is not None:
+                shown.grad.take_arrived()
+                raise RuntimeError(
+                    f"{shown.name}.grad: something was added to it inside backward, before it was reduced over ranks; "
+                    "change gradients after backward"
+                )
+            if shown.used and shown.param.grad is None:
+                shown.show()
+
+    def heed(self) -> None:
+        """Take over what the user has put into ``param.grad``: None forgets a gradient, a tensor takes its place."""
+        for shown in self._hooked:
+            grad = shown.param.grad
+            if grad is (shown.grad if shown.used else None):
+                continue
+            if grad is None:
+                shown.clear()
+            else:
+                shown.replace(grad)
+
+    def hide(self, params: set[nn.Parameter] | None) -> None:
+        """The gradients of ``params``, None: of all, were forgotten."""
+        for shown in self._hooked:
+            if params is None or shown.param in params:
+                shown.hide()
+
+
+class _Home:
+    """Where one parameter's gradient lies, until gradients are cleared; see `GradHome`.
+
+    The group is held weakly: the garbage collector cannot see through a parameter's gradient.
+    """
+
+    def __init__(self, taker: weakref.ref[GradTaker], group: FlatGroup, slot: int, name: str) -> None:
+        self.taker, self.group, self.slot, self.name = taker, weakref.ref(group), slot, name
+        grads, layout = group.grads, group.params.layout
+        self.comm, self.device = grads.comm, grads.device
+        self.sharded = grads.shard_optim and grads.comm.world_size > 1
+        self.shape = layout.slots[slot].shape
+        self.intervals = [layout.part(rank, slot) for rank in range(layout.world_size)]
+        self.gone = False
+
+    def local(self) -> Tensor:
+        """See `GradHome.local`."""
+        taker, group = self.taker(), self.group()
+        what = f"{self.name}.grad"
+        if taker is None or group is None:
+            raise RuntimeError(f"{what}: its engine is gone; take a copy with full_tensor() before")
+        taker.require_shown(what)
+        if self.gone or not group.grads.used[self.slot] or group.grads.reduced is None:
+            raise RuntimeError(f"{what}: gradients were cleared; take a copy with full_tensor() before")
+        return group.grads.of_slot(self.slot)
+
+    def zero(self) -> None:
+        """See `GradHome.zero`."""
+        group = self.group()
+        if group is not None and not self.gone:
+            group.grads.zero({self.slot})
+
+
+class _Shown:
+    """One parameter, and the `ShardedGrad` that it shows; kept for the next step unless the user has kept it."""
+
+    def __init__(self, home: _Home, group: FlatGroup, param: nn.Parameter) -> None:
+        self.param, self.group = param, group
+        self.taker, self.slot, self.name = home.taker, home.slot, home.name
+        self.grad: ShardedGrad | None = None
+        self._home = home
+        self._like = torch.empty(home.shape, device="meta")
+        self._dtype = group.grads.master_dtype
+
+    @property
+    def used(self) -> bool:
+        """Whether it has had a gradient since they were cleared."""
+        return self.group.grads.used[self.slot]
+
+    def show(self) -> None:
+        """Have the parameter show its gradient."""
+        if self.grad is None:
+            self.grad = ShardedGrad(self._home, self._like, self._dtype)
+        self.param.grad = self.grad
+
+    def hide(self) -> None:
+        """The gradient is gone: so it must be for whoever has kept it."""
+        self.param.grad = None
+        if self.grad is None:
+            return
+        # Ours and the one that asks; for the home, the gradient's too.
+        if sys.getrefcount(self.grad) > 2 or sys.getrefcount(self._home) > 3:
+            self._home.gone, self.grad = True, None
+            self._home = _Home(self.taker, self.group, self.slot, self.name)
+
+    def clear(self) -> None:
+        """Forget it, as the user has."""
+        taker = self.taker()
+        assert taker is not None
+        taker.clear_slots(self.group, {self.slot})
+        self.hide()
+
+    def replace(self, grad: Tensor) -> None:
+        """Have ``grad`` in its place: each rank its part."""
+        if isinstance(grad, ShardedGrad) and grad.is_all_of(self._home):  # what it shows, detached
+            self.show()
+            return
+        whole = grad.full_tensor() if isinstance(grad, ShardedGrad) else grad.detach()
+        if whole.is_sparse:
+            whole = whole.to_dense()
+        start, stop = held(self._home)
+        self.group.grads.put(self.slot, whole.reshape(-1)[start:stop])
+        self.group.expose_grads()
+        self.show()
+
+
+def _hook(taker_ref: weakref.ref[GradTaker], shown: _Shown) -> Callable[[Tensor], None]:
+    # Weakly: the garbage collector cannot see through a parameter's hook. The module's own hooks keep us alive.
+    shown_ref = weakref.ref(shown)
+
+    def take(param: Tensor) -> None:
+        taker, shown = taker_ref(), shown_ref()
+        assert taker is not None
+        assert shown is not None
+        grad = param.grad
+        if isinstance(grad, ShardedGrad):
+            grad = grad.take_arrived()
+        else:
+            param.grad = None
+        assert grad is not None
+        if param.grad_dtype is None:
+            grad = grad.to(param.dtype)  # as autograd would have done
+        taker.take_grad(shown.group, shown.slot, grad)
+        shown.show()
+
+    return take
+
+
+def _let_foreach_know() -> None:
+    """Have torch's clipping measure a list of gradients at once, and so in one message, as it does those of `DTensor`.
+
+    Without it the numbers are the same, and there is a message for each parameter.
+    """
+    known = getattr(_foreach_utils, "_foreach_supported_types", None)
+    if isinstance(known, list) and ShardedGrad not in known:
+        known.append(ShardedGrad)

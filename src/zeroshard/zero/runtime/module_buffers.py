@@ -1,0 +1,84 @@
+"""Buffers that forwards change, such as running statistics: the same on every rank after each backward that reduces.
+
+Each rank's forward sees its own rows, so statistics drift apart, and a checkpoint holds those of one rank: a resumed
+run would go on from others than it had. Which buffers change is found out, not declared: a rank says in the message
+that ends a backward which modules' buffers it has written to, and those that any rank names travel. A model whose
+buffers are constants sends nothing. Buffers that are no part of the module's state (``persistent=False``) are left
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm import Communicator, scope
+from zeroshard.zero.transfer import Flight
+
+BufferSync = Literal["broadcast", "average", "keep"]
+_LABEL = "buffers/step"
+
+
+def check_sync(sync: str) -> None:
+    """Raise ValueError for what is no `BufferSync`."""
+    if sync not in get_args(BufferSync):
+        choices = ", ".join(map(repr, get_args(BufferSync)))
+        raise ValueError(f"buffers: {sync!r} is unknown; choose one of {choices}")
+
+
+class ModuleBuffers:
+    """The persistent buffers of a model, module by module.
+
+    Args:
+        model: its modules, as they are now.
+        comm: all ranks.
+        sync: see `Zero`.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator, sync: BufferSync) -> None:
+        self._comm, self._sync = comm, sync
+        follows = sync != "keep" and comm.world_size > 1
+        # Together: a batch norm counts its batches where autograd sees it, and writes its means where nothing does.
+        self._modules = [m for m in model.modules() if follows and _persistent(m)]
+        self._seen = [_marks(module) for module in self._modules]
+
+    def changed(self) -> list[bool]:
+        """For each module with buffers, whether this rank has written to any of them since `sync`."""
+        return [_marks(module) != seen for module, seen in zip(self._modules, self._seen, strict=True)]
+
+    def sync(self, changed: Sequence[bool]) -> None:
+        """Make the buffers of these modules alike on all ranks. Collective; ``changed`` as all have agreed."""
+        if not any(changed):
+            return
+        places = [place for place, flag in enumerate(changed) if flag]
+        tensors = list(dict.fromkeys(tensor for place in places for tensor in _persistent(self._modules[place])))
+        with torch.no_grad(), scope(_LABEL):
+            if self._sync == "average":
+                self._average([tensor for tensor in tensors if tensor.is_floating_point()])
+                tensors = [tensor for tensor in tensors if not tensor.is_floating_point()]
+            flight = Flight(self._comm, _LABEL)
+            for device in dict.fromkeys(tensor.device for tensor in tensors):
+                flight.depart([tensor for tensor in tensors if tensor.device == device], src=0)
+            flight.land()
+        for place in places:
+            self._seen[place] = _marks(self._modules[place])
+
+    def _average(self, tensors: list[Tensor]) -> None:
+        for kind in dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors):
+            alike = [tensor for tensor in tensors if (tensor.device, tensor.dtype) == kind]
+            flat = torch.cat([tensor.reshape(-1) for tensor in alike]).div_(self._comm.world_size)
+            self._comm.all_reduce(flat).wait()
+            for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _persistent(module: nn.Module) -> list[Tensor]:
+    names = module._non_persistent_buffers_set
+    return [tensor for name, tensor in module._buffers.items() if tensor is not None and name not in names]
+
+
+def _marks(module: nn.Module) -> list[tuple[int, int]]:
+    return [(id(t), 0 if t.is_inference() else t._version) for t in _persistent(module)]

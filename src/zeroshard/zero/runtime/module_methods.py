@@ -1,0 +1,211 @@
+"""The module's own methods, where they would be silently wrong under an engine: each is made right, or refused by name.
+
+The user goes on to call the model as if it were an ordinary one. Most of it stays ordinary; this is the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zeroshard.zero.optimizers.stepping import Stepping
+from zeroshard.zero.runtime.module_hooks import attach_parts
+from zeroshard.zero.runtime.runtime import Runtime
+
+_NO_DDP = (
+    "DistributedDataParallel: the model is under Zero(), which averages gradients itself; use the model without it "
+    "(stage=0 does what DDP does)"
+)
+_MARK = "_zeroshard"  # on modules and parameters that have an engine
+
+
+class Guard:
+    """What stands in for methods of ``model`` and its parts until `remove`.
+
+    Args:
+        model: that the engine has taken over.
+        runtime: of the engine.
+        stepping: of the engine.
+    """
+
+    def __init__(self, model: nn.Module, runtime: Runtime, stepping: Stepping) -> None:
+        self._model = model
+        self._handles: list[Any] = []
+        self._on_model = {
+            "zero_grad": lambda set_to_none=True: stepping.clear_grads(None, set_to_none=set_to_none),
+            "named_parameters": _warns_of_old_weights(model, runtime, stepping),
+            "_ddp_params_and_buffers_to_ignore": _RefusesDdp(),
+        }
+        model.__dict__.update(self._on_model)
+        params = set(model.parameters())
+        for param in params:
+            setattr(param, _MARK, True)
+        for module in model.modules():
+            module.__dict__[_MARK] = True
+            module.__dict__["_apply"] = _apply_in_place(module)
+            module.__dict__["apply"] = _apply_where_whole(module, runtime)
+            module.__dict__["register_parameter"] = _register_known(module, params)
+            self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
+            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
+            module.__dict__["__deepcopy__"] = _refuse_copy
+        self._handles.append(model.register_forward_pre_hook(_begins(stepping, params)))
+        computes_otherwise = any(group.params.full.dtype != group.params.dtype for group in runtime.groups())
+        if runtime.levels.shard.world_size > 1 or computes_otherwise:  # else weights are always whole and current
+            self._handles += attach_parts(runtime.all_units(), model, runtime.part_begins)
+
+    def remove(self) -> None:
+        """Give all methods back."""
+        for handle in self._handles:
+            handle.remove()
+        for name in self._on_model:
+            self._model.__dict__.pop(name, None)
+        for module in self._model.modules():
+            for name in (_MARK, "__deepcopy__", "_apply", "apply", "register_parameter"):
+                module.__dict__.pop(name, None)
+        for param in self._model.parameters():
+            vars(param).pop(_MARK, None)
+
+
+def has_engine(model: nn.Module) -> bool:
+    """Whether the model, a part of it or a parameter that it shares with another model has one already."""
+    return any(_MARK in vars(part) for part in (*model.modules(), *model.parameters()))
+
+
+def _refuse_state(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
+    def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not runtime.weights_readable:
+            raise RuntimeError(
+                "model.state_dict(): the weights are sharded or older than the last step; "
+                "use zero.state_dict(), or call it inside zero.full_params()"
+            )
+
+    return refuse
+
+
+def _refuse_load(*_: Any) -> None:
+    raise RuntimeError("model.load_state_dict(): the weights are sharded; use zero.load_state_dict()")
+
+
+def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
+    raise RuntimeError(
+        "copy.deepcopy(model): the copy would drive this model's engine; copy it before Zero(), "
+        "use zero.ema() for an average of its weights, or load zero.state_dict() into a new one"
+    )
+
+
+def _apply_in_place(module: nn.Module) -> Callable[..., nn.Module]:
+    """``module._apply``, for functions that leave every parameter where it is; buffers they may change."""
+
+    def apply(fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        own = (param for part in module.modules() for param in part._parameters.values() if param is not None)
+        kinds = {(param.dtype, param.device, min(param.dim(), 5)) for param in own}
+        for dtype, device, num_dims in kinds:
+            # What it does to a tensor like these: a model's copy would be as large as the model.
+            probe = torch.arange(1, 1 + 2**num_dims, device=device).to(dtype).view([2] * num_dims)
+            _require_in_place(probe, fn(probe))
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = fn(buffer)
+        return module
+
+    return apply
+
+
+def _require_in_place(probe: Tensor, found: Tensor) -> None:
+    """Raise RuntimeError unless ``found`` is what ``probe`` is, be it a copy."""
+    if found is probe:
+        return
+    if found.dtype != probe.dtype:
+        what = f"to {found.dtype}: their dtype is {probe.dtype}"
+    elif found.device.type != probe.device.type or (found.device.index or 0) != (probe.device.index or 0):
+        what = f"to {found.device}: they are on {probe.device}"
+    elif found.stride() != probe.stride():
+        what = "to another memory format"
+    elif not torch.equal(found, probe):
+        what = "to empty ones (to_empty())"
+    else:
+        return
+    raise RuntimeError(
+        f"model: it, or a part of it, cannot be moved under an engine, whose buffers hold its parameters: {what}; "
+        "do it before Zero(), or give that a device or a MixedPrecision"
+    )
+
+
+def _apply_where_whole(module: nn.Module, runtime: Runtime) -> Callable[..., nn.Module]:
+    """``module.apply``: what initialises weights by it would be lost, or differ from rank to rank."""
+
+    def apply(fn: Callable[[nn.Module], None]) -> nn.Module:
+        if runtime.levels.world.world_size > 1 and not runtime.is_pinned:
+            raise RuntimeError(
+                "model.apply(): weights that it changes are sharded, or each rank's own; call it before Zero(), or, "
+                "with the same values on every rank, inside zero.full_params(write_back=True)"
+            )
+        return type(module).apply(module, fn)
+
+    return apply
+
+
+def _warns_of_old_weights(model: nn.Module, runtime: Runtime, stepping: Stepping) -> Callable[..., Any]:
+    """``model.named_parameters``; not a part's, which is asked for parameters to freeze or add to an optimizer."""
+    told = False
+
+    def named_parameters(*args: Any, **kwargs: Any) -> Any:
+        nonlocal told
+        if stepping.stepped and not told and not runtime.weights_readable and not _values_do_not_matter():
+            told = True
+            warnings.warn(
+                "model.parameters(): between step() and the next forward, weights are older than the step, or NaN "
+                "where they are sharded; read them inside zero.full_params()",
+                stacklevel=3,
+            )
+        return type(model).named_parameters(model, *args, **kwargs)
+
+    return named_parameters
+
+
+def _values_do_not_matter() -> bool:
+    """Whether a method of `nn.Module` asks for the parameters that sets a flag of theirs, or their gradients."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == nn.Module.parameters.__code__.co_filename:
+        if frame.f_code.co_name in ("requires_grad_", "zero_grad"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _RefusesDdp:
+    """Stands where `DistributedDataParallel` looks first, for the names that it shall leave alone."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError(_NO_DDP)
+
+
+def _begins(stepping: Stepping, params: set[nn.Parameter]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        stepping.stepped = False
+        around = DistributedDataParallel._active_ddp_module
+        if around is not None and not params.isdisjoint(around.parameters()):
+            raise RuntimeError(_NO_DDP)
+
+    return before
+
+
+def _register_known(module: nn.Module, known: set[nn.Parameter]) -> Callable[[str, nn.Parameter | None], None]:
+    """``module.register_parameter``, for parameters that the engine has."""
+
+    def register(name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param not in known:
+            raise RuntimeError(
+                f"{name}: a parameter that comes after Zero() would never be trained; put it into the model before, "
+                "or copy its values into the old one inside zero.full_params(write_back=True)"
+            )
+        type(module).register_parameter(module, name, param)
+
+    return register

@@ -1,0 +1,67 @@
+"""The reductions of one backward: started unit by unit, a few of them under way, and what is agreed at its end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.runtime.collective_order import CollectiveOrder
+from zeroshard.zero.runtime.module_buffers import ModuleBuffers
+
+MAX_REDUCTIONS_IN_FLIGHT = 2
+
+
+class Reductions:
+    """What of the gradients is on its way.
+
+    Args:
+        collectives: by which ranks agree.
+        buffers: of the model, which are made alike at the end of each backward.
+    """
+
+    def __init__(self, collectives: CollectiveOrder, buffers: ModuleBuffers) -> None:
+        self._collectives, self._buffers = collectives, buffers
+        self._in_flight: deque[Unit] = deque()
+        self._to_replicas: deque[Unit] = deque()  # reduced within this rank's group so far
+
+    def start(self, unit: Unit, *, shard_grads: bool) -> None:
+        """Start to reduce the unit's gradients; ``shard_grads``: and have no more whole ones than must be."""
+        unit.reduce_grads()
+        self._across()  # those before it: meanwhile their first sum has come
+        self._to_replicas.append(unit)
+        if shard_grads:
+            self._in_flight.append(unit)
+            while len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
+                self._in_flight.popleft().settle()
+
+    def _across(self) -> None:
+        while self._to_replicas:
+            self._to_replicas.popleft().reduce_across()
+
+    def settle(self, all_units: Sequence[Unit]) -> None:
+        """Agree on which parameters had gradients anywhere, reduce what came late, wait for all. Collective.
+
+        Raises:
+            RuntimeError: ranks have gone different ways; see `CollectiveOrder.agree_on_flags`.
+        """
+        self._across()
+        units = [unit for unit in all_units if unit.trained_groups()]
+        groups = [group for unit in units for group in unit.trained_groups()]
+        late = [any(group.grads.pending for group in unit.groups) for unit in units]
+        flags = [*(flag for group in groups for flag in group.grads.used), *late, *self._buffers.changed()]
+        flags = self._collectives.agree_on_flags(flags) if flags else flags
+        start = 0
+        for group in groups:
+            stop = start + len(group.grads.used)
+            group.grads.used = flags[start:stop]
+            start = stop
+        for unit, is_late in zip(units, flags[start : start + len(late)], strict=True):
+            if is_late:
+                unit.reduce_grads()
+        for unit in units:
+            unit.reduce_across()
+        for unit in units:
+            unit.settle()
+        self._in_flight.clear()
+        self._buffers.sync(flags[start + len(late) :])

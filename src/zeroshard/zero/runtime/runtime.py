@@ -1,0 +1,499 @@
+"""The engine at work: it hears of each event of forward and backward and moves weights and gradients.
+
+A forward pass begins when the model is called. Weights that the last step made stale are refreshed in one order on
+every rank; sharded ones are gathered `prefetch` units ahead of their use and freed after it. A backward pass begins
+with the first gradient that reaches an output and ends when autograd is done. In between, units are gathered and
+reduced along the schedule (`zeroshard.zero.runtime.schedule`).
+
+[Note: Order of execution]
+    Places in the schedule are those of the first forward on rank 0, told to the others at the first backward. A rank
+    may skip units, or run each of them once in another order than the others: weights that were gathered ahead wait for
+    their turn, and gradients that come after their unit was reduced are reduced once more at the end. What no list
+    foresees, a unit that is called again after it was freed, is gathered then and there, and so must happen on every
+    rank alike; where it did not, all raise at the end of backward: [Note: Diverged] in `collective_order`.
+
+[Note: The turn]
+    What runs last in forward is needed first in backward. So the weights of the order's last unit stay in between, on
+    every rank, whether it ran there or not: one gather less, and the one that nothing could have hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.zero.buffers.unit import FlatGroup, Unit
+from zeroshard.zero.levels import Levels
+from zeroshard.zero.runtime.backward_pass import BackwardPass, Run
+from zeroshard.zero.runtime.collective_order import CollectiveOrder
+from zeroshard.zero.runtime.forwards import Forwards
+from zeroshard.zero.runtime.grad_hooks import GradHooks
+from zeroshard.zero.runtime.module_buffers import ModuleBuffers
+from zeroshard.zero.runtime.module_hooks import ForwardRun, in_backward
+from zeroshard.zero.runtime.reductions import Reductions
+from zeroshard.zero.runtime.schedule import ROOT, Cursor, Op, forward_ops
+from zeroshard.zero.runtime.unsharded_weights import WholeWeights
+from zeroshard.zero.strategy import SHARD, ShardingStrategy
+
+
+class Runtime:
+    """The listener behind the hooks.
+
+    Attributes:
+        comm: all ranks.
+        root, units: the root unit, and the others in order of registration.
+        removed: whether the engine has given its model back.
+        sync: whether backward passes reduce; False inside `no_sync`.
+        unreduced: whether the last backward pass left gradients on this rank that no reduction has seen.
+        backward_pass: the one that is running.
+    """
+
+    def __init__(
+        self,
+        root: Unit,
+        units: list[Unit],
+        levels: Levels,
+        strategy: ShardingStrategy,
+        prefetch: int,
+        buffers: ModuleBuffers,
+    ) -> None:
+        self.root = root
+        self.units = units
+        self.levels, self.comm = levels, levels.world
+        self.prefetch = prefetch
+        self._collectives = CollectiveOrder(levels, [root, *units])
+        self._weights = WholeWeights([root, *units], self._collectives)
+        self._reductions = Reductions(self._collectives, buffers)
+        self._read_row(strategy)
+        self.sync = True
+        self.removed = False
+        self.unreduced = False
+        self.backward_pass: BackwardPass | None = None
+        self._order = list(units)
+        self._order_agreed = False
+        self._place = {unit: place for place, unit in enumerate(units)}
+        self._forwards = Forwards()
+        self._ran: dict[Unit, None] = {}  # in order of the first call in this forward
+        self._by_parts: dict[Unit, None] = {}  # units of which parts alone were called, and nobody frees
+        self._unseen: set[Unit] = set()  # units whose weights came after the forward that may have read them
+        self._frees_after_forward = True
+        self._at_the_turn: Unit | None = None  # whose weights stay until its backward: [Note: The turn]
+        self._forward = Cursor([], lambda op: None)
+        self._grad_hooks = GradHooks(self)
+        self._grad_hooks.attach(self.all_units())
+
+    def all_units(self) -> list[Unit]:
+        """The root unit, then the others."""
+        return [self.root, *self.units]
+
+    def groups(self) -> Iterator[FlatGroup]:
+        """Every flat group, unit by unit."""
+        for unit in self.all_units():
+            yield from unit.groups
+
+    # -- forward ----------------------------------------------------------------------------------------------
+
+    @property
+    def forward_run(self) -> ForwardRun:
+        """The forward that is running, or the last one."""
+        return self._forwards.current
+
+    def forward_begins(self, unit: Unit) -> None:
+        """Have the unit's weights whole and current, and the next ones on their way."""
+        if in_backward():
+            self._runs_again(unit)
+        elif unit is self.root:
+            self._begin_forward()
+            unit.inside += 1
+        else:
+            self._reach(unit)
+            unit.inside += 1
+        self._weights.unshard(unit)
+
+    def part_begins(self, unit: Unit) -> None:
+        """A module inside of a unit is called while the unit is not: [Note: Parts] in `module_hooks`."""
+        if in_backward():
+            self._runs_again(unit)
+        else:
+            if unit is not self.root:
+                self._reach(unit)
+            if torch.is_grad_enabled():
+                unit.kept[self.forward_run.index] = self.forward_run
+            elif unit is not self.root:
+                self._by_parts.setdefault(unit)
+        if unit.on_its_way or not unit.readable:
+            self._weights.unshard(unit)
+
+    def _runs_again(self, unit: Unit) -> None:
+        """Computed again, perhaps before its backward begins, and others may have gathered later units first."""
+        backward = self.backward_pass
+        if unit is not self.root and backward is not None and not unit.calls.get(backward.forward_run):
+            backward.before_end(unit, backward.forward_run)
+
+    def _reach(self, unit: Unit) -> None:
+        """Gather everything up to this unit, and as far ahead as is wished."""
+        self._ran.setdefault(unit)
+        self._unseen.discard(unit)
+        self._forward.through(Op("gather", min(self._place[unit] + self.prefetch, len(self._order) - 1)))
+
+    def _begin_forward(self) -> None:
+        if self.backward_pass is not None:
+            self._forget_backward()  # an exception ended it
+        self._grad_hooks.heed()  # memory of gradients that are not wanted any more is free for this forward
+        self._grad_hooks.attach_trained()
+        self._ran, self._by_parts, self._unseen = {}, {}, set()
+        for unit in self.all_units():
+            unit.inside = 0  # an exception may have ended a forward
+        self._forwards.begin(grads=torch.is_grad_enabled())
+        # One answer for all units, run or skipped: what is whole must be so on every rank.
+        self._frees_after_forward = self.reshard_after_forward or not torch.is_grad_enabled()
+        self._at_the_turn = self._order[-1] if self._order and torch.is_grad_enabled() else None
+        self._weights.gather(self.root)
+        if self.shard_params:
+            self._forward = Cursor(
+                forward_ops(len(self._order)), lambda op: self._weights.gather(self._order[op.place])
+            )
+            self._forward.through(Op("gather", min(self.prefetch, len(self._order)) - 1))
+        else:
+            for unit in self._order:
+                self._weights.gather(unit)
+
+    def forward_ends(self, unit: Unit, *, grads_flow: bool, keep: bool) -> None:
+        """Free the unit's weights, unless backward needs them at once."""
+        run = self.forward_run
+        unit.inside = max(unit.inside - 1, 0)
+        if keep:
+            unit.kept[run.index] = run
+        if grads_flow:
+            unit.calls[run.index] = unit.calls.get(run.index, 0) + 1
+        if unit is self.root:
+            self._forward.finish()
+            run.ends()
+            for other in self._order:
+                if other not in self._ran:
+                    self._skipped(other)
+                    self._free_after_forward(other)
+            for other in self._by_parts:
+                self._free_after_forward(other)
+            if not grads_flow and not keep:
+                self._weights.reshard(unit)
+            return
+        if not keep:
+            self._free_after_forward(unit)
+
+    def _skipped(self, unit: Unit) -> None:
+        """Wait for weights that nobody asked for; only then may they be gathered anew."""
+        if unit.on_its_way and not self.shard_params and torch.is_grad_enabled():
+            # Who has read them without a module's call has read old ones: let autograd see that they have changed.
+            torch.autograd.graph.increment_version([p for group in unit.groups for p in group.params.params])
+            self._unseen.add(unit)
+        unit.wait()
+
+    def _free_after_forward(self, unit: Unit) -> None:
+        if self._frees_after_forward and unit is not self._at_the_turn:
+            self._weights.reshard(unit)
+
+    def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those of the tensors that lie in weights that are freed after forward."""
+        return self._weights.views(unit, tensors)
+
+    # -- backward ---------------------------------------------------------------------------------------------
+
+    def backward_begins(self, unit: Unit, forward_run: int | None) -> None:
+        """Walk the schedule to where this unit's weights are whole; see [Note: Which call] in `module_hooks`."""
+        backward = self._backward(forward_run)
+        forward_run = backward.forward_run = backward.forward_run if forward_run is None else forward_run
+        if unit is self.root:
+            self._weights.unshard(unit)  # a forward without gradients may have come in between and freed them
+            return
+        left = unit.calls[forward_run] = max(unit.calls.get(forward_run, 0) - 1, 0)
+        unit.active += 1
+        if left == 0:
+            backward.before_end(unit, forward_run)
+        self._weights.unshard(unit)
+
+    def backward_ends(self, unit: Unit, forward_run: int | None) -> None:
+        """Reduce the unit's gradients, if no other call of it is still to come."""
+        backward = self._backward(forward_run)
+        forward_run = backward.forward_run if forward_run is None else forward_run
+        unit.active = max(unit.active - 1, 0)
+        if unit is self.root or unit.active or unit.calls.get(forward_run):
+            return
+        backward.through_end(unit, forward_run)
+        if self.reshard_after_forward or not self._expected(unit):
+            self._weights.reshard(unit)
+
+    def _expected(self, unit: Unit) -> bool:
+        """Whether calls of the unit are still to come in this backward."""
+        backward = self.backward_pass
+        return backward is not None and any(unit.calls.get(index) for index in backward.forward_runs)
+
+    def _backward(self, forward_run: int | None = None) -> BackwardPass:
+        """The pass that is running, begun if need be by the outputs of that forward."""
+        if self.backward_pass is not None and self.backward_pass.failed:
+            self._forget_backward()
+        if self.backward_pass is None:
+            self._grad_hooks.heed()
+            if not self._order_agreed and self.units:
+                self._order = self._collectives.agree_on_units(self.units, list(self._ran))
+                self._place = {unit: place for place, unit in enumerate(self._order)}
+                self._order_agreed = True
+            run = Run()
+            self.backward_pass = BackwardPass(
+                list(self._order),  # frozen units too: gradients may flow through them on one rank alone
+                self._forwards_of_this_pass(forward_run),
+                self._take,
+                run,
+                prefetch=self.prefetch,
+                gather=self.shard_params,
+            )
+            self._weights.held_by_graph |= self.backward_pass.creates_graph
+            self._hold_what_runs_again(self.backward_pass)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, run))
+        return self.backward_pass
+
+    def _forwards_of_this_pass(self, begun: int | None) -> list[int]:
+        """The latest first. Collective where several may take part and weights move."""
+        forwards = self._forwards
+        for unit in self.all_units():
+            unit.forget_calls(forwards.gone())
+        if begun is None:
+            begun = forwards.outstanding[-1] if forwards.outstanding else forwards.current.index
+        if len(forwards.outstanding) <= 1:
+            return [begun]
+        votes = forwards.votes(begun)
+        if self.shard_params:
+            votes = self._collectives.agree_on_forwards(votes)
+        return forwards.taken(votes) or [begun]
+
+    def _take(self, op: Op) -> None:
+        """Do what the schedule of this backward says."""
+        backward = self.backward_pass
+        assert backward is not None
+        unit = self.root if op.place == ROOT else backward.units[op.place]
+        if op.action == "gather":
+            others_may_have_freed_it = self.reshard_after_forward and (
+                not backward.is_first(op.sweep) or (bool(unit.kept) and unit is not self._at_the_turn)
+            )
+            self._weights.gather(unit, again=others_may_have_freed_it)
+            if unit.kept or unit.held or unit.active:
+                unit.wait()  # whoever reads them next does not say so
+        elif op.action == "reduce":
+            self._reduce(unit)
+        elif self.reshard_after_forward and not (unit.active or unit.held or unit.calls.get(backward.run_of(op))):
+            self._weights.reshard(unit)
+
+    def _hold_what_runs_again(self, backward: BackwardPass) -> None:
+        """Gather what one forward called several times now, and keep it: its turns have no place in the schedule."""
+        for unit in backward.units:
+            if self.shard_params and any(unit.calls.get(index, 0) > 1 for index in backward.forward_runs):
+                self._weights.gather(unit)
+                unit.held = True
+
+    def forget_calls(self) -> None:
+        """Whatever forwards were run, no backward of theirs is expected any more."""
+        self._weights.held_by_graph = False
+        self._forwards.forget()
+        for unit in self.all_units():
+            unit.inside = 0
+            unit.forget_calls()
+
+    def _reduce(self, unit: Unit) -> None:
+        if self.sync:
+            self._reductions.start(unit, shard_grads=self.shard_grads)
+        if unit is not self.root and not unit.active and not self._expected(unit):
+            self._weights.reshard(unit)
+
+    def _end_backward(self, run: Run) -> None:
+        backward = self.backward_pass
+        assert backward is not None
+        try:
+            backward.cursor.finish()
+            if self.sync:
+                self._reductions.settle(self.all_units())
+        except BaseException:
+            backward.fail()
+            raise
+        self.unreduced = not self.sync
+        for unit in self.all_units():
+            unit.forget_calls(backward.forward_runs)
+            self._weights.reshard(unit)
+            for group in unit.groups:
+                group.awaited = not self.sync and (group.trained or group.awaited)
+                if group.grads.reduced is not None:
+                    group.expose_grads()
+        self._forget_backward()
+        self._grad_hooks.show()
+
+    def _forget_backward(self) -> None:
+        """The pass is over; where it failed, so is what was expected of other forwards."""
+        backward, self.backward_pass = self.backward_pass, None
+        over = None if backward is None or backward.failed else backward.forward_runs
+        self._forwards.forget(over)
+        for unit in self.all_units():
+            unit.active = 0
+            unit.held = False
+            unit.forget_calls(over)
+
+    # -- gradients --------------------------------------------------------------------------------------------
+
+    def take_grad(self, group: FlatGroup, slot: int, grad: Tensor) -> None:
+        """A parameter's gradient is there."""
+        self._backward()
+        if self._unseen:
+            self._refuse_unseen(group)
+        group.grads.accumulate(slot, grad)
+
+    def _refuse_unseen(self, group: FlatGroup) -> None:
+        unit = next((unit for unit in self._unseen if group in unit.groups), None)
+        if unit is not None:
+            raise RuntimeError(
+                f"{unit.name}: its parameters have gradients, but neither it nor a module in it was called while its "
+                "weights were on their way, so forward may have read those from before the step; call the module, or "
+                "leave it out of Zero(units=...)"
+            )
+
+    def take_changes(self) -> None:
+        """Take over into the masters what was written into weights: [Note: Changes in place] in `flat_params`."""
+        for group in self.groups():
+            group.params.take_changes()
+
+    def require_reduced(self, what: str) -> None:
+        """Take over what the user has put into ``param.grad``; raises as `require_shown`."""
+        self._grad_hooks.heed()
+        self.require_shown(what)
+
+    def require_shown(self, what: str) -> None:
+        """Raise RuntimeError if gradients wait for a reduction that never came, or are yet to be reduced.
+
+        And if the engine is gone.
+        """
+        if self.removed:
+            raise RuntimeError(
+                f"{what}: zero.remove() has given the model back, and this changes nothing in it; "
+                "make an optimizer over model.parameters()"
+            )
+        if self.backward_pass is not None and self.backward_pass.failed:
+            raise RuntimeError(
+                f"{what}: the last backward ended in an exception, and its gradients are incomplete; "
+                "call zero_grad() and take the step again"
+            )
+        if self.backward_pass is not None:
+            raise RuntimeError(
+                f"{what}: inside backward a gradient is this rank's own and not yet reduced over ranks; "
+                "use it after backward()"
+            )
+        if self._weights.held_by_graph and torch.is_grad_enabled() and what.endswith(".grad"):
+            raise RuntimeError(
+                f"{what}: it has no graph of its own after backward(create_graph=True); "
+                "use torch.autograd.grad(), or read it under torch.no_grad()"
+            )
+        if self.unreduced:
+            raise RuntimeError(
+                f"{what}: gradients accumulated under no_sync() were never reduced; "
+                "run the last backward of a step outside no_sync()"
+            )
+
+    def clear_grads(self, params: set[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
+        """Forget the gradients of ``params``, None: all; or have them be zero."""
+        if params is None and self.backward_pass is not None and self.backward_pass.failed:
+            self._forget_backward()
+        for group in self.groups():
+            chosen = {i for i, p in enumerate(group.params.params) if params is None or p in params}
+            if chosen and not set_to_none:
+                group.grads.zero(chosen)
+            elif chosen:
+                self.clear_slots(group, chosen)
+        if set_to_none:
+            self._grad_hooks.hide(params)
+
+    def clear_slots(self, group: FlatGroup, slots: set[int]) -> None:
+        """Forget the gradients of these parameters."""
+        group.awaited = group.awaited and len(slots) < len(group.params.params)
+        group.grads.clear(slots)
+        for piece, shard in zip(group.params.pieces, group.shards, strict=True):
+            if piece.slot in slots:
+                shard.grad = None
+        self.unreduced = self.unreduced and any(group.grads.pending for group in self.groups())
+
+    # -- layout -----------------------------------------------------------------------------------------------
+
+    def groups_to_leave(self, params: set[nn.Parameter]) -> list[FlatGroup]:
+        """The groups of ``params`` that do not keep tensors whole."""
+        return [group for group in self.groups() if not group.whole and not params.isdisjoint(group.params.params)]
+
+    def keep_whole(self, params: set[nn.Parameter]) -> None:
+        """Lay ``params`` out so that each tensor has one owner; see [Note: Laid out anew] in `unit`. Collective.
+
+        Raises:
+            RuntimeError: inside `pinned`, or while gradients of these parameters or their neighbours wait for a step.
+        """
+        leaving = self.groups_to_leave(params)
+        if self._weights.pinned:
+            raise RuntimeError("optimizer: it lays weights out anew; make it outside full_params()")
+        if self.unreduced or any(any(group.grads.used) for group in leaving):
+            raise RuntimeError(
+                "optimizer: gradients wait for a step, and would be lost where weights are laid out anew; "
+                "make it before backward, or after zero_grad()"
+            )
+        loads = [0] * self.levels.shard.world_size
+        for unit in self.all_units():
+            unit.keep_whole(params, loads)
+        # A graph from before holds the old buffers: autograd shall say so if a backward goes through it.
+        torch.autograd.graph.increment_version([param for group in leaving for param in group.params.params])
+        self._grad_hooks.attach(self.all_units())
+
+    def require_unpinned(self, what: str) -> None:
+        """Raise RuntimeError inside `pinned`, which promises weights that are whole and current."""
+        if self._weights.pinned:
+            raise RuntimeError(f"{what}: it changes weights; call it outside full_params()")
+
+    def require_rest(self, what: str) -> None:
+        """Raise RuntimeError inside `pinned`, or while gradients wait for a step."""
+        if self._weights.pinned:
+            raise RuntimeError(f"{what}: it lays weights out anew; call it outside full_params()")
+        if self.unreduced or any(any(group.grads.used) for group in self.groups()):
+            raise RuntimeError(f"{what}: gradients wait for a step, and would be lost; call it after zero_grad()")
+
+    def take_row(self, strategy: ShardingStrategy) -> None:
+        """Move weights and gradients as this row says from now on; the groups are laid out by it already."""
+        self._read_row(strategy)
+        self.forget_calls()
+        # A graph from before holds the old buffers: autograd shall say so if a backward goes through it.
+        torch.autograd.graph.increment_version([param for group in self.groups() for param in group.params.params])
+        self._grad_hooks.attach(self.all_units())
+
+    def _read_row(self, strategy: ShardingStrategy) -> None:
+        several = self.levels.shard.world_size > 1
+        self.shard_params = self._weights.shard_params = strategy.params is SHARD and several
+        self.shard_grads = strategy.grads is SHARD and several
+        self.reshard_after_forward = strategy.reshard_after_forward
+
+    # -- whole weights ----------------------------------------------------------------------------------------
+
+    def pinned(self) -> AbstractContextManager[None]:
+        """Keep all weights whole and current in this block. Collective on entry."""
+        return self._weights.pin()
+
+    def masters_replaced(self) -> None:
+        """Masters have got other values, outside of a step. Collective."""
+        self._weights.masters_replaced()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether this is inside `pinned`."""
+        return self._weights.pinned
+
+    @property
+    def weights_readable(self) -> bool:
+        """Whether the module's parameters show current, whole weights now."""
+        return self._weights.readable
+
+    def detach(self) -> None:
+        """Remove the hooks on parameters: the engine is gone."""
+        self.removed = True
+        self._grad_hooks.detach()

@@ -1,0 +1,393 @@
+"""What ``param.grad`` is under an engine: the gradient averaged over ranks, of the parameter's shape, kept in shards.
+
+Reading gathers it, writing changes each rank's own part, and the optimizer's pieces share that memory. So what a
+training loop does with gradients (`torch.nn.utils.clip_grad_norm_`, `clip_grad_value_`, `torch.amp.GradScaler`, norms
+for a log, ``p.grad.mul_()``) gives every rank the numbers of one process.
+
+    norm                           one number a gradient and rank is sent, for a whole list of gradients at once
+    in place, element by element   nothing is sent: each rank computes its own part
+    any other                      the gradient is gathered; what it has become is written back, each rank its own part
+
+As with a `DTensor`, of which this is the small case that an engine needs: whatever is sent is collective, so every rank
+does the same, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from zeroshard.comm import CONTROL, Communicator, scope
+
+aten = torch.ops.aten
+View = Callable[[Tensor], Tensor]
+
+# In place, each element from its own: what a shard computes is what the whole tensor would.
+_ELEMENT_WISE = frozenset(
+    {"abs_", "add_", "addcdiv_", "addcmul_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "copy_", "div_", "exp_"}
+    | {"fill_", "floor_", "lerp_", "log_", "masked_fill_", "mul_", "nan_to_num_", "neg_", "pow_", "reciprocal_"}
+    | {"round_", "rsqrt_", "sign_", "sqrt_", "square_", "sub_", "tanh_", "trunc_"}
+)
+
+
+class GradHome(Protocol):
+    """Where one parameter's gradient lies."""
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that hold its parts."""
+        ...
+
+    @property
+    def sharded(self) -> bool:
+        """Whether they hold a part each, or all of them the whole."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        ...
+
+    @property
+    def intervals(self) -> Sequence[tuple[int, int]]:
+        """By rank, ``[start, stop)`` of the flattened gradient that is the rank's own."""
+        ...
+
+    def local(self) -> Tensor:
+        """1-D: the part that this rank holds; RuntimeError where there is nothing to be read now."""
+        ...
+
+    def zero(self) -> None:
+        """Make it zero, reduced or not."""
+        ...
+
+
+class ShardedGrad(Tensor):
+    """A gradient of which each rank holds a part; see the module's docstring.
+
+    It is good until gradients are cleared; what is kept longer must be a copy (`full_tensor`). It has no graph.
+    """
+
+    _home: GradHome
+    _views: tuple[View, ...]
+    _arrived: Tensor | None
+    __torch_function__ = torch._C._disabled_torch_function_impl  # ty: ignore[incompatible-method-override]
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardedGrad], home: GradHome, like: Tensor, dtype: torch.dtype, views: tuple[View, ...] = ()
+    ) -> ShardedGrad:
+        """As ``like`` lies, wherever its memory is; ``views`` lead from the gradient to what this shows."""
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_size=0,  # it has no memory, and whoever counts bytes shall see none
+            dtype=dtype,
+            device=home.device,
+        )
+        made._home, made._views, made._arrived = home, views, None
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # ty: ignore[incompatible-method-override] -- torch's own has other names
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every operation that a gradient takes part in."""
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        adds = func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(first, cls) and isinstance(args[1], Tensor)
+        if adds and _accumulates():
+            return first._arrives(func, args[1])
+        special = _SPECIAL.get(func.overloadpacket)
+        if special is not None:
+            found = special(func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        written = _written(func, args, kwargs)
+        if written:
+            return _write(func, args, kwargs, written)
+        if getattr(func, "is_view", False) and isinstance(first, cls):
+            return first._view(func, args[1:], kwargs)
+        whole = _Whole()
+        return func(*tree_map(whole, args), **tree_map(whole, kwargs))
+
+    def full_tensor(self) -> Tensor:
+        """A plain copy of all of it, in the masters' dtype. Collective.
+
+        Raises:
+            RuntimeError: it was cleared, or its reduction is yet to come.
+        """
+        return _through(self._views, gather(self._home))
+
+    def to_local(self) -> Tensor:
+        """1-D: the part that this rank holds, in the engine's own memory; raises as `full_tensor`."""
+        return self._home.local()
+
+    def is_all_of(self, home: GradHome) -> bool:
+        """Whether it shows all of what lies there, as it lies."""
+        return self._home is home and not self._views
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of a plain tensor. Collective."""
+        return self.full_tensor().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As of a plain tensor. Collective."""
+        return self.full_tensor().tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.full_tensor().__array__(*([] if dtype is None else [dtype]))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.full_tensor()
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.full_tensor().__reduce_ex__(proto)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ShardedGrad(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    # -- for the engine ---------------------------------------------------------------------------------------
+
+    def take_arrived(self) -> Tensor | None:
+        """What autograd has added to it since, which is this rank's own and yet to be reduced."""
+        arrived, self._arrived = self._arrived, None
+        return arrived
+
+    def _arrives(self, func: Any, grad: Tensor) -> Tensor:
+        if func is aten.add.Tensor:  # under create_graph, which puts the sum in this tensor's place
+            return grad.detach()
+        self._arrived = grad.detach()
+        return self
+
+    def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        meta = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        if func in (aten.detach.default, aten.alias.default):
+            return self._seen_as(meta)
+        found = func(meta, *args, **kwargs)
+        if isinstance(found, Tensor):
+            return self._seen_as(found, lambda whole: func(whole, *args, **kwargs))
+        return [self._seen_as(part, lambda whole, i=i: func(whole, *args, **kwargs)[i]) for i, part in enumerate(found)]
+
+    def _seen_as(self, like: Tensor, *further: View) -> ShardedGrad:
+        return ShardedGrad(self._home, like, self.dtype, (*self._views, *further))
+
+
+def _through(views: Iterable[View], whole: Tensor) -> Tensor:
+    for view in views:
+        whole = view(whole)
+    return whole
+
+
+def _accumulates() -> bool:
+    """Whether autograd is adding a new gradient to what is there, as it does in a backward and nobody else may."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def gather(home: GradHome) -> Tensor:
+    """The whole gradient, of its own shape; a new tensor. Collective where it is sharded."""
+    local = home.local()
+    if not home.sharded:
+        return local.clone().view(home.shape)
+    whole = torch.empty(math.prod(home.shape), dtype=local.dtype, device=local.device)
+    for rank, (start, stop) in enumerate(home.intervals):
+        if start < stop:
+            if rank == home.comm.rank:
+                whole[start:stop].copy_(local)
+            with scope("grads/read"):
+                home.comm.broadcast(whole[start:stop], src=rank).wait()
+    return whole.view(home.shape)
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+class _Whole:
+    """Puts the whole gradient in a sharded one's place, each gathered once."""
+
+    def __init__(self) -> None:
+        self._gathered: dict[int, Tensor] = {}
+
+    def gradient(self, home: GradHome) -> Tensor:
+        """All of it, of the parameter's shape."""
+        if id(home) not in self._gathered:
+            self._gathered[id(home)] = gather(home)
+        return self._gathered[id(home)]
+
+    def __call__(self, value: Any) -> Any:
+        return _through(value._views, self.gradient(value._home)) if isinstance(value, ShardedGrad) else value
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedGrad]:
+    """The gradients that ``func`` changes in place."""
+    if not func._schema.is_mutable:
+        return []
+    found: list[ShardedGrad] = []
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            values = value if isinstance(value, list | tuple) else [value]
+            found += [each for each in values if isinstance(each, ShardedGrad)]
+    return found
+
+
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[ShardedGrad]) -> Any:
+    name = func.overloadpacket.__name__
+    listed = name.startswith("_foreach_")
+    if not any(grad._views for grad in written) and name.removeprefix("_foreach_") in _ELEMENT_WISE:
+        if listed and len(written) == len(args[0]):
+            cut = [
+                [_part(each, grad._home) for each, grad in zip(value, written, strict=True)]
+                if isinstance(value, list | tuple)
+                else value
+                for value in args
+            ]
+            func(*cut, **kwargs)
+            return None
+        if not listed and len(written) == 1 and args[0] is written[0]:
+            home = written[0]._home
+            func(*[_part(value, home) for value in args], **{key: _part(value, home) for key, value in kwargs.items()})
+            return args[0]
+    whole = _Whole()
+    result = func(*tree_map(whole, args), **tree_map(whole, kwargs))
+    for home in {id(grad._home): grad._home for grad in written}.values():
+        start, stop = held(home)
+        home.local().copy_(whole.gradient(home).reshape(-1)[start:stop])
+    return None if result is None else (written[0] if isinstance(result, Tensor) else list(written))
+
+
+def held(home: GradHome) -> tuple[int, int]:
+    """``[start, stop)`` of the flattened gradient that `GradHome.local` is."""
+    return home.intervals[home.comm.rank] if home.sharded else (0, math.prod(home.shape))
+
+
+def _part(value: Any, home: GradHome) -> Any:
+    """What of an operand meets this rank's part of the gradient at ``home``, element by element."""
+    if isinstance(value, ShardedGrad):
+        if value._home is home and not value._views:
+            return home.local()
+        value = value.full_tensor()
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    start, stop = held(home)
+    return value.expand(home.shape).reshape(-1)[start:stop]
+
+
+# -- numbers over all ranks -----------------------------------------------------------------------------------------
+
+
+def norms(homes: Sequence[GradHome], order: float) -> Tensor:
+    """``[len(homes)]``, float64: the p-norm of each gradient, the same bits on every rank and at every stage.
+
+    Collective where they are sharded: one message for all of them. Partials are kept in float64 and added in the order
+    of ranks, as `zeroshard.zero.optimizers.grad_norm` does.
+    """
+    locals_ = [home.local() for home in homes]
+    comm, sharded = homes[0].comm, homes[0].sharded
+    rows = [comm.rank] if sharded else range(comm.world_size)
+    zero = torch.zeros((), dtype=torch.float64, device=locals_[0].device)
+    parts = []
+    for rank in rows:
+        for home, local in zip(homes, locals_, strict=True):
+            start, stop = home.intervals[rank]
+            part = local if sharded else local[start:stop]
+            norm = torch.linalg.vector_norm(part, order).to(torch.float64) if stop > start else zero
+            parts.append(norm if math.isinf(order) else norm**order)
+    table = torch.stack(parts).view(len(rows), len(homes))
+    if sharded:
+        everybodys = torch.empty(comm.world_size * len(homes), dtype=torch.float64, device=table.device)
+        with scope(CONTROL):
+            comm.all_gather(everybodys, table.view(-1)).wait()
+        table = everybodys.view(comm.world_size, len(homes))
+    if math.isinf(order):
+        return table.amax(0)
+    total = table[0]
+    for row in table[1:]:
+        total = total + row
+    return total ** (1.0 / order)
+
+
+def _norm_dtype(grad: ShardedGrad, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype or torch.empty((), dtype=grad.dtype, device="meta").abs().dtype
+
+
+def _order(value: Any) -> float | None:
+    """p where partial norms can be put together; None where they cannot."""
+    order = 2.0 if value is None else float(value)
+    return order if order > 0 else None
+
+
+def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad = args[0]
+    order = _order(args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p")))
+    along = args[2] if len(args) > 2 else kwargs.get("dim")
+    keeps = kwargs.get("keepdim") or (len(args) > 3 and args[3])
+    if order is None or not isinstance(grad, ShardedGrad) or grad._views or along or keeps:
+        return NotImplemented
+    return norms([grad._home], order)[0].to(_norm_dtype(grad, kwargs.get("dtype")))
+
+
+def _norms_of_all(homes: Sequence[GradHome], order: float) -> list[Tensor]:
+    """`norms` of gradients that several engines may have: those that lie on the same ranks in the same way together."""
+    alike: dict[tuple[int, bool], list[int]] = {}
+    for place, home in enumerate(homes):
+        alike.setdefault((id(home.comm), home.sharded), []).append(place)
+    found: dict[int, Tensor] = {}
+    for places in alike.values():
+        found |= zip(places, norms([homes[place] for place in places], order).unbind(), strict=True)
+    return [found[place] for place in range(len(homes))]
+
+
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grads = args[0]
+    order = _order(args[1] if len(args) > 1 else kwargs.get("ord"))
+    if order is None or not all(isinstance(grad, ShardedGrad) and not grad._views for grad in grads):
+        return NotImplemented
+    found = _norms_of_all([grad._home for grad in grads], order)
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    return [norm.to(_norm_dtype(grad, dtype)) for grad, norm in zip(grads, found, strict=True)]
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.amp.GradScaler`'s: whether any rank's part has overflowed is told to all. Collective."""
+    grads, found_inf, inverse_scale = args
+    if not all(isinstance(grad, ShardedGrad) and not grad._views for grad in grads):
+        raise RuntimeError("GradScaler.unscale_: some gradients are sharded and some are not; give each an optimizer")
+    func([grad._home.local() for grad in grads], found_inf, inverse_scale)
+    home = grads[0]._home
+    if home.sharded:
+        told = found_inf.to(home.comm.control_device).reshape(1)
+        with scope(CONTROL):
+            home.comm.all_reduce(told, "max").wait()
+        found_inf.copy_(told.view(found_inf.shape))
+    return None
+
+
+def _zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grads = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+    if not all(isinstance(grad, ShardedGrad) and not grad._views for grad in grads):
+        return NotImplemented
+    for grad in cast("Sequence[ShardedGrad]", grads):
+        grad._home.zero()
+    return None if args[0] is grads else args[0]
+
+
+_SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    aten.linalg_vector_norm: _vector_norm,
+    aten.norm: _vector_norm,
+    aten._foreach_norm: _foreach_norm,
+    aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    aten.zero_: _zero,
+    aten._foreach_zero_: _zero,
+}

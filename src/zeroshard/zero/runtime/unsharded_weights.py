@@ -1,0 +1,103 @@
+"""Which units' weights are whole, and who may free them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.runtime.collective_order import CollectiveOrder
+
+
+class WholeWeights:
+    """The weights of all units of an engine.
+
+    Args:
+        units: root first.
+        collectives: told of each gather where weights are sharded.
+
+    Attributes:
+        shard_params: whether full weights are freed after use.
+        pinned: whether all weights stay whole and current for now.
+        held_by_graph: whether a backward has made a graph of its own, which reads weights unannounced.
+    """
+
+    def __init__(self, units: Sequence[Unit], collectives: CollectiveOrder) -> None:
+        self._units, self._collectives = units, collectives
+        self.shard_params = False
+        self.pinned = False
+        self.held_by_graph = False
+
+    def gather(self, unit: Unit, *, again: bool = False) -> None:
+        """Start to make them whole and current; ``again``: also where they are, since other ranks may have none."""
+        if unit.gather(again=again) and self.shard_params:
+            self._collectives.note_gather(unit)
+
+    def unshard(self, unit: Unit) -> None:
+        """Make them whole and current."""
+        self.gather(unit)
+        unit.wait()
+
+    def reshard(self, unit: Unit) -> None:
+        """Free them, unless somebody still needs them."""
+        # A gradient may be asked for in the middle of a forward (forces from an energy).
+        needed = self.pinned or self.held_by_graph or unit.inside or unit.kept
+        if self.shard_params and not needed:
+            unit.reshard()
+
+    def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those of the tensors that lie in weights that are freed after forward."""
+        if not self.shard_params:
+            return []
+        storages = {group.params.full.untyped_storage()._cdata for group in unit.groups}
+        return [tensor for tensor in tensors if _storage(tensor) in storages]
+
+    @contextmanager
+    def pin(self) -> Generator[None]:
+        """Keep all weights whole and current in this block. Collective on entry."""
+        if self.pinned:
+            yield
+            return
+        for unit in self._units:
+            unit.gather()
+        for unit in self._units:
+            unit.wait()
+        self.pinned = True
+        try:
+            yield
+        finally:
+            self.pinned = False
+            for unit in self._units:
+                for group in unit.groups:
+                    group.params.drop_changes()
+                self.reshard(unit)
+
+    def masters_replaced(self) -> None:
+        """Masters have got other values, outside of a step. Collective.
+
+        Whole weights follow at once, in one order on every rank: `pin` shows them, and a backward whose forward is over
+        would ask for those alone that this rank runs.
+        """
+        for unit in self._units:
+            for group in unit.groups:
+                group.params.mark_stale()
+                if group.params.stale or self.pinned:
+                    group.params.gather()
+        for unit in self._units:
+            unit.wait()
+
+    @property
+    def readable(self) -> bool:
+        """Whether the module's parameters show current, whole weights now."""
+        return all(unit.readable for unit in self._units)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Which one the tensor lies in; 0 where that is nobody's."""
+    if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
+        return 0
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,61 @@
+"""What `ShardedOptimizer` accepts: classes, settings and parameters, each refused in one line that says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zeroshard.zero.optimizers.adoption import has_owner
+from zeroshard.zero.optimizers.requirements import Scope, classify
+
+PER_RANK = ("params", "param_names")  # what differs between a group here and the inner optimizer's
+
+# What no rank can do with some of the tensors alone. A class that fails on dense gradients may have sparse ones, and
+# random numbers that only the owner draws are the same weights everywhere.
+_REFUSED = (Scope.CROSS_TENSOR, Scope.CLOSURE_DRIVEN)
+
+
+def check_class(optimizer_cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
+    """Raise TypeError for what is no optimizer class, ValueError for one that is differentiable."""
+    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
+        raise TypeError(f"optimizer_cls: {optimizer_cls!r} is not a torch.optim.Optimizer class; give the class itself")
+    if kwargs.get("differentiable"):
+        raise ValueError("differentiable: autograd cannot follow weights from rank to rank; leave it False")
+
+
+def check_reach(optimizer_cls: type[Optimizer], kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Refuse a class that lets tensors influence each other, with the settings of any of the groups."""
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key not in PER_RANK}
+        device = group["params"][0].device if group["params"] else "cpu"
+        kind = classify(optimizer_cls, kwargs, settings, device)
+        if kind.scope in _REFUSED:
+            raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}")
+
+
+def check_param(param: Tensor) -> None:
+    """Raise ValueError for a parameter that is not whole and dense in this process."""
+    what = None
+    if is_traceable_wrapper_subclass(param):
+        what = f"a {type(param).__name__}, of which this rank may hold only a part"
+    elif param.layout != torch.strided:
+        what = "sparse"
+    elif param.is_meta:
+        what = "on the meta device"
+    elif has_owner(param):
+        raise ValueError(
+            f"params: a parameter of shape {tuple(param.shape)} is one of a model under Zero(), which shards optimizer "
+            "states itself; use zero.optimizer()"
+        )
+    if what is not None:
+        raise ValueError(f"params: a parameter of shape {tuple(param.shape)} is {what}; give whole, dense parameters")
+
+
+def describe(param: Tensor) -> str:
+    """A parameter in words that are the same on every rank: dtype, shape, kind of device, frozen or not."""
+    frozen = "" if param.requires_grad else " (frozen)"
+    return f"{str(param.dtype).removeprefix('torch.')} {list(param.shape)} on {param.device.type}{frozen}"

@@ -1,0 +1,75 @@
+"""Ranks that build the same thing from their own arguments find out at once where these differ.
+
+Without it a rank that was given other parameters, or whose constructor raised, leaves the others in a collective that
+never ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from hashlib import sha256
+from itertools import zip_longest
+
+import torch
+
+from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.zero.transfer import send_bytes
+
+_ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
+
+
+@contextmanager
+def agreement(comm: Communicator) -> Generator[list[str]]:
+    """Leave this block together: each rank describes its things in the list, in order. Collective.
+
+    Raises:
+        Exception: what the block raised here; else what it raised on the first rank where it did (a TypeError or
+            ValueError as such, another one as a RuntimeError), with that rank's number.
+        ValueError: ranks have described different things; names the first.
+    """
+    described: list[str] = []
+    try:
+        yield described
+    except Exception as error:
+        _exchange(comm, described, error)
+        raise
+    _exchange(comm, described, None)
+
+
+def _exchange(comm: Communicator, described: list[str], error: Exception | None) -> None:
+    if comm.world_size == 1:
+        return
+    failed, count, digest = _gather(comm, [error is not None, len(described), _digest("\n".join(described))])
+    if error is not None:
+        send_bytes(comm, f"{type(error).__name__}\n{error}".encode(), failed.index(1))
+        return
+    if any(failed):
+        first = failed.index(1)
+        name, _, text = send_bytes(comm, b"", first).decode().partition("\n")
+        raise _ERRORS.get(name, RuntimeError)(f"rank {first}: {text}")
+    for rank, other in enumerate(zip(count, digest, strict=True)):
+        if other != (count[0], digest[0]):
+            _raise_difference(comm, described, rank)
+
+
+def _raise_difference(comm: Communicator, described: list[str], rank: int) -> None:
+    """Raise with the first difference between rank 0 and ``rank``; collective, on every rank."""
+    lists = [send_bytes(comm, "\n".join(described).encode(), r).decode().split("\n") for r in (0, rank)]
+    ours, theirs = next(pair for pair in zip_longest(*lists, fillvalue="nothing more") if pair[0] != pair[1])
+    raise ValueError(
+        f"params: rank 0 has {ours}, rank {rank} has {theirs}; give every rank the same parameters in the same order"
+    )
+
+
+def _gather(comm: Communicator, numbers: list[int]) -> list[list[int]]:
+    """Each of ``numbers`` by rank."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=comm.control_device)
+    found = torch.empty(comm.world_size * len(numbers), dtype=torch.int64, device=comm.control_device)
+    with scope(CONTROL):
+        comm.all_gather(found, own).wait()
+    return found.view(comm.world_size, len(numbers)).T.tolist()
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(sha256(text.encode()).digest()[:8], "big", signed=True)

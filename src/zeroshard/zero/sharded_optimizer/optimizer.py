@@ -1,0 +1,387 @@
+"""`ShardedOptimizer`: any per-tensor optimizer, with each parameter's state on one rank only.
+
+Weights and gradients stay whole on every rank, as DDP or averaging by hand leaves them. The ranks share out the
+parameters; each runs the user's optimizer on its own and sends the new weights to the others:
+
+    rank 0   update a | send a ->      | update c | send c ->      |
+    rank 1   update b | <- receive a   | send b -> | update d ...
+
+Tensors stay whole, so an optimizer that works tensor by tensor does the same arithmetic as without sharding, and gives
+the same bits; element by element is not needed. Source: optimizer state sharding ("P_os") of Rajbhandari et al. 2020,
+ZeRO, https://arxiv.org/abs/1910.02054, section 5.1.
+
+[Note: Update in parts]
+    Parcel after parcel of this rank's parameters is updated while earlier parcels travel. For that the inner
+    optimizer steps once per parcel, on the parameters in it alone. It is exact where all that a step counts is
+    counted per parameter, as every class of `torch.optim` does. A class from elsewhere may count steps in itself or
+    in a group, so it steps once, on everything, before this rank sends its first parcel; the other ranks' travel on.
+    So does one with step hooks of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.comm import CONTROL, Communicator, LocalCommunicator, TorchCommunicator, scope
+from zeroshard.zero.sharded_optimizer.acceptance import PER_RANK, check_class, check_param, check_reach, describe
+from zeroshard.zero.sharded_optimizer.agreement import agreement
+from zeroshard.zero.sharded_optimizer.ownership import Parcel, assign, pack
+from zeroshard.zero.transfer import Flight, gather_to
+
+BUCKET_BYTES = 16 << 20
+
+
+class ShardedOptimizer(Optimizer):
+    """An ``optimizer_cls`` whose state is shared out among the ranks, a whole parameter's on one rank.
+
+    A drop-in for the optimizer itself: `param_groups` holds all of the user's parameters, and edits of a group's
+    settings (by hand or by a scheduler) take effect at the next step. After `step` the parameters are the same objects
+    as before, whole and equal on every rank. For Adam a rank holds about 2/N of the parameters' bytes as state.
+
+    To build one, `add_param_group`, `step` and `consolidate_state_dict` are collective. As with DDP, training starts
+    from rank 0's weights. Before `step` a parameter's gradient must be averaged on its owner at least; one without
+    gradient there is skipped, and neither it nor a frozen one is sent. A step's control message is one byte for each
+    parameter; it travels on the CPU where the group has a CPU backend (``"cpu:gloo,cuda:nccl"``), and otherwise costs
+    one synchronisation of the GPU.
+
+    Args:
+        params: parameters, named or not, or group dicts of them, as for any optimizer.
+        optimizer_cls: a class that works tensor by tensor, which is found out by trying it on tiny ones
+            (`contract.classify`): all of `torch.optim` but LBFGS.
+        process_group: among which ranks; None: `torch.distributed`'s default group if initialised, else one process.
+        comm: a `Communicator` instead of a process group.
+        bucket_bytes: parameters smaller than this travel packed in messages of at most so many bytes, of which
+            `PARCELS_IN_FLIGHT` are under way: that is all the memory a step takes. A larger one travels alone from
+            where it lies (if its elements do not lie in order, by way of a copy of it).
+        **kwargs: for ``optimizer_cls``; ``fused`` and ``foreach`` too.
+
+    Raises:
+        TypeError: ``optimizer_cls`` is no optimizer class; ``params`` is a tensor or a set.
+        ValueError: an optimizer that needs all parameters at once (named, with the reason), or is differentiable; no
+            parameters; one that is sharded already, sparse, or on the meta device; ranks whose parameters differ.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: type[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        comm: Communicator | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        **kwargs: Any,
+    ) -> None:
+        check_class(optimizer_cls, kwargs)
+        if issubclass(optimizer_cls, ShardedOptimizer):
+            raise ValueError(
+                "optimizer_cls: a ShardedOptimizer cannot be sharded again; give the optimizer's own class"
+            )
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes: {bucket_bytes} bytes hold nothing; give at least 1")
+        self.comm = _communicator(process_group, comm)
+        self.bucket_bytes = bucket_bytes
+        self.optim: Optimizer
+        self._owners: dict[Tensor, int] = {}
+        self._loads = [0] * self.comm.world_size
+        # All ranks' states on the rank that has them, from a consolidation to the next change
+        self._whole_state: dict[Any, Any] | None = None
+        self._consolidated_to: int | None = None
+        with agreement(self.comm) as described:
+            super().__init__(params, {})
+            added = self._assign(self.param_groups, described)
+            self._kwargs = kwargs
+            check_reach(optimizer_cls, kwargs, self.param_groups)
+            self.optim = optimizer_cls([self._own_part(group) for group in self.param_groups], **kwargs)
+            self._take_options()
+        self._start_from_rank_0(added)
+
+    # -- groups -----------------------------------------------------------------------------------------------
+
+    def owner(self, param: Tensor) -> int:
+        """The rank that holds a parameter's state, updates it and needs its gradient.
+
+        Raises:
+            KeyError: no parameter of this optimizer.
+        """
+        return self._owners[param]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters go to the ranks that own least, and no other moves. Collective.
+
+        Raises:
+            TypeError, ValueError: as for any optimizer, or for parameters that differ between ranks. Nothing has
+                changed then.
+        """
+        if not hasattr(self, "optim"):  # called by Optimizer.__init__
+            super().add_param_group(param_group)
+            return
+        num_groups, owners, loads = len(self.param_groups), dict(self._owners), list(self._loads)
+        try:
+            with agreement(self.comm) as described:
+                super().add_param_group(param_group)
+                added = self._assign(self.param_groups[num_groups:], described)
+                check_reach(type(self.optim), self._kwargs, [param_group])
+                self.optim.add_param_group(self._own_part(self.param_groups[-1]))
+                _set_options(self.param_groups[-1], self.optim.param_groups[-1])
+        except BaseException:
+            del self.param_groups[num_groups:], self.optim.param_groups[num_groups:]
+            self._owners, self._loads = owners, loads
+            raise
+        self._state_has_changed()
+        self._start_from_rank_0(added)
+
+    def _assign(self, groups: list[dict[str, Any]], described: list[str]) -> list[Tensor]:
+        """Give the parameters of new groups owners; they are returned, and described for the other ranks."""
+        added = list(dict.fromkeys(param for group in groups for param in group["params"]))
+        described.append(f"{len(added)} parameters, in groups of {[len(group['params']) for group in groups]}")
+        for number, param in enumerate(added):
+            check_param(param)
+            described.append(f"as number {number} {describe(param)}")
+        owners = assign([param.nbytes for param in added], [param.requires_grad for param in added], self._loads)
+        self._owners.update(zip(added, owners, strict=True))
+        return added
+
+    def _own_part(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The inner optimizer's group: the same settings, this rank's parameters."""
+        try:
+            mine = [i for i, param in enumerate(group["params"]) if self._owners[param] == self.comm.rank]
+        except KeyError:
+            raise ValueError("params: a group holds a parameter that no rank owns; use add_param_group") from None
+        return {key: [value[i] for i in mine] if key in PER_RANK else value for key, value in group.items()}
+
+    def _take_options(self) -> None:
+        """Settings as the inner optimizer has them: defaults filled in, or changed by it."""
+        self.defaults = self.optim.defaults
+        self.state = self.optim.state
+        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            _set_options(group, inner)
+
+    def _give_options(self) -> None:
+        """Settings as the user and the schedulers have left them, and the parameters that are still there."""
+        if len(self.param_groups) != len(self.optim.param_groups):
+            raise ValueError("param_groups: a group was added or removed by hand; use add_param_group")
+        for group, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            part = self._own_part(group)
+            _set_options(inner, part)
+            inner.update({key: part[key] for key in PER_RANK if key in part})
+
+    def _start_from_rank_0(self, added: list[Tensor]) -> None:
+        parcels = pack(
+            range(len(added)), [0] * len(added), [p.nbytes for p in added], _devices(added), self.bucket_bytes, 1
+        )
+        flight = Flight(self.comm, "optimizer/start")
+        with torch.no_grad():
+            for parcel in parcels:
+                flight.depart([added[i] for i in parcel.members], 0)
+            flight.land()
+
+    # -- the step ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update this rank's parameters and exchange the new weights; on return all are in place. Collective.
+
+        Args:
+            closure: computes gradients (averaged over ranks) and returns the loss. The inner optimizer is given it, and
+                calls it on every rank; no weight may have moved before it does. All is updated then before anything
+                is sent.
+            **kwargs: for the inner optimizer's step.
+
+        Returns:
+            What the inner optimizer's step does with a closure: the loss.
+        """
+        loss = None
+        self._state_has_changed()
+        self._give_options()
+        if closure:  # as torch's ZeroRedundancyOptimizer: whatever is false is none
+            loss = self.optim.step(closure=torch.enable_grad()(closure), **kwargs)
+        parcels = self._parcels()
+        params = list(self._owners)
+        mine = [parcel for parcel in parcels if parcel.owner == self.comm.rank]
+        updates = iter(()) if closure else self._update_in_parts(mine, kwargs)
+        flight = Flight(self.comm, "optimizer/weights")
+        for parcel in parcels:
+            next(updates, None)  # while the parcels before travel; by now our next parcel to leave is up to date
+            flight.depart([params[i] for i in parcel.members], parcel.owner)
+        for _ in updates:
+            pass
+        flight.land()
+        self._take_options()
+        return loss
+
+    def _parcels(self) -> list[Parcel]:
+        """What will have changed on any rank: parameters with a gradient on their owner. Collective."""
+        if self.comm.world_size == 1:
+            return []
+        params, owners = list(self._owners), list(self._owners.values())
+        listed = {param for group in self.param_groups for param in group["params"]}
+        moves = [owners[i] == self.comm.rank and p.grad is not None and p in listed for i, p in enumerate(params)]
+        told = torch.tensor(moves, dtype=torch.uint8, device=self.comm.control_device)
+        with scope(CONTROL):
+            self.comm.all_reduce(told, "max").wait()
+        moved = [index for index, one in enumerate(told.tolist()) if one]
+        sizes = [param.nbytes for param in params]
+        return pack(moved, owners, sizes, _devices(params), self.bucket_bytes, self.comm.world_size)
+
+    def _update_in_parts(self, mine: list[Parcel], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Each `next` updates the parameters of this rank's next parcel, or all: [Note: Update in parts]."""
+        hooked = self.optim._optimizer_step_pre_hooks or self.optim._optimizer_step_post_hooks
+        of_torch = type(self.optim).__module__.startswith("torch.optim.")
+        if self.comm.world_size == 1 or hooked or not of_torch:
+            self.optim.step(**kwargs)
+            yield
+            return
+        params = list(self._owners)
+        for parcel in mine:
+            with _only({params[i] for i in parcel.members}, self.optim.param_groups):
+                self.optim.step(**kwargs)
+            yield
+
+    # -- state ------------------------------------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring all ranks' states to rank ``to``, on the CPU, for its `state_dict`. Collective.
+
+        Raises:
+            ValueError: a rank outside the world.
+            RuntimeError: a state that cannot be sent.
+        """
+        if not 0 <= to < self.comm.world_size:
+            raise ValueError(f"to: rank {to} is outside a world of {self.comm.world_size}; ranks count from 0")
+        params = list(self._owners)
+        number = {param: i for i, param in enumerate(params)}
+        by_param = {number[key]: state for key, state in self.optim.state.items() if isinstance(key, Tensor)}
+        others = {key: state for key, state in self.optim.state.items() if not isinstance(key, Tensor)}
+        gathered = gather_to(self.comm, (by_param, others), to, self.bucket_bytes)
+        self._whole_state, self._consolidated_to = None, to
+        if self.comm.rank == to:
+            found = {i: state for states, _ in gathered for i, state in states.items()}
+            self._whole_state = {params[i]: found[i] for i in sorted(found)} | gathered[to][1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain dict that the unsharded optimizer gives and loads, with states as of the consolidation.
+
+        Raises:
+            RuntimeError: before `consolidate_state_dict`, on another rank than it named, or after a further step.
+        """
+        if self._whole_state is None:
+            raise RuntimeError(self._why_no_state())
+        self.state = defaultdict(dict, self._whole_state)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = self.optim.state
+
+    def _why_no_state(self) -> str:
+        here, there = self.comm.rank, self._consolidated_to
+        todo = f"call consolidate_state_dict(to={here}) on every rank first"
+        if there is not None:
+            return f"state_dict: the state was brought to rank {there}, this is rank {here}; ask there, or {todo}"
+        return f"state_dict: every rank holds a part of the state, changed since it was last brought together; {todo}"
+
+    def _state_has_changed(self) -> None:
+        self._whole_state, self._consolidated_to = None, None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the settings, and copies of the states that this rank owns. Not collective: every rank loads the dict.
+
+        Args:
+            state_dict: of the unsharded optimizer, or of a `ShardedOptimizer` at any world size.
+
+        Raises:
+            ValueError: other groups than this optimizer's.
+        """
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        saved_groups = state_dict["param_groups"]
+        here, there = ([len(group["params"]) for group in groups] for groups in (self.param_groups, saved_groups))
+        if here != there:
+            raise ValueError(f"state_dict: its groups are of {there} parameters, this optimizer's of {here}")
+        owners: dict[Any, int] = {}  # by the saved number
+        own_groups = []
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            if "param_names" in saved:  # if not, a group keeps its own
+                group["param_names"] = list(saved["param_names"])
+            owners.update((number, self._owners[p]) for number, p in zip(saved["params"], group["params"], strict=True))
+            own_groups.append({**saved, **self._own_part({key: group[key] for key in PER_RANK if key in group})})
+            own_groups[-1]["params"] = [number for number in saved["params"] if owners[number] == self.comm.rank]
+        own = {
+            key: state
+            for key, state in state_dict["state"].items()
+            if owners.get(key, self.comm.rank) == self.comm.rank
+        }
+        self.optim.load_state_dict({"state": deepcopy(own), "param_groups": own_groups})
+        self._take_options()
+        self._state_has_changed()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    # -- copies -----------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOptimizer:
+        """A copy over copies of the parameters, among the same ranks; as with any optimizer, hooks stay behind."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.comm, twin.bucket_bytes, twin._kwargs = self.comm, self.bucket_bytes, self._kwargs
+        twin.optim = deepcopy(self.optim, memo)
+        twin._owners, twin._loads = deepcopy(self._owners, memo), list(self._loads)
+        twin._state_has_changed()
+        groups = deepcopy(self.param_groups, memo)
+        twin.__setstate__({"defaults": twin.optim.defaults, "state": twin.optim.state, "param_groups": groups})
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a ShardedOptimizer holds a process group and one rank's state, and cannot be pickled; "
+            "call consolidate_state_dict() on every rank and save state_dict()"
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self.optim).__name__} on rank {self.comm.rank} of {self.comm.world_size}: {super().__repr__()}"
+
+
+def _communicator(process_group: dist.ProcessGroup | None, comm: Communicator | None) -> Communicator:
+    if comm is not None:
+        if process_group is not None:
+            raise ValueError("comm: it and process_group both say among which ranks; give one of them")
+        return comm
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return LocalCommunicator()
+    return TorchCommunicator(process_group)
+
+
+def _devices(params: list[Tensor]) -> list[int]:
+    """Each parameter's device as a number that is the same on every rank, whatever its own devices are called."""
+    numbers: dict[torch.device, int] = {}
+    return [numbers.setdefault(param.device, len(numbers)) for param in params]
+
+
+def _set_options(target: dict[str, Any], source: Mapping[str, Any]) -> None:
+    """Make all settings of a group those of another."""
+    for key in [key for key in target if key not in PER_RANK and key not in source]:
+        del target[key]
+    target.update((key, value) for key, value in source.items() if key not in PER_RANK)
+
+
+@contextmanager
+def _only(params: set[Tensor], groups: list[dict[str, Any]]) -> Generator[None]:
+    """In this block the groups hold those of their parameters that are in ``params``."""
+    whole = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = [param for param in group["params"] if param in params]
+        yield
+    finally:
+        for group, members in zip(groups, whole, strict=True):
+            group["params"] = members

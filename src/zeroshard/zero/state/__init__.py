@@ -1,0 +1,1 @@
+"""Training state under ordinary names: pieces for checkpoints, whole tensors, other stages."""

@@ -1,0 +1,101 @@
+"""Whole tensors from shards, and back: for export, evaluation elsewhere, and questions about gradients."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.zero.buffers.unit import reduced_whole
+from zeroshard.zero.runtime.runtime import Runtime
+
+
+class IncompatibleKeys(NamedTuple):
+    """What `load_state_dict` could not match."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def state_dict(model: nn.Module, runtime: Runtime) -> OrderedDict[str, Tensor]:
+    """See `Zero.state_dict`."""
+    whole: dict[Tensor, Tensor] = {}
+    for group in runtime.groups():
+        flat = group.params.gather_master().cpu()
+        for param, view in zip(group.params.params, group.params.layout.views(flat), strict=True):
+            whole[param] = view.clone()
+    state: OrderedDict[str, Tensor] = OrderedDict()
+    for name, tensor in named_state(model).items():
+        # A tied parameter is one tensor under two names, here as in the module.
+        state[name] = whole[tensor] if tensor in whole else tensor.detach().cpu().clone()
+    return state
+
+
+def load_state_dict(
+    model: nn.Module, runtime: Runtime, state: Mapping[str, Tensor], *, strict: bool
+) -> IncompatibleKeys:
+    """See `Zero.load_state_dict`."""
+    own = named_state(model)
+    keys = IncompatibleKeys([name for name in own if name not in state], [name for name in state if name not in own])
+    wrong = [
+        f"size mismatch for {name}: {tuple(state[name].shape)} in the state, {tuple(tensor.shape)} in the model"
+        for name, tensor in own.items()
+        if name in state and state[name].shape != tensor.shape
+    ]
+    if strict:
+        wrong += [f"missing key: {name}" for name in keys.missing_keys]
+        wrong += [f"unexpected key: {name}" for name in keys.unexpected_keys]
+    if wrong:
+        raise RuntimeError("state_dict does not fit the model: " + "; ".join(wrong))
+    given = {tensor: state[name] for name, tensor in own.items() if name in state}
+    with torch.no_grad():
+        for group in runtime.groups():
+            params = group.params
+            for piece in params.pieces:
+                source = given.get(params.params[piece.slot])
+                if source is not None:
+                    start, stop = piece.interval
+                    params.piece_of_master(piece).copy_(source.reshape(-1)[start:stop].view(piece.shape))
+            params.mark_stale()
+        for tensor, source in given.items():
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(source)
+    return keys
+
+
+def full_grads(model: nn.Module, runtime: Runtime) -> dict[str, Tensor | None]:
+    """See `Zero.full_grads`."""
+    found: dict[nn.Parameter, Tensor | None] = {}
+    for group in runtime.groups():
+        params = group.params
+        if group.grads.reduced is None:
+            found.update(dict.fromkeys(params.params))
+            continue
+        group.grads.apply_factor()
+        views = params.layout.views(reduced_whole(group))
+        for param, view, used in zip(params.params, views, group.grads.used, strict=True):
+            found[param] = view if used else None
+    return {name: found[param] for name, param in model.named_parameters()}
+
+
+def tied_names(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Each further name of a tensor that has several -> its first one, under which a checkpoint has it."""
+    first: dict[int, str] = {}
+    return {name: known for name, tensor in named.items() if (known := first.setdefault(id(tensor), name)) != name}
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """Every entry of ``model.state_dict()`` as the live tensor, without running its hooks."""
+    found: dict[str, Any] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, param in module._parameters.items():
+            if param is not None:
+                found[dot + name] = param
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[dot + name] = buffer
+    return found

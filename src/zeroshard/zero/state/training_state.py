@@ -1,0 +1,158 @@
+"""The engine's training state as `NamedShard`s, and from them.
+
+A parameter's pieces and its optimizer's states are cut at the same places. A state that is one number for a whole
+parameter (AdamW's ``step``) is written by the rank that owns the parameter's first element, and one that has a shape
+of its own (Adafactor's ``row_var``) whole by the tensor's owner. Where the optimizer is replicated each rank writes the
+part that it would own if it were not; where there are replicas, those of the first one do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.zero.optimizers.methods import load_pieces
+from zeroshard.zero.optimizers.piecewise import SCALAR_STATES, PiecewiseOptimizer
+from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ShardReader, read_whole, require_shape
+
+
+class Stateful(Protocol):
+    """What has state for the pieces that it is given: an optimizer, an average."""
+
+    @property
+    def state(self) -> Mapping[Any, Mapping[str, Any]]:
+        """By piece, then by kind."""
+        ...
+
+
+def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Stateful]) -> Iterator[NamedShard]:
+    """See `Zero.named_shards`."""
+    if not runtime.levels.writes:
+        return
+    rank = runtime.levels.shard.rank
+    for group in runtime.groups():
+        group.params.take_changes()
+        for piece, shard in zip(group.params.pieces, group.shards, strict=True):
+            slot = group.params.layout.slots[piece.slot]
+            for own in group.params.layout.owned(rank):
+                if own.slot != piece.slot or not piece.interval[0] <= own.interval[0] < piece.interval[1]:
+                    continue
+                cut = slice(own.interval[0] - piece.interval[0], own.interval[1] - piece.interval[0])
+                weights = shard.detach().view(-1)[cut].to(group.params.dtype)
+                yield NamedShard(slot.name, "param", slot.shape, own.interval, weights)
+                for kind, value in _states(optimizers, shard):
+                    if group.whole:
+                        whole = value.contiguous().view(-1)
+                        yield NamedShard(slot.name, kind, tuple(value.shape), (0, value.numel()), whole)
+                    elif value.shape == shard.shape and kind not in SCALAR_STATES:
+                        yield NamedShard(slot.name, kind, slot.shape, own.interval, value[cut])
+                    elif own.interval[0] == 0:
+                        yield NamedShard(slot.name, kind, (), (0, 1), value.reshape(1))
+    if rank == 0:
+        for group in runtime.groups():
+            for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
+                if 0 in slot.shape:  # nobody owns a piece of it, and other strategies ask for it by name
+                    yield NamedShard(slot.name, "param", slot.shape, (0, 0), param.detach().view(-1))
+        for name, buffer in persistent_buffers(model).items():
+            yield NamedShard(name, "buffer", tuple(buffer.shape), (0, buffer.numel()), buffer.detach().reshape(-1))
+
+
+def load_named_shards(
+    model: nn.Module, runtime: Runtime, optimizers: Sequence[PiecewiseOptimizer], reader: ShardReader
+) -> set[nn.Parameter]:
+    """See `Zero.load_named_shards`. Returns the parameters with saved states that no optimizer took."""
+    members = {param for optimizer in optimizers for param in optimizer.members}
+    missed: set[nn.Parameter] = set()
+    states: dict[nn.Parameter, dict[str, Tensor]] = {}
+    with torch.no_grad():
+        for group in runtime.groups():
+            for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
+                if param not in members and not MODEL_KINDS.issuperset(reader.kinds(slot.name)):
+                    missed.add(param)
+            for piece, shard in zip(group.params.pieces, group.shards, strict=True):
+                slot = group.params.layout.slots[piece.slot]
+                kinds = reader.kinds(slot.name)
+                require_shape(reader, slot.name, "param", slot.shape)
+                shard.copy_(reader.read(slot.name, "param", piece.interval).view(piece.shape))
+                states[shard] = {
+                    kind: read_whole(reader, slot.name, kind, shape)
+                    if group.whole
+                    else _read_state(reader, slot.name, kind, shape, slot.shape, piece.interval)
+                    for kind, shape in kinds.items()
+                    if kind not in MODEL_KINDS
+                }
+            group.params.mark_stale()
+        for name, buffer in persistent_buffers(model).items():
+            if "buffer" in reader.kinds(name):
+                buffer.copy_(read_whole(reader, name, "buffer", tuple(buffer.shape)))
+    for optimizer in optimizers:
+        _load_optimizer(optimizer, states)
+    return missed
+
+
+def reader_of(runtime: Runtime, reader: ShardReader, kind: str) -> Callable[[Tensor], Tensor | None]:
+    """From this rank's piece of a master to the saved values of ``kind`` that belong to it; None where none were."""
+    places = {
+        shard: (group.params.layout.slots[piece.slot].name, piece.interval)
+        for group in runtime.groups()
+        for piece, shard in zip(group.params.pieces, group.shards, strict=True)
+    }
+
+    def read(shard: Tensor) -> Tensor | None:
+        name, interval = places[cast(nn.Parameter, shard)]
+        return reader.read(name, kind, interval) if kind in reader.kinds(name) else None
+
+    return read
+
+
+def _read_state(
+    reader: ShardReader,
+    name: str,
+    kind: str,
+    shape: tuple[int, ...],
+    param_shape: tuple[int, ...],
+    interval: tuple[int, int],
+) -> Tensor:
+    if kind in SCALAR_STATES or shape != param_shape:
+        return reader.read(name, kind, (0, 1)).reshape(())
+    return reader.read(name, kind, interval)
+
+
+def _load_optimizer(piecewise: PiecewiseOptimizer, states: Mapping[nn.Parameter, dict[str, Tensor]]) -> None:
+    """The states of its pieces; its settings stay."""
+    groups: list[dict[str, Any]] = []
+    loaded: dict[int, dict[str, Any]] = {}
+    number = 0
+    for group, pieces in zip(piecewise.optimizer.param_groups, piecewise.pieces, strict=True):
+        loaded.update({number + i: states[shard] for i, shard in enumerate(pieces) if states.get(shard)})
+        groups.append({**group, "params": list(range(number, number + len(pieces)))})
+        number += len(pieces)
+    load_pieces(piecewise, {"state": loaded, "param_groups": groups})
+
+
+def _states(optimizers: Sequence[Stateful], shard: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+    for optimizer in optimizers:
+        for kind, value in optimizer.state.get(shard, {}).items():
+            if isinstance(value, Tensor):
+                yield kind, value
+            elif isinstance(value, int | float):
+                yield kind, torch.tensor(value)
+            elif value is not None:
+                raise ValueError(
+                    f"{kind}: {type(optimizer).__name__} keeps a {type(value).__name__} in its state, and a checkpoint "
+                    "holds tensors and numbers; keep it as one of these"
+                )
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are part of the module's state, by name; a shared one once."""
+    names: dict[Tensor, str] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                names.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
+    return {name: buffer for buffer, name in names.items()}
