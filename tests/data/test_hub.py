@@ -107,6 +107,7 @@ def test_a_hub_that_says_nothing_is_not_waited_for(tmp_path, monkeypatch, no_loa
 
 
 def test_offline_on_purpose_is_said_at_once(monkeypatch):
+    import datasets.config  # noqa: F401 -- it takes over, when it is imported and for good, what is changed here
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
