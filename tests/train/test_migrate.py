@@ -195,3 +195,27 @@ def test_a_list_is_no_configuration(tmp_path):
     (tmp_path / "ds.json").write_text("[]")
     with pytest.raises(UserError, match="is not a JSON object"):
         read_deepspeed([str(tmp_path / "ds.json")])
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("batch_size", {"gradient_accumulation_steps"}),
+        ("eval_interval", {"always_save_checkpoint"}),
+        ("max_iters", {"warmup_iters", "lr_decay_iters"}),
+        ("decay_lr", {"warmup_iters", "lr_decay_iters", "min_lr"}),
+    ],
+)
+def test_a_setting_that_goes_with_one_that_is_no_constant_is_told_and_left_out(tmp_path, name, others):
+    (tmp_path / "a.py").write_text(f"{name} = int(os.environ['X'])\n")
+    migration = read_nanogpt([str(tmp_path / "a.py")])
+    told = {key for key, row in rows(migration).items() if row.why == f"it goes with {name}, which is no constant"}
+    assert told == others
+    assert rows(migration)[name].why == "line 1 is no constant"
+    migration.config()
+
+
+def test_a_rate_that_is_no_constant_is_missed_where_it_would_be_the_least_one_too(tmp_path):
+    (tmp_path / "a.py").write_text("decay_lr = False\nlearning_rate = float(os.environ['X'])\n")
+    found = rows(read_nanogpt([str(tmp_path / "a.py")]))
+    assert found["decay_lr"].why == "it goes with learning_rate, which is no constant"

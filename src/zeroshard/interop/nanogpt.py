@@ -105,13 +105,17 @@ def _migrate(theirs: dict[str, Any], to: Migration) -> None:
     to.set("model.name", "gpt2-124m")
     to.set("strategy", "zero2")
     to.set("seed", 1337)
+    known = _Known(theirs)
     for key, value in theirs.items():
         if isinstance(value, _Unknown):
             to.ignore(key, value.source, f"line {value.line} is no constant")
         elif key in SAME:
             to.map(key, value, {SAME[key]: value})
         else:
-            _SPECIAL[key](key, value, theirs, to)
+            try:
+                _SPECIAL[key](key, value, known, to)
+            except _NotConstantError as error:
+                to.ignore(key, value, f"it goes with {error}, which is no constant")
 
 
 def _batch(key: str, value: Any, theirs: dict[str, Any], to: Migration) -> None:
@@ -224,6 +228,20 @@ class _Unknown:
 
     def __init__(self, line: int, source: str) -> None:
         self.line, self.source = line, source
+
+
+class _NotConstantError(Exception):
+    """The setting of this name was asked for, and nobody knows it."""
+
+
+class _Known(dict[str, Any]):
+    """Settings, of which those that are no constants are not given out."""
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        if isinstance(value, _Unknown):
+            raise _NotConstantError(key)
+        return value
 
 
 def _assignments(path: Path) -> dict[str, Any]:
