@@ -88,6 +88,15 @@ def _endless_numbers(folder):
             file.write(f'{{"event": "{event}", "step": 1e999, "loss": 1.0}}\n')
 
 
+def _no_numbers(folder):
+    """Bytes that are a list, in each of the places that hold numbers by name."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    for line, key in enumerate(("memory_bytes", "comm", "exposed_s", "spans_s"), start=1):
+        lines[line] = json.dumps(json.loads(lines[line]) | {key: {"params": [1]}})
+    path.write_text("\n".join(lines) + "\n")
+
+
 def _broken_line(folder):
     text = (folder / "metrics.jsonl").read_text().splitlines()
     text[3] = text[3][:20]
@@ -100,6 +109,7 @@ DAMAGES = {
     "torn": (_torn, "unfinished", ("metrics.jsonl: the last line is half-written",)),
     "broken line": (_broken_line, "damaged", ("metrics.jsonl: line 4 and 1 more cannot be read",)),
     "a step of infinity": (_endless_numbers, "damaged", ("metrics.jsonl: line 13 and 2 more cannot be read",)),
+    "a list for a number": (_no_numbers, "damaged", ("metrics.jsonl: line 2 and 3 more cannot be read",)),
     "binary log": (
         lambda folder: (folder / "metrics.jsonl").write_bytes(b"\xff\x00\n" * 3),
         "damaged",

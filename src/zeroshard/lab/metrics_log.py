@@ -137,16 +137,24 @@ def _step(entry: Mapping[str, Any]) -> Step:
         tokens=int(entry["tokens"]),
         tokens_per_s=number_of(entry["tokens_per_s"]),
         mfu=number_of(entry.get("mfu")),
-        memory_bytes=dict(entry.get("memory_bytes") or {}),
-        comm_bytes=dict(entry.get("comm") or {}),
-        exposed_s=dict(entry.get("exposed_s") or {}),
-        spans_s=dict(entry.get("spans_s") or {}),
+        memory_bytes=_numbers(entry.get("memory_bytes")),
+        comm_bytes=_numbers(entry.get("comm")),
+        exposed_s=_numbers(entry.get("exposed_s")),
+        spans_s=_numbers(entry.get("spans_s")),
         skipped=bool(entry.get("skipped")),
     )
 
 
 def _evaluation(entry: Mapping[str, Any]) -> Evaluation:
     return Evaluation(int(entry["step"]), number_of(entry["loss"]), number_of(entry.get("ema_loss")))
+
+
+def _numbers(found: Any) -> dict[str, Any]:
+    """Numbers by name; TypeError where anything else stands there."""
+    numbers = dict(found or {})
+    if not all(isinstance(number, int | float) for number in numbers.values()):
+        raise TypeError("not numbers alone")
+    return numbers
 
 
 def number_of(value: Any) -> float:
