@@ -482,9 +482,10 @@ def test_shorthands_are_flags_of_their_own():
 
 
 def test_a_reader_that_stops_reading_ends_the_command_in_silence():
-    process = forked.Popen([*ZEROSHARD, "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.close()  # as `| head` does
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does, here before anything was written
+    process = forked.Popen([*ZEROSHARD, "doctor"], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
     assert process.stderr is not None
     assert process.stderr.read() == b""
     process.stderr.close()
