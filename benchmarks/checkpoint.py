@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from zeroshard import checkpoint
 from zeroshard.comm import TorchCommunicator
-from zeroshard.launch.launch import shutdown
+from zeroshard.launch.process_group import shutdown
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.parallel import Setup, Strategy, build_strategy
 

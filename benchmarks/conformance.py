@@ -49,7 +49,7 @@ from zeroshard.lab.audit.conformance import (
     one_process,
     train,
 )
-from zeroshard.launch.launch import shutdown
+from zeroshard.launch.process_group import shutdown
 
 ANSWER_S = 30.0  # how long a cell may take
 OTHERS_S = 1.5  # and the other ranks, once one has failed

@@ -24,7 +24,8 @@ process.prepare_torch()
 
 from zeroshard.lab.bench.report import environment  # noqa: E402
 from zeroshard.lab.planner import inverse  # noqa: E402
-from zeroshard.lab.planner.planner import Planner, Row, micro_batches, planner_for  # noqa: E402
+from zeroshard.lab.planner.plan import micro_batches  # noqa: E402
+from zeroshard.lab.planner.planner import Planner, Row, planner_for  # noqa: E402
 from zeroshard.lab.predict.hardware import Link, find_link  # noqa: E402
 from zeroshard.lab.predict.timeline import simulate  # noqa: E402
 from zeroshard.lab.report import png  # noqa: E402

@@ -6,7 +6,6 @@ import fcntl
 import os
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,15 @@ if torch.cuda.device_count() == 0:
 # Tests start some thousand processes; where nothing may keep bytecode, each of them compiles the whole package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Under nohup SIGHUP is ignored, and would be by every run that a test starts; by a handler it is not, here alone.
+# Under nohup SIGHUP is ignored, and SIGINT in what a script starts in the background; so they would be in every run
+# that a test starts. By a handler they are not, here alone.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import forked
+from made_once import made_once  # noqa: F401 -- a fixture
 from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings
 from tiny_runs import data_folder, text_config, tiny_config  # noqa: F401 -- fixtures
 from zeroshard.process import num_cpus
@@ -70,8 +73,8 @@ def _no_mode_stays():
 
 @pytest.fixture
 def alone_with_networks():
-    """No other test makes or removes networks of this machine meanwhile, in whichever worker it runs."""
-    with (Path(tempfile.gettempdir()) / f"zeroshard-tests-{os.getuid()}.lock").open("w") as file:
+    """No other test makes or removes networks of this machine meanwhile, in whichever worker or checkout it runs."""
+    with Path(f"/tmp/zeroshard-tests-{os.getuid()}.lock").open("w") as file:  # one for all TMPDIRs
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -52,7 +52,7 @@ PRELOADED = [
     "zeroshard.parallel.fsdp2",
     "zeroshard.parallel.zero_redundancy",
     "zeroshard.lab.planner.run_plan",
-    "zeroshard.lab.planner.planner",
+    "zeroshard.lab.planner.plan",
     "zeroshard.lab.planner.fit",
     "zeroshard.lab.sweep.sweep",
     "zeroshard.doctor",

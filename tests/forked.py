@@ -18,13 +18,32 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 TESTS = Path(__file__).parent
 PYTHON = str(TESTS / "forked-python")
 ADDRESS = "ZEROSHARD_TESTS_FORK_SERVER"
 _LENGTH = struct.Struct("!I")
+
+
+def still_running(processes: Iterable[psutil.Process], timeout_s: float = 300.0) -> list[psutil.Process]:
+    """Those that do not end in time; one that has ended and that nobody has waited for yet is not among them."""
+    deadline = time.monotonic() + timeout_s
+    while (left := [each for each in processes if _runs(each)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def start_server() -> None:

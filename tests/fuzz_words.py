@@ -14,7 +14,9 @@ from zeroshard.cli import VERBS
 from zeroshard.flags import flags_of
 from zeroshard.lab.bench.settings import BENCHES
 from zeroshard.lab.sweep.cases import SweepConfig
-from zeroshard.train.config.config import SHORTHANDS, TrainConfig
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.registered import Names
+from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import fields_by_name
 
 INTEGERS = ("0", "1", "2", "3", "16", "-1", "1k", "1e3", "2.0", "2.5", "0x10", "1_000", "2147483648", "2**3", "١٢", "")
@@ -113,7 +115,9 @@ def _settings(config: type, shorthands: dict[str, str], positionals: Sequence[st
         if flag.kind == "switch":
             choices.append(st.sampled_from([[spelled], [spelled], [f"{spelled}=no"], [f"{spelled}=2"]]))
             continue
-        words = _of_annotation(fields[".".join(flag.path)].annotation)
+        field = fields[".".join(flag.path)]
+        named = [name for each in field.metadata if isinstance(each, Names) for name in each.now()]
+        words = (*named, *TEXTS[:4]) if named else _of_annotation(field.annotation)
         if name in _ENDLESS:
             words = tuple(word for word in words if len(word) < 3)
         value = st.sampled_from(sorted(set(words)))

@@ -110,7 +110,7 @@ def _rank_main(rank: int, world_size: int, folder: str) -> None:
     import torch.distributed as dist
 
     from zeroshard.comm import TorchCommunicator
-    from zeroshard.launch.launch import shutdown
+    from zeroshard.launch.process_group import shutdown
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -22,7 +22,8 @@ import zeroshard
 from zeroshard.cli import VERBS, main
 from zeroshard.errors import ExitStatus
 from zeroshard.flags import flags_of
-from zeroshard.train.config.config import SHORTHANDS, TrainConfig
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.loop import loop
 
 ZEROSHARD = [sys.executable, "-m", "zeroshard"]
@@ -166,7 +167,7 @@ def test_a_flag_without_its_value_is_refused(capsys):
         (
             "--strategy zero9",
             "error: strategy: 'zero9' is not a choice; "
-            "choose one of auto, zero0, zero1, zero2, zero3, ddp, zero1-torch, fsdp2",
+            "choose one of auto, zero0, zero1, zero2, zero3, ddp, zero1-torch, fsdp2, module:name",
         ),
         (
             "--config none.toml",
@@ -300,7 +301,7 @@ def test_a_mistake_that_only_a_worker_sees_is_one_line_too(tmp_path):
 def test_ctrl_c_ends_all_ranks_with_the_log_intact(tmp_path):
     with running(tmp_path, *ENDLESS) as (process, workers):
         process.send_signal(signal.SIGINT)
-        assert psutil.wait_procs(workers, timeout=PATIENCE_S)[1] == []
+        assert forked.still_running(workers) == []
         _, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 130
         assert err == ""
@@ -314,13 +315,13 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
         _, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 4
         assert re.search(r"^error: rank [01]: was ended by SIGKILL; [^\n]+\n\Z", err, re.MULTILINE), err
-        assert psutil.wait_procs(workers, timeout=PATIENCE_S)[1] == []
+        assert forked.still_running(workers) == []
 
 
 def test_a_killed_launcher_leaves_no_rank_behind(tmp_path):
     with running(tmp_path, *ENDLESS) as (process, workers):
         process.kill()
-        assert psutil.wait_procs(workers, timeout=PATIENCE_S)[1] == []
+        assert forked.still_running(workers) == []
 
 
 def test_sigterm_to_the_launcher_saves_a_checkpoint_and_ends_in_143(tmp_path):
@@ -328,7 +329,7 @@ def test_sigterm_to_the_launcher_saves_a_checkpoint_and_ends_in_143(tmp_path):
         process.terminate()
         process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 143
-        assert psutil.wait_procs(workers, timeout=PATIENCE_S)[1] == []
+        assert forked.still_running(workers) == []
     assert [event["event"] for event in events(tmp_path)[-2:]] == ["checkpoint", "end"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from zeroshard.cli import VERBS, main
 from zeroshard.completion import SHELLS
 from zeroshard.flags import flags_of
-from zeroshard.train.config.config import SHORTHANDS
+from zeroshard.train.config.sections import SHORTHANDS
 
 
 @pytest.fixture
@@ -36,10 +36,13 @@ def _run(shell, *args):
 
 
 def _bash(path, *words):
-    """What bash offers for the last of ``words``, which follow `zeroshard`."""
+    """What bash offers for the last of ``words``, which follow `zeroshard`, in a folder with one file."""
     quoted = " ".join(f"'{word}'" for word in ("zeroshard", *words))
-    ask = f"compopt() {{ FILES=(FILES); }}; . {path}; COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; _zeroshard"
-    return _run("bash", "-c", f'{ask}; printf "%s\\n" "${{COMPREPLY[@]:-${{FILES[@]}}}}"').split()
+    folder = path.parent / "folder"
+    folder.mkdir(exist_ok=True)
+    (folder / "FILE").touch()
+    ask = f"cd {folder}; . {path}; COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; _shtab_zeroshard"
+    return _run("bash", "-c", f'{ask}; printf "%s\\n" "${{COMPREPLY[@]}}"').split()
 
 
 def test_bash_completes_commands_flags_and_values(written):
@@ -48,10 +51,14 @@ def test_bash_completes_commands_flags_and_values(written):
     assert _bash(path, "ge") == ["generate"]
     assert _bash(path, "train", "--strat") == ["--strategy"]
     assert _bash(path, "train", "--strategy", "zero") == ["zero0", "zero1", "zero2", "zero3", "zero1-torch"]
-    assert _bash(path, "train", "--out", "") == ["FILES"]
+    assert _bash(path, "train", "--out", "") == ["FILE"]
+    assert _bash(path, "train", "--data.path", "one.txt", "") == ["FILE"]
     assert _bash(path, "train", "--max-steps", "") == []
     assert _bash(path, "completion", "z") == ["zsh"]
-    assert _bash(path, "checkpoint", "show", "runs/x") == ["FILES"]
+    assert _bash(path, "checkpoint", "show", "FI") == ["FILE"]
+    assert _bash(path, "doctor", "--opt") == ["--optimizers"]
+    assert _bash(path, "submit", "--no") == ["--nodes"]
+    assert _bash(path, "submit", "--nodes", "2", "train", "--strat") == ["--strategy"]
 
 
 def test_every_flag_is_known_to_every_shell(written):
@@ -65,7 +72,18 @@ def test_every_flag_is_known_to_every_shell(written):
 def test_zsh_reads_its_script(written):
     path = written("zsh")
     defined = _run("zsh", "-f", "-c", f"autoload -U compinit; compinit -u -D; . {path}; print $_comps[zeroshard]")
-    assert defined == "_zeroshard\n"
+    assert defined == "_shtab_zeroshard\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"), [("train --strat", "train --strategy"), ("checkpoint sh", "checkpoint show")]
+)
+def test_zsh_completes_as_keys_are_pressed(words, completed, written):
+    path = written("zsh")
+    begin = f"PROMPT=; autoload -U compinit; compinit -u -D; . {path}; zeroshard() {{ print GOT $@ END }}"
+    keys = f"zmodload zsh/zpty; zpty z zsh -f -i; zpty -w z '{begin}; print RE''ADY'; zpty -r z seen '*READY*'"
+    said = _run("zsh", "-f", "-c", f"{keys}; zpty -w z 'zeroshard {words}\t'; zpty -r z seen '*END*'; print -r $seen")
+    assert f"GOT {completed} END" in " ".join(said.split())
 
 
 def test_fish_completes_values(written):

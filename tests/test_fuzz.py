@@ -40,7 +40,7 @@ def nothing_lasts(monkeypatch):
     gc.freeze()  # a command that ends collects garbage: not that of all tests before this one
     monkeypatch.setattr("zeroshard.train.loop.loop.run_training", done)
     monkeypatch.setattr("zeroshard.launch.launch.launch_workers", started)
-    monkeypatch.setattr("zeroshard.launch.launch.end_with_starter", done)
+    monkeypatch.setattr("zeroshard.launch.environment.end_with_starter", done)
     monkeypatch.setattr("zeroshard.inference.harness.run_tasks", done)
     monkeypatch.setattr("zeroshard.lab.bench.command.run_bench", done)
     monkeypatch.setattr("zeroshard.lab.sweep.sweep.Runner.run", done)

@@ -1,8 +1,9 @@
-"""Imports only point down, and one file alone reads the environment."""
+"""Imports only point down and never in a circle, files are short, and one alone reads the environment."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,46 @@ def test_every_import_points_down():
     assert done.returncode == 0, done.stdout
 
 
+def modules():
+    """Each file of the package by its module's name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if path.name == "__init__.py" else parts)] = path
+    return found
+
+
+def imported(path, known):
+    """The modules among ``known`` that a file imports: at its head, inside functions and for types.
+
+    A package's ``__init__`` names for types what it loads when it is first asked for; that is left out.
+    """
+    tree = ast.parse(path.read_text())
+    names = set()
+    for node in tree.body if path.name == "__init__.py" else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports in full"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= inner if inner <= known else {*inner, str(node.module)}
+    return names & known
+
+
+def test_no_files_import_each_other_in_a_circle():
+    files = modules()
+    graph = {name: imported(path, files.keys()) - {name} for name, path in files.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_no_file_is_longer_than_four_hundred_lines():
+    lines = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in modules().values()}
+    assert {path: num_lines for path, num_lines in lines.items() if num_lines > 400} == {}
+
+
 SETTERS = [
     "launch/forked.py",  # gives a forked rank an environment of its own
     "data/pool.py",  # tells the tokenizers of its own worker processes to use one thread
@@ -39,7 +80,7 @@ def test_one_file_alone_reads_the_environment():
             for node in ast.walk(ast.parse(path.read_text()))
         )
     ]
-    assert readers == sorted(["launch/launch.py", *SETTERS])
+    assert readers == sorted(["launch/environment.py", *SETTERS])
 
 
 @pytest.mark.parametrize("name", [name for name in zeroshard.__all__ if name != "__version__"])

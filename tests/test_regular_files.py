@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from zeroshard.regular_files import json_of, open_regular, read_bytes, read_text, require_regular
+from zeroshard.regular_files import json_of, open_regular, read_bytes, read_text, require_regular, toml_of
 
 
 def _fifo(path):
@@ -120,3 +120,10 @@ def test_json_that_nobody_can_use_is_as_bad_as_any_other_that_is_none():
     ):
         with pytest.raises(ValueError, match=what):
             json_of(text)
+
+
+@pytest.mark.parametrize("digits", ["0x" + "f" * 5000, str(2**64), f"-{2**65}"])
+def test_an_integer_that_toml_does_not_promise_is_refused(digits):
+    assert toml_of(f"a = {2**63 - 1}\nb = [0x10]") == {"a": 2**63 - 1, "b": [16]}
+    with pytest.raises(ValueError, match=r"^an integer of \d+ bits$"):
+        toml_of(f"[model]\nseed = [1, {digits}]")

@@ -62,7 +62,7 @@ def stages() -> Figure:
 
 
 def layout() -> Figure:
-    """The parameters of one block of GPT-2, end to end, and the shards that ignore their borders."""
+    """The parameters of one block of GPT-2, end to end, and equal shards, which may cut a parameter."""
     (buffer,) = [buffer for buffer in _buffers("gpt2-demo", NUM_RANKS) if buffer.unit == BLOCK]
     figure = Figure(figsize=(9, 2.1))
     ax = figure.subplots()

@@ -20,7 +20,8 @@ import zeroshard
 from zeroshard import garbage, process
 from zeroshard.errors import ExitStatus, UserError, is_out_of_memory, is_out_of_threads, memory_line, path_line
 from zeroshard.flags import flags_of, read_flags, refuse_no_text, take_option
-from zeroshard.train.config.config import SHORTHANDS, merge
+from zeroshard.train.config.config import merge
+from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import nearest, validate
 from zeroshard.verbs import VERBS, read_file, say, show_help
 

@@ -13,8 +13,9 @@ from typing import Any
 import psutil
 
 import zeroshard
+from zeroshard.columns import columns
 from zeroshard.comm.variables import VARIABLES
-from zeroshard.launch.launch import variable, world_from_env
+from zeroshard.launch.environment import variable, world_from_env
 from zeroshard.process import num_cpus
 
 GIB = 2**30
@@ -36,8 +37,7 @@ def report() -> str:
     world = world_from_env()
     rows.append(("world", "none" if world is None else f"rank {world.rank} of {world.world_size}"))
     rows += [(name, variable(name)) for name in VARIABLES if variable(name)]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return "\n".join(columns(rows))
 
 
 def environment() -> str:

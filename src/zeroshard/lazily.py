@@ -1,9 +1,21 @@
-"""Public names that are loaded when they are first asked for, so that ``zeroshard --help`` need not import torch."""
+"""Names that are loaded when they are first asked for, so that ``zeroshard --help`` need not import torch.
+
+Two kinds: the public names of a package, and addresses, ``module:name``, as rows of our tables and users write them.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
+
+from zeroshard.errors import UserError
+
+_ADDRESS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 def loaded(module: str, name: str) -> Any:
@@ -18,3 +30,45 @@ def loaded(module: str, name: str) -> Any:
     except AttributeError as error:
         raise ImportError(f"{module} cannot be imported: {error}") from error
     return getattr(found, name)
+
+
+def is_address(text: str) -> bool:
+    """Whether ``text`` has the form ``module:name``; nothing is imported."""
+    return _ADDRESS.fullmatch(text) is not None
+
+
+def at_address(address: str | Callable[..., Any], field: str) -> Any:
+    """What ``module:name`` names; modules in the current folder are found too, after all others.
+
+    Args:
+        address: as `is_address` knows it; what is no text is there already, and returned.
+        field: the setting that an error is about.
+
+    Raises:
+        UserError: the module cannot be imported, or has no such name.
+    """
+    if not isinstance(address, str):
+        return address
+    module_name, _, name = address.partition(":")
+    try:
+        with _current_folder_last():
+            module = import_module(module_name)
+    except Exception as error:  # a module's code may raise anything
+        what = f"{module_name} cannot be imported ({type(error).__name__}: {error})"
+        raise UserError(field, what, "check the name, or install it in this environment") from error
+    if not hasattr(module, name):
+        raise UserError(field, f"{module_name} has no {name!r}", "write module:name")
+    return getattr(module, name)
+
+
+@contextmanager
+def _current_folder_last() -> Generator[None]:
+    folder = os.getcwd()
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        for place in range(len(sys.path) - 1, -1, -1):  # the module may have changed the list meanwhile
+            if sys.path[place] == folder:
+                del sys.path[place]
+                break

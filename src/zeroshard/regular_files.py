@@ -14,6 +14,7 @@ import errno
 import json
 import os
 import stat
+import tomllib
 from io import BufferedReader, StringIO
 from os import PathLike
 from typing import Any
@@ -106,6 +107,27 @@ def json_of(text: str | bytes) -> Any:
         return json.loads(text, parse_int=_whole_number)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def toml_of(text: str) -> dict[str, Any]:
+    """What a TOML file that somebody else wrote holds.
+
+    Raises:
+        ValueError: it is no TOML (`tomllib.TOMLDecodeError`), or has an integer of more than 64 bits, which TOML does
+            not promise: it could not even be shown.
+        RecursionError: it is nested too deeply.
+    """
+    found = tomllib.loads(text)
+    _require_whole_numbers(found)
+    return found
+
+
+def _require_whole_numbers(value: Any) -> None:
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            _require_whole_numbers(each)
+    elif isinstance(value, int) and value.bit_length() > 64:
+        raise ValueError(f"an integer of {value.bit_length()} bits")
 
 
 def _whole_number(digits: str) -> int:

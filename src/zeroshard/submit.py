@@ -21,8 +21,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.launch.launch import World, child_environment, preempt_with
-from zeroshard.train.config.config import Config
+from zeroshard.launch.environment import World, child_environment, preempt_with
+from zeroshard.train.config.sections import Config
 
 SIGNAL = signal.SIGUSR1  # what a run saves upon and ends in `ExitStatus.PREEMPTED`
 _FIRST_PORT, _NUM_PORTS = 20_000, 40_000

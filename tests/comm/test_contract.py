@@ -314,7 +314,7 @@ class TestEachCommunicator:
 
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
     def test_rings_of_threads(self, case, wrapper, world_size):
-        transports = thread_transports(world_size, timeout_s=30)
+        transports = thread_transports(world_size, timeout_s=120)
 
         def on_rank(comm):
             ring = RingCommunicator(transport=transports[comm.rank])

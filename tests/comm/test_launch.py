@@ -17,16 +17,9 @@ import forked
 from zeroshard.errors import UserError
 from zeroshard.launch.elastic import _ending
 from zeroshard.launch.ending import Ending, root_cause
-from zeroshard.launch.launch import (
-    World,
-    init_process_group,
-    launch_workers,
-    meet,
-    require_free_port,
-    shutdown,
-    tell_launcher,
-    world_from_env,
-)
+from zeroshard.launch.environment import World, tell_launcher, world_from_env
+from zeroshard.launch.launch import launch_workers, require_free_port
+from zeroshard.launch.process_group import init_process_group, meet, shutdown
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "40123"}
@@ -142,7 +135,8 @@ def test_a_world_that_was_started_again_finds_nothing_of_the_one_before(monkeypa
 def test_two_processes_meet_by_the_environment_and_part_cleanly():
     code = (
         "import torch, torch.distributed as dist\n"
-        "from zeroshard.launch.launch import init_process_group, shutdown, world_from_env\n"
+        "from zeroshard.launch.environment import world_from_env\n"
+        "from zeroshard.launch.process_group import init_process_group, shutdown\n"
         "world = world_from_env()\n"
         "init_process_group(world, torch.device('cpu'), timeout_s=30)\n"
         "total = torch.tensor([world.rank + 1.0]); dist.all_reduce(total); print(total.item())\n"

@@ -8,8 +8,8 @@ import socket
 import psutil
 import pytest
 
-from zeroshard.launch import elastic, launch, meeting_store
-from zeroshard.launch.launch import World
+from zeroshard.launch import elastic, meeting_store, process_group
+from zeroshard.launch.environment import World
 from zeroshard.launch.machines import Meeting, meeting_at
 from zeroshard.launch.meeting_store import open_store
 from zeroshard.launch.one_host import OneHost
@@ -32,10 +32,10 @@ def _outer_address():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_store_on_the_loopback_interface_is_reached_there_alone(host):
-    store = open_store(host, 0, serves=True, timeout_s=20)
+    store = open_store(host, 0, serves=True, timeout_s=120)
     store.set("key", "value")
     assert _listening(store.port) in ({"127.0.0.1"}, {"::1"})
-    other = open_store(host, store.port, serves=False, timeout_s=20)
+    other = open_store(host, store.port, serves=False, timeout_s=120)
     assert other.get("key") == b"value"
     for address in ("127.0.0.2", _outer_address()):
         if address is not None:
@@ -47,7 +47,7 @@ def test_a_store_at_an_outer_address_listens_there_alone():
     address = _outer_address()
     if address is None:
         pytest.skip("this machine has the loopback interface alone")
-    store = open_store(address, 0, serves=True, timeout_s=20)
+    store = open_store(address, 0, serves=True, timeout_s=120)
     assert _listening(store.port) == {address}
     with socket.socket() as stranger:
         assert stranger.connect_ex(("127.0.0.1", store.port)) != 0
@@ -73,7 +73,7 @@ def test_a_taken_port_is_an_os_error_and_nothing_stays_open():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(OSError, match="in use"):
-            open_store("127.0.0.1", taken.getsockname()[1], serves=True, timeout_s=20)
+            open_store("127.0.0.1", taken.getsockname()[1], serves=True, timeout_s=120)
         assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -81,7 +81,7 @@ def test_what_rank_0_opens_for_all_ranks_listens_at_their_meeting_alone(monkeypa
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    store = launch.meet(World(0, 0, 2, "127.0.0.1", port), timeout_s=20)
+    store = process_group.meet(World(0, 0, 2, "127.0.0.1", port), timeout_s=120)
     assert store.underlying_store.port == port
     assert _listening(port) == {"127.0.0.1"}
 
@@ -95,7 +95,7 @@ def test_the_ranks_of_one_host_meet_on_the_loopback_interface_alone():
             assert _listening(where.master_port) == {"127.0.0.1"}  # ranks are forked, no store answers yet
             host.serve()
             assert _listening(where.master_port) == {"127.0.0.1"}
-            store = open_store("127.0.0.1", where.master_port, serves=False, timeout_s=20)
+            store = open_store("127.0.0.1", where.master_port, serves=False, timeout_s=120)
             store.set("key", "value")
             assert store.get("key") == b"value"
     finally:

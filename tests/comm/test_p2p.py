@@ -27,7 +27,7 @@ def _expected(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_threads_get_messages_in_the_order_sent(world_size):
-    transports = thread_transports(world_size, timeout_s=10)
+    transports = thread_transports(world_size, timeout_s=120)
     got = run_threads(lambda comm: _three_messages_to_the_right(transports[comm.rank]), world_size)
     assert got == [_expected(rank, world_size) for rank in range(world_size)]
 
@@ -62,7 +62,7 @@ def test_over_gloo_a_message_waits_for_whoever_expects_its_topic(gloo_ranks):
 
 
 def test_threads_that_expect_another_topic_say_so():
-    left, right = thread_transports(2, timeout_s=10)
+    left, right = thread_transports(2, timeout_s=120)
     left.topic, right.topic = 1, 2
     left.send(torch.zeros(3), 1)
     with pytest.raises(PeerError, match="rank 0 made another call than this rank"):

@@ -46,7 +46,7 @@ class Leaving:
 
 def on_rings(world_size, fn):
     """``fn(ring)`` on thread ranks, over counting transports."""
-    transports = [Counting(inner) for inner in thread_transports(world_size, timeout_s=30)]
+    transports = [Counting(inner) for inner in thread_transports(world_size, timeout_s=120)]
 
     def on_rank(comm):
         made = RingCommunicator(transport=transports[comm.rank])

@@ -173,7 +173,7 @@ CALLS = {
 
 
 def _diverge(comm, name):
-    own = SharedMemoryCommunicator(comm.group, timeout_s=10)
+    own = SharedMemoryCommunicator(comm.group, timeout_s=120)
     try:
         work = CALLS[name](comm, own)
         if work is not None:

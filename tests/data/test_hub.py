@@ -12,8 +12,9 @@ import forked
 import small_tables as made
 from web import serve
 from zeroshard.data import files as files_module
-from zeroshard.data.hub import HubName, is_hub_name, open_hub, parse_hub_name
+from zeroshard.data.hub import HubName, open_hub, parse_hub_name
 from zeroshard.data.prepare import DataSpec, prepare
+from zeroshard.data.registry import is_hub_name
 from zeroshard.errors import UserError
 
 

@@ -11,7 +11,7 @@ from zeroshard.errors import UserError
 
 
 def maker(kind):
-    return {"square": _square, "late": _late, "user": _user_error, "bug": _bug, "die": _die}[kind]
+    return {"square": _square, "late": _late, "user": _user_error, "bug": _bug, "die": _die, "long": _long}[kind]
 
 
 def _square(number):
@@ -29,6 +29,12 @@ def _user_error(number):
 
 def _bug(number):
     return 1 // 0
+
+
+def _long(task):
+    if task == "lasts":
+        time.sleep(600)
+    return os.getpid()
 
 
 def _die(number):
@@ -78,16 +84,27 @@ def test_a_worker_that_is_killed_is_told(workers):
         list(workers("die").in_order(iter([0])))
 
 
+def test_close_ends_workers_in_the_middle_of_a_task(workers):
+    pool = workers("long")
+    results = pool.in_order(iter(["begins", "lasts"]))
+    task, pid = next(results)
+    assert task == "begins"
+    pool.close()
+    assert not _lives(pid)
+
+
 def test_no_worker_outlives_a_killed_parent():
     code = (
-        "import time; from zeroshard.data.pool import Workers\n"
+        "import os, time; from zeroshard.data.pool import Workers\n"
         "if __name__ == '__main__':\n"
-        "    workers = Workers(str, (), 2)\n"
-        "    print(*(process.pid for process in workers._processes), flush=True)\n"
-        "    time.sleep(60)\n"
+        '    task = \'lambda number: (__import__("time").sleep(0.2), __import__("os").getpid())\'\n'
+        "    workers = Workers(eval, (task,), 2)\n"
+        "    print(*{pid for _, (_, pid) in workers.in_order(range(8))}, flush=True)\n"
+        "    list(workers.in_order(range(10_000)))\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 2
     parent.kill()
     parent.wait()
     parent.stdout.close()

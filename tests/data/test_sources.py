@@ -197,7 +197,7 @@ def test_an_unknown_source_is_answered_with_the_nearest():
     assert str(caught.value) == (
         "data.source: 'tinyshakespear' is unknown; did you mean 'tinyshakespeare'? "
         "choose one of python-stdlib, text, tinyshakespeare, synthetic, bin, fineweb-edu, openwebtext, "
-        "OWNER/NAME of the Hugging Face hub"
+        "OWNER/NAME of the Hugging Face hub, or module:name"
     )
 
 

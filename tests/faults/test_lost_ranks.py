@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 import forked
@@ -142,6 +143,51 @@ def test_a_rank_that_dies_under_a_strategy_of_pytorchs_ends_the_others_with_a_li
     for err in said:  # on a busy machine nobody may be found silent in time to be named
         why = r"(rank \d\b[^\n]* is gone\b|a collective failed: a peer was lost)"
         assert re.fullmatch(rf"error: rank \d: {why}[^\n]*; start again with --resume auto\n", err), endings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "launcher"),
+    [
+        ("ddp", "torchrun"),
+        ("fsdp2", "ours"),
+        pytest.param("fsdp2", "torchrun", marks=pytest.mark.soak),
+        pytest.param("ddp", "ours", marks=pytest.mark.soak),
+    ],
+)
+def test_a_rank_that_is_killed_under_a_launcher_leaves_one_line_and_no_traceback_of_ours(strategy, launcher, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "zeroshard"]
+    run = ["train", "--data", "synthetic", "--strategy", strategy, "--max-steps", "100000", "--warmup-steps", "1"]
+    run += ["--model.n-layer", "1", "--model.n-embd", "16", "--model.n-head", "2", "--seq-len", "16"]
+    run += ["--micro-batch-size", "1", "--eval-interval", "0", "--out", str(tmp_path / "run")]
+    if launcher == "ours":
+        command, run = [sys.executable, "-m", "zeroshard"], [*run, "--nproc", "2"]
+    log = tmp_path / "run" / "metrics.jsonl"
+    pipe = subprocess.PIPE
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with forked.Popen([*command, *run], env=env, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path) as process:
+        try:
+            while not (log.exists() and '"step"' in log.read_text()):
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.1)
+            ranks = [child for child in psutil.Process(process.pid).children() if not child.children()]
+            ranks[-1].kill()
+            err = process.communicate(timeout=PATIENCE_S)[1]
+        finally:
+            process.kill()
+    assert "gloo" not in err.lower(), err
+    if launcher == "ours":
+        assert process.returncode == 4
+        assert re.fullmatch(r"error: rank [01]: was ended by SIGKILL; [^\n]+\n", err), err
+        return
+    ours, _, torchruns = err.partition("Traceback (most recent call last)")
+    assert re.search(
+        r"^error: rank [01]: rank [01]\b[^\n]* is gone\b[^\n]+; start again with --resume auto$", ours, re.M
+    ), err
+    assert "ChildFailedError" in torchruns
+    assert torchruns.count("Traceback") == 0
+    assert re.search(r"exitcode +: 4 ", torchruns), err  # torchrun's own status is 1
+    assert forked.still_running(ranks) == []
 
 
 @pytest.mark.parametrize("comm", ["ring", "shm"])

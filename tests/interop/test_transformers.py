@@ -18,7 +18,7 @@ from zeroshard.inference.generate import WeightsOnly  # noqa: E402
 from zeroshard.models import GPT2, GPT2Config, Llama, LlamaConfig  # noqa: E402
 from zeroshard.train.config.config import TrainConfig, load_config  # noqa: E402
 from zeroshard.train.setup.assemble import make_model, model_table  # noqa: E402
-from zeroshard.train.setup.build import tokenizer_folder  # noqa: E402
+from zeroshard.train.setup.run_folder import tokenizer_folder  # noqa: E402
 from zeroshard.zero import Zero  # noqa: E402
 
 TOLERANCE = 1e-5  # fp32, absolute: logits here are of order 1, and sums are taken in another order

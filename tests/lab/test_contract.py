@@ -11,7 +11,7 @@ from zeroshard.errors import UserError
 from zeroshard.lab.planner.run_plan import behind, predict, predicted_step
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration, write_calibration
 from zeroshard.models import build_model
-from zeroshard.train.config.config import LinkConfig
+from zeroshard.train.config.sections import LinkConfig
 from zeroshard.train.records.plan_contract import Job
 from zeroshard.train.setup.links import Links
 from zeroshard.zero import STAGES

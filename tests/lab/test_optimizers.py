@@ -50,6 +50,15 @@ def test_a_class_that_needs_settings_is_no_traceback():
     row = measure(Demanding)
     assert row.name == f"{__name__}:Demanding"
     assert row.kind.reason.startswith("it cannot be built without settings: TypeError")
+    Declared = type("Declared", (Demanding,), {"zero_scope": Scope.ELEMENT_WISE})
+    assert measure(Declared).kind == row.kind
+
+
+def test_a_wrong_declaration_is_measured_to_be_wrong():
+    right = type("Right", (ByTensor,), {"zero_scope": Scope.PER_TENSOR})
+    assert measure(right).differences == dict.fromkeys(range(4), 0.0)
+    wrong = type("Wrong", (ByTensor,), {"zero_scope": Scope.ELEMENT_WISE})
+    assert all(value > 1e-3 for value in measure(wrong).differences.values())
 
 
 def test_the_table_says_exact_or_how_far_or_why_not():

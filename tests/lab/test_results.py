@@ -12,7 +12,7 @@ import pytest
 
 from run_folders import LINK, write_run
 from zeroshard.lab.report.material import gather
-from zeroshard.lab.run_folders import find_runs, read_run, read_runs, spread
+from zeroshard.lab.run_folders import find_runs, read_run, spread
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.loop import run_training
 
@@ -155,7 +155,7 @@ def test_damage_is_listed_and_breaks_nothing(tmp_path, damage):
     folder = write_run(tmp_path / "bad")
     do, state, problems = DAMAGES[damage]
     do(folder)
-    bad, good = read_runs(tmp_path)
+    bad, good = map(read_run, find_runs(tmp_path))
     assert (good.state, good.problems) == ("done", ())
     assert bad.state == state
     if problems is not None:

@@ -23,7 +23,7 @@ from zeroshard.train.config.validate import validate
 
 STAND_IN = """
 import json, os, pathlib, sys, time, tomllib, uuid
-from zeroshard.launch.launch import end_with_starter
+from zeroshard.launch.environment import end_with_starter
 end_with_starter()
 text = open(sys.argv[2]).read()
 config = tomllib.loads(text)
@@ -116,9 +116,20 @@ def test_a_case_that_fails_stops_no_other_and_runs_again_when_asked(tmp_path, st
     assert "error: seed: 666" in log
 
 
-def test_a_run_that_takes_too_long_is_ended(tmp_path, stand_in):
+def test_a_run_that_takes_too_long_is_ended(tmp_path, stand_in, monkeypatch):
+    limit_s = 1000.0
+
+    class Child(subprocess.Popen):
+        """Whoever would sleep has had its time already."""
+
+        def wait(self, timeout=None):
+            if timeout == limit_s and "seed = 777" in Path(self.args[-1]).read_text():
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Child)
     stream = io.StringIO()
-    config = sweep(tmp_path, axes={"seed": [777, 1]}, timeout_s=1.0)
+    config = sweep(tmp_path, axes={"seed": [777, 1]}, timeout_s=limit_s)
     assert run_sweep(config, command=stand_in, stream=stream) == 1
     assert "failed: status -15" in said(stream)[0]
     assert len(tokens(tmp_path / "sweep")) == 1
@@ -147,7 +158,7 @@ def test_a_sweep_killed_at_random_moments_loses_nothing_and_runs_nothing_twice(t
             process.send_signal(signal.SIGKILL)
             process.communicate()
             num_kills += 1
-            assert psutil.wait_procs(children, timeout=5)[1] == []  # a run dies with its sweep
+            assert forked.still_running(children) == []  # a run dies with its sweep
         found = tokens(tmp_path / "sweep")
         assert found.items() >= done.items()  # what had ended well did not run again
         done = found

@@ -2,10 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from zeroshard.lab.predict.actions import Compute, Issue, Moment, Step, Wait
+from zeroshard.lab.predict.actions import Compute, Issue, Message, Moment, Step, Wait
 from zeroshard.lab.predict.hardware import Device, Link
 from zeroshard.lab.predict.timeline import Cluster, operation_s, simulate
-from zeroshard.lab.predict.traffic import Message
 from zeroshard.lab.predict.work import Work
 
 DEVICE = Device("test", 10**9, {"float32": 1e12}, 1e9, "invented", kernel_s=1e-6)

@@ -1,4 +1,5 @@
 import copy
+import itertools
 import math
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from torch import nn
 
 from zeroshard.errors import UserError
 from zeroshard.models import flops_per_token, materialize, next_token_loss
-from zeroshard.models.base import fill_normal_
+from zeroshard.models.base import DRAWN_AT_ONCE, Part, fill_normal_
 
 
 def test_loss_is_the_mean_over_positions_that_have_a_target():
@@ -67,6 +68,26 @@ def test_initial_values_are_the_same_made_whole_or_one_by_one_from_meta(config, 
         made = torch.empty_like(param, device="cpu")
         shapes.init_parameter(name, made)
         assert torch.equal(made, whole.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_a_parameter_are_those_of_the_whole(dtype):
+    """Wherever they begin and end, also across what one generator draws."""
+    numel = 2 * DRAWN_AT_ONCE + 1000
+    whole = torch.empty(numel, dtype=dtype)
+    fill_normal_(whole, 0.02, 7, "a.weight")
+    assert torch.unique(whole[:100]).numel() > 90
+    assert not torch.equal(whole[:1000], whole[DRAWN_AT_ONCE:][:1000])
+    table = torch.empty(numel // 8, 8, dtype=dtype)
+    fill_normal_(table, 0.02, 7, "a.weight")
+    assert torch.equal(table.view(-1), whole)
+    fill_normal_(turned := torch.empty(8, numel // 8, dtype=dtype).t(), 0.02, 7, "a.weight")
+    assert torch.equal(turned, table)
+    cuts = [0, 1, 17, DRAWN_AT_ONCE - 3, DRAWN_AT_ONCE, DRAWN_AT_ONCE + 5, 2 * DRAWN_AT_ONCE + 999, numel]
+    for start, stop in itertools.combinations(cuts, 2):
+        part = torch.empty(stop - start, dtype=dtype)
+        fill_normal_(part, 0.02, 7, "a.weight", Part(start, numel))
+        assert torch.equal(part, whole[start:stop]), (start, stop)
 
 
 def test_materialize_gives_the_whole_model_and_keeps_ties(config, build, batch):

@@ -54,7 +54,7 @@ def test_flops_of_gpt2_124m_are_the_known_figure():
 def test_overrides_change_their_fields_and_no_others():
     config = model_config("gpt2-demo", vocab_size=300, seq_len=32, overrides={"n_layer": 1, "dropout": 0.1})
     assert config == GPT2Config(vocab_size=300, seq_len=32, n_layer=1, n_head=4, n_embd=128, dropout=0.1)
-    assert PRESETS["gpt2-demo"].n_layer == 4
+    assert PRESETS["gpt2-demo"].config.n_layer == 4
 
 
 def test_a_changed_width_takes_its_own_feed_forward_width():

@@ -55,8 +55,13 @@ def solutions(stored):
 
 
 @pytest.fixture(scope="module")
-def executed(stored, solutions):
+def executed(stored, solutions, made_once):
     """The notebook as it is, then wrong answers, then the solutions, then the quiz; one kernel for all."""
+    folder = made_once("notebook", lambda folder: nbformat.write(_executed(stored, solutions), folder / PATH.name))
+    return nbformat.read(folder / PATH.name, as_version=4)
+
+
+def _executed(stored, solutions):
     notebook = copy.deepcopy(stored)
     by_exercise = {}  # the cell that checks it
     for cell in notebook.cells:

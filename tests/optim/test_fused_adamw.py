@@ -209,7 +209,7 @@ def at_each_stage(turn, optimizer, precision, stages=tuple(STAGES), **kwargs):
         settings = {"stage": stage, "precision": precision}
         return train(comm, Net, turn, settings, optimizer=optimizer, **OPTIONS, **kwargs)
 
-    return [run_threads(lambda comm, s=stage: trained(comm, s), 2, timeout_s=20) for stage in stages]
+    return [run_threads(lambda comm, s=stage: trained(comm, s), 2, timeout_s=120) for stage in stages]
 
 
 @pytest.mark.parametrize("precision", [None, BF16])
@@ -247,7 +247,7 @@ def test_passes_that_are_saved(stage):
         due = [group.params._copy_due for unit in zero.units for group in unit.groups]
         return grads, unscaled, due, zero._runtime.weights_readable
 
-    for grads, unscaled, due, readable in run_threads(rank_main, 2, timeout_s=20):
+    for grads, unscaled, due, readable in run_threads(rank_main, 2, timeout_s=120):
         assert_same_bits(grads, unscaled)
         assert not any(due)
         assert readable == (stage == 0)  # the others still have to be told the other rank's weights
@@ -282,8 +282,8 @@ def test_two_optimizers_of_which_one_saves_passes():
                 optimizer.zero_grad()
         return list(zero.state_dict().values())
 
-    mine = run_threads(lambda comm: trained(comm, FusedAdamW, {}), 2, timeout_s=20)
-    theirs = run_threads(lambda comm: trained(comm, torch.optim.AdamW, {"foreach": False}), 2, timeout_s=20)
+    mine = run_threads(lambda comm: trained(comm, FusedAdamW, {}), 2, timeout_s=120)
+    theirs = run_threads(lambda comm: trained(comm, torch.optim.AdamW, {"foreach": False}), 2, timeout_s=120)
     for one, other in zip(mine, theirs, strict=True):
         assert_same_bits(one, other)
 
@@ -337,11 +337,11 @@ def test_the_kernel_under_the_engine_writes_16_bit_weights_and_clips():
             LocalCommunicator(),
             Net,
             clipped,
-            {"stage": 2, "precision": BF16},
+            {"stage": 2, "precision": MixedPrecision(param_dtype=torch.float16)},  # bf16 the interpreter truncates
             optimizer=FusedAdamW,
             kernels=kernels,
             **OPTIONS,
         )
         ends.append(weights)
-    for name in ends[0]:  # the interpreter truncates bf16 weights: another gradient, a share of three steps of 1e-2
-        torch.testing.assert_close(ends[0][name], ends[1][name], rtol=0, atol=4e-3)
+    for name in ends[0]:
+        torch.testing.assert_close(ends[0][name], ends[1][name], rtol=0, atol=1e-6)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm import TorchCommunicator
-from zeroshard.launch.launch import shutdown
+from zeroshard.launch.process_group import shutdown
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.loop import train
 from zeroshard.train.setup.build import build_run

@@ -9,7 +9,8 @@ from torch import nn
 import forked
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, NullCommunicator
-from zeroshard.launch.launch import World, init_process_group, shutdown
+from zeroshard.launch.environment import World
+from zeroshard.launch.process_group import init_process_group, shutdown
 from zeroshard.parallel import Setup, build_strategy
 
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, NullCommunicator
-from zeroshard.parallel import OVER_TORCH, Setup, build_strategy
+from zeroshard.parallel import Setup, build_strategy, strategies_with
 
-THEIRS = sorted(OVER_TORCH)
+THEIRS = sorted(strategies_with("over_torch"))
 WORLD_SIZES = [1, 2, 3]
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.parallel import OVER_TORCH, STRATEGIES, Setup, ZeroStrategy, build_strategy
+from zeroshard.parallel import STRATEGIES, Setup, ZeroStrategy, build_strategy
 
 
 def _setup(comm, seed=0, **changes):
@@ -35,7 +35,7 @@ def _train(strategy, data, num_steps=3):
     return norms
 
 
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in OVER_TORCH])
+@pytest.mark.parametrize("name", [name for name, entry in STRATEGIES.items() if not entry.over_torch])
 def test_every_stage_behind_the_interface_trains_as_ddp_in_one_process(name):
     data = torch.randn(2, 4, 6)
     theirs = build_strategy("ddp", _setup(LocalCommunicator()))

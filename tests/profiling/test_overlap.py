@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from zeroshard.profiling.overlap import Flight, Overlap, by_phase, overlap, table, under_way
+from zeroshard.profiling.overlap import Flight, Overlap, overlap, table, under_way
 
 
 def test_shares_add_up_to_the_time_in_which_anything_was_under_way():
@@ -14,15 +14,6 @@ def test_what_was_not_exposed_was_hidden_and_never_less_than_nothing():
     found = overlap({"a": 5.0, "b": 1.0}, {"b": 1.5, "c": 2.0})
     assert list(found) == ["c", "b", "a"]
     assert [value.hidden_s for value in found.values()] == [0.0, 0.0, 5.0]
-
-
-def test_phases_are_sums_over_units():
-    units = {
-        "blocks.0/weights/forward": Overlap(1.0, 0.5),
-        "blocks.1/weights/forward": Overlap(2.0, 0.5),
-        "control": Overlap(0.25, 0.25),
-    }
-    assert by_phase(units) == {"weights/forward": Overlap(3.0, 1.0), "control": Overlap(0.25, 0.25)}
 
 
 def test_the_table_ends_with_the_sum():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from zeroshard.comm import LocalCommunicator, PeerError, RingCommunicator, run_threads
 from zeroshard.errors import FirstRankStorageError, UserError
-from zeroshard.launch.launch import World
+from zeroshard.launch.environment import World
 from zeroshard.train.setup import agree, ranks
 from zeroshard.train.setup.agree import agree_at, agree_on, code_version, first_rank_does, gather_bytes, start_facts
 from zeroshard.train.setup.build import build_run

@@ -17,8 +17,9 @@ from zeroshard.inference.evaluation import _warn_of_overlap, local_score
 from zeroshard.train.config.commands import EvalConfig
 from zeroshard.train.loop.loop import run_training, train
 from zeroshard.train.loop.run import checkpoint_folder
-from zeroshard.train.setup.build import build_run, tokenizer_folder
+from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.corpus import open_corpus
+from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.resume import check_changes
 
 

@@ -1,6 +1,5 @@
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,16 +21,20 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def run(text_config, tmp_path):
-    """A trained run on bytes; its folder."""
-    config = text_config(max_steps=3, ema_decay=0.5)
-    run_training(config)
-    return Path(config.out)
+def run(text_config, made_once):
+    """A trained run on bytes; its folder, with the text and its tokens beside it."""
+
+    def train(folder):
+        (folder / "text.txt").write_text("abcd\n" * 2000)
+        data = {"source": "text", "path": (str(folder / "text.txt"),), "dir": str(folder / "tokens")}
+        run_training(text_config(max_steps=3, ema_decay=0.5, out=str(folder / "run"), data=data))
+
+    return made_once("trained-on-text", train) / "run"
 
 
-def test_all_of_a_split_is_scored_to_the_last_row(run, tmp_path):
+def test_all_of_a_split_is_scored_to_the_last_row(run):
     scores = local_score(EvalConfig(run=str(run), micro_batch_size=1))
-    tokens = TokenDataset.open(tmp_path / "tokens", "val")
+    tokens = TokenDataset.open(run.parent / "tokens", "val")
     num_rows = (tokens.num_tokens - 1) // 16
     model, _ = load_for_text(run)
     ids = torch.from_numpy(tokens.window(0, num_rows * 16 + 1).astype(np.int64))
@@ -74,7 +77,7 @@ def test_other_text_may_be_scored_and_another_tokenizer_is_refused(run, tmp_path
 
 def test_a_hugging_face_folder_has_the_score_of_the_run_that_it_came_from(run, tmp_path):
     assert run_export(ExportConfig(source=str(run), out=str(tmp_path / "hf"))) == 0
-    theirs = EvalConfig(run=str(tmp_path / "hf"), data_dir=str(tmp_path / "tokens"), seq_len=16)
+    theirs = EvalConfig(run=str(tmp_path / "hf"), data_dir=str(run.parent / "tokens"), seq_len=16)
     assert local_score(theirs).loss == pytest.approx(local_score(EvalConfig(run=str(run))).loss, rel=1e-6)
     with pytest.raises(UserError, match=r"data_dir: a Hugging Face folder says nothing of data"):
         local_score(EvalConfig(run=str(tmp_path / "hf")))

@@ -14,16 +14,14 @@ from zeroshard.train.config.config import load_config
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("the cat sat on the mat and the dog sat on the log\n" * 400)
-    return path
+def exported(made_once):
+    """A small GPT-2 that learned a text, in Hugging Face's form, with its tokenizer; the text beside it."""
+    return made_once("exported", _export)
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory, text):
-    """A small GPT-2 that learned the text, in Hugging Face's form, with its tokenizer."""
-    folder = tmp_path_factory.mktemp("exported")
+def _export(folder):
+    text = folder / "text.txt"
+    text.write_text("the cat sat on the mat and the dog sat on the log\n" * 400)
     words = [
         "train", "--model.n-layer", "1", "--model.n-embd", "32", "--model.n-head", "2", "--device", "cpu",
         "--data", "text", "--data.path", str(text), "--data.tokenizer", "bpe:270", "--data.dir", str(folder / "data"),
@@ -32,7 +30,11 @@ def exported(tmp_path_factory, text):
     ]  # fmt: skip
     assert main(words) == 0
     assert main(["export", str(folder / "run"), str(folder / "hf")]) == 0
-    return folder
+
+
+@pytest.fixture
+def text(exported):
+    return exported / "text.txt"
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ import forked
 from zeroshard.cli import main
 from zeroshard.comm import Link, LocalCommunicator, NullCommunicator, ThrottledCommunicator
 from zeroshard.errors import UserError
-from zeroshard.launch.launch import World
-from zeroshard.train.config.config import LinkConfig, TrainConfig
+from zeroshard.launch.environment import World
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sections import LinkConfig
 from zeroshard.train.config.validate import validate
 from zeroshard.train.setup import links
 from zeroshard.train.setup.links import Links

@@ -5,7 +5,7 @@ import pytest
 
 from zeroshard.errors import UserError
 from zeroshard.interop.deepspeed import read_deepspeed
-from zeroshard.interop.migrate import run_import_config
+from zeroshard.interop.import_config import run_import_config
 from zeroshard.interop.nanogpt import DEFAULTS, read_nanogpt
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.loop import run_training

@@ -12,7 +12,7 @@ from zeroshard.models import GPT2, GPT2Config
 from zeroshard.train.config.commands import ImportConfig
 from zeroshard.train.config.config import load_config
 from zeroshard.train.loop.loop import run_training
-from zeroshard.train.setup.build import tokenizer_folder
+from zeroshard.train.setup.run_folder import tokenizer_folder
 
 ARGS = {"vocab_size": 65, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 16, "bias": False, "dropout": 0.2}
 

@@ -9,16 +9,9 @@ from typing import Any
 
 import pytest
 
-from zeroshard.train.records.records import (
-    GIB,
-    ConsoleRecorder,
-    JsonlWriter,
-    StepRecord,
-    SummaryWriter,
-    bytes_in_words,
-    facts_of,
-    finite_or_null,
-)
+from zeroshard.train.records.console import GIB, ConsoleRecorder, bytes_in_words, facts_of
+from zeroshard.train.records.log_files import JsonlWriter, SummaryWriter, finite_or_null
+from zeroshard.train.records.records import StepRecord
 
 
 def a_record(**changes) -> StepRecord:

@@ -129,7 +129,7 @@ def test_another_model_is_refused_by_its_field(tiny_config, model, line):
 
 
 def test_a_preset_and_its_values_spelled_out_are_one_model(tiny_config):
-    preset, short = PRESETS["gpt2-demo"], tiny_config(model="gpt2-demo")
+    preset, short = PRESETS["gpt2-demo"].config, tiny_config(model="gpt2-demo")
     spelled_out = {"n_layer": preset.n_layer, "n_head": preset.n_head, "n_embd": preset.n_embd}
     for table in (spelled_out, {"activation_checkpointing": "full"}):
         assert _changes(short, tiny_config(model={"name": "gpt2-demo", **table})) == []

@@ -1,7 +1,8 @@
-"""What a rank draws and holds while a run is built: one parameter at a time, on rank 0 alone, and nothing on resume."""
+"""What a rank draws and holds while a run is built: what it keeps, one unit at a time, and nothing on resume."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from zeroshard.checkpoint import api
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.inference.evaluation import local_score, score
 from zeroshard.inference.generate import load_for_text
-from zeroshard.models import build_model, gpt2
+from zeroshard.models import InitialValues, build_model, gpt2
 from zeroshard.train.config.commands import EvalConfig
 from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.assemble import sharded
@@ -39,15 +40,15 @@ def process_group(tmp_path):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The names of what was drawn, in order."""
-    names, fill = [], gpt2.fill_normal_
+    """What was drawn, in order: name, first element, number of elements."""
+    parts, fill = [], gpt2.fill_normal_
 
-    def fill_normal_(param, std, seed, name):
-        names.append(name)
-        fill(param, std, seed, name)
+    def fill_normal_(param, std, seed, name, part):
+        parts.append((name, part.start if part else 0, param.numel()))
+        fill(param, std, seed, name, part)
 
     monkeypatch.setattr(gpt2, "fill_normal_", fill_normal_)
-    return names
+    return parts
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -78,10 +79,10 @@ def _peak_bytes(work):
     return live.peak, result
 
 
-def _model(device="meta"):
+def _model(device="meta", vocab_size=61):
     overrides = {"n_layer": 4, "n_head": 2, "n_embd": 32}
     with torch.device(device):
-        return build_model("gpt2-demo", vocab_size=61, seq_len=16, overrides=overrides)
+        return build_model("gpt2-demo", vocab_size=vocab_size, seq_len=16, overrides=overrides)
 
 
 @pytest.mark.parametrize("strategy", [*OURS, *TORCHS])
@@ -101,23 +102,72 @@ def test_a_run_that_resumes_draws_nothing(tiny_config, drawn, process_group, str
         assert torch.equal(tensor, first.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("by_parts", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
-def test_rank_zero_alone_draws_and_no_rank_holds_more_than_a_unit_and_a_parameter_beside_what_it_keeps(drawn, stage):
+def test_a_rank_draws_what_it_keeps_and_holds_no_more_than_a_unit_beside_it(drawn, stage, by_parts):
+    """An ``init`` without parts is asked on rank 0 alone, for one parameter at a time."""
     world_size = 3
     sizes = {name: 4 * param.numel() for name, param in _model().named_parameters()}
     unit_bytes = max(
         sum(size for name, size in sizes.items() if name.startswith("blocks.0.")),
         sum(size for name, size in sizes.items() if not name.startswith("blocks.")),
     )
-
+    by_rank = []
     for rank in range(world_size):
         shapes, comm = _model(), NullCommunicator(world_size, rank)
         drawn.clear()
-        given = {"units": shapes.blocks, "comm": comm, "init": shapes.init_parameter}
-        peak, zero = _peak_bytes(partial(Zero, shapes, stage, **given))
-        at_once = unit_bytes + (max(sizes.values()) if rank == 0 else 0)
+        init = InitialValues(shapes) if by_parts else shapes.init_parameter
+        peak, zero = _peak_bytes(partial(Zero, shapes, stage, units=shapes.blocks, comm=comm, init=init))
+        at_once = unit_bytes + (max(sizes.values()) if by_parts or rank == 0 else 0)
         assert peak <= sum(zero.memory_bytes().values()) + at_once + 2048  # flags, and what stands for freed weights
-        assert bool(drawn) == (rank == 0)
+        by_rank.append(sorted(drawn))
+    if not by_parts:
+        assert by_rank[0]
+        assert by_rank[1:] == [[], []]
+        return
+    keeps = sum(sizes.values()) / 4 / world_size
+    assert all(0.5 * keeps < sum(numel for _, _, numel in parts) <= 1.01 * keeps for parts in by_rank)
+    covered: dict[str, int] = {}
+    for name, start, numel in sorted(itertools.chain(*by_rank)):
+        assert start == covered.get(name, 0)  # no element twice, and none left out
+        covered[name] = start + numel
+    assert all(4 * numel == sizes[name] for name, numel in covered.items())
+
+
+@pytest.mark.parametrize("shard_size", [None, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_ranks_draw_together_is_what_one_process_draws(stage, shard_size):
+    """Tables of 96,000 elements, more than one generator draws."""
+
+    def rank_main(comm):
+        model = _model(vocab_size=3000)
+        given = {"comm": comm, "shard_size": shard_size if stage else None, "init": InitialValues(model)}
+        zero = Zero(model, stage, units=model.blocks, **given)
+        with zero.full_params():
+            return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    one = dict(_model("cpu", vocab_size=3000).named_parameters())
+    for state in run_threads(rank_main, 3 if shard_size is None else 4):
+        assert state.keys() == one.keys()
+        assert all(torch.equal(tensor, one[name]) for name, tensor in state.items())
+
+
+def test_replicas_take_what_the_first_of_them_has_drawn():
+    """Another processor may round a draw otherwise."""
+
+    def rank_main(comm):
+        model = _model()
+
+        class Rounds(InitialValues):
+            def part(self, name, values, start, numel):
+                super().part(name, values, start, numel)
+                values += comm.rank // 2
+
+        return Zero(model, 3, comm=comm, shard_size=2, init=Rounds(model)).state_dict()
+
+    one = _model("cpu").state_dict()
+    for state in run_threads(rank_main, 4):
+        assert all(torch.equal(tensor, one[name]) for name, tensor in state.items())
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from zeroshard.errors import UserError
-from zeroshard.train.config.config import TrackConfig, TrainConfig, merge
+from zeroshard.train.config.config import TrainConfig, merge
+from zeroshard.train.config.sections import TrackConfig
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.loop import run_training
 from zeroshard.train.records.records import StepRecord

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import random
+import runpy
+from inspect import signature
+from typing import ClassVar
 
 import numpy
 import pytest
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from zeroshard.comm import NullCommunicator
+from zeroshard.optim import FusedAdamW
+from zeroshard.zero import OptimizerKind, Zero
+from zeroshard.zero.optimizers import requirements, torch_scopes
 from zeroshard.zero.optimizers.requirements import Scope, classify
+from zeroshard.zero.optimizers.scope_probe import probe
+from zeroshard.zero.optimizers.torch_scopes import HARMLESS, KINDS, TRIED, look_up
 
 ELEMENT_WISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 SCOPES = dict.fromkeys(ELEMENT_WISE, Scope.ELEMENT_WISE) | {
@@ -269,7 +279,11 @@ def test_the_answer_does_not_depend_on_modes_that_are_on():
     with torch.no_grad():
         assert classify(Another).scope is Scope.ELEMENT_WISE
     with torch.inference_mode():
-        assert classify(torch.optim.AdamW, {"eps": 1e-7}).scope is Scope.ELEMENT_WISE
+        assert classify(torch.optim.AdamW).scope is Scope.ELEMENT_WISE
+        assert classify(Another, {"extra": 1}).scope is Scope.ELEMENT_WISE
+    with torch.device("meta"):
+        assert classify(torch.optim.AdamW).scope is Scope.ELEMENT_WISE
+        assert classify(Another, {"extra": 2}).scope is Scope.ELEMENT_WISE
 
 
 def test_an_answer_is_remembered_by_settings_and_not_by_learning_rate_of_groups():
@@ -299,3 +313,227 @@ def test_an_answer_takes_a_few_steps_of_tiny_tensors():
     classify(Counted)
     assert 0 < len(sizes) <= 100
     assert max(sizes) <= 1 << 15
+
+
+# -- the table of torch's own -------------------------------------------------------------------------------------
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # no test here needs a GPU: classes are tried on the CPU
+# Values beside the default, for each setting that any class of torch has.
+VALUES = {
+    "adjust_lr_fn": ["original", "match_rms_adamw"],
+    "alpha": [0.5],
+    "amsgrad": [True],
+    "beta2_decay": [-0.5],
+    "betas": [(0.5, 0.5), (0.0, 0.0), (torch.tensor(0.5), torch.tensor(0.5))],
+    "capturable": [True],
+    "centered": [True],
+    "d": [2.0],
+    "dampening": [0.5],
+    "decoupled_weight_decay": [True],
+    "differentiable": [True],
+    "eps": [1e-3],
+    "etas": [(0.9, 1.1)],
+    "foreach": [True, False],
+    "fused": [True, False],
+    "history_size": [1],
+    "initial_accumulator_value": [1.0],
+    "lambd": [0.0],
+    "line_search_fn": ["strong_wolfe"],
+    "lr": [0.0, 0.3, torch.tensor(0.3)],
+    "lr_decay": [0.1],
+    "max_eval": [1],
+    "max_iter": [1, 2],
+    "maximize": [True],
+    "momentum": [0.5],
+    "momentum_decay": [0.1],
+    "nesterov": [True, False],
+    "ns_coefficients": [(2.0, -1.5, 0.5)],
+    "ns_steps": [1],
+    "rho": [0.5],
+    "step_sizes": [(1e-3, 1.0)],
+    "t0": [1.0],
+    "tolerance_change": [1e9],
+    "tolerance_grad": [1e9],
+    "weight_decay": [0.0, 0.3],
+}
+
+
+def combinations(cls):
+    """Each setting by itself, all switches of a form together, and decay, momentum and the like on top of them."""
+    names = [name for name in signature(cls).parameters if name != "params"]
+    yield {}
+    for name in names:
+        is_pair = isinstance(signature(cls).parameters[name].default, tuple)
+        yield from ({name: (value, value) if is_pair and name == "eps" else value} for value in VALUES[name])
+    plain = {name: VALUES[name][0] for name in names if name not in {*TRIED, "foreach", "fused", "lr", "eps"}}
+    for form in ("foreach", "fused"):
+        for value in VALUES[form] if form in names else ():
+            yield {**plain, form: value}
+            yield {**plain, form: value, "lr": torch.tensor(0.3)}
+
+
+def outcome(function, *args):
+    """What a function returns, or the exception that it raises, in comparable form."""
+    try:
+        return function(*args)
+    except Exception as error:  # noqa: BLE001 -- a class may raise anything
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)
+def test_the_table_says_what_the_experiment_says_of_every_class_of_torch_and_its_settings(cls):
+    for settings in combinations(cls):
+        for as_given in ((settings, {}), ({}, settings)):  # to the class, or in the group
+            answer = outcome(look_up, cls, *as_given, CPU)
+            if answer is not None and (as_given[0] or len(settings) > 1):  # groups by the combinations alone: time
+                assert answer == outcome(probe, cls, *as_given, CPU), settings
+            in_group_only = as_given[1] and isinstance(outcome(look_up, cls, settings, {}, CPU), tuple)
+            assert (answer is None) == bool(settings.keys() & TRIED or in_group_only), settings
+            assert outcome(look_up, cls, *as_given, CUDA) == (KINDS[cls] if "capturable" in settings else answer)
+
+
+def test_every_setting_of_a_class_of_torch_is_known_here():
+    settings = {name for cls in KINDS for name in signature(cls).parameters} - {"params"}
+    assert settings == VALUES.keys() == HARMLESS | TRIED
+    assert not HARMLESS & TRIED
+
+
+def test_no_optimizer_of_torch_is_tried_when_a_model_is_trained(monkeypatch):
+    def tried(cls, *_):
+        raise AssertionError(f"{cls.__name__} was tried")
+
+    monkeypatch.setattr(requirements, "probe", tried)
+    for cls in KINDS.keys() - {torch.optim.LBFGS, torch.optim.SparseAdam}:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False))
+        Zero(model, 2, comm=NullCommunicator(2)).optimizer(cls, model.parameters())
+        assert classify(cls, {"lr": 0.2}, {"weight_decay": 0.0, "initial_lr": 0.1}, "cuda") == KINDS[cls]
+    with pytest.raises(AssertionError, match="Own was tried"):
+        classify(type("Own", (Own,), {}))
+
+
+def test_a_subclass_of_a_class_of_torch_is_not_taken_for_it(monkeypatch):
+    class AdamW(torch.optim.AdamW):
+        @torch.no_grad()
+        def step(self, closure=None):
+            super().step(closure)
+            params = self.param_groups[0]["params"]
+            total = sum(param.grad.sum() for param in params)
+            for param in params:
+                param.add_(total)
+
+    assert classify(AdamW).scope is Scope.CROSS_TENSOR
+    monkeypatch.setattr(torch.optim, "AdamW", AdamW)  # before zeroshard is imported, say
+    assert runpy.run_path(torch_scopes.__file__)["look_up"](AdamW, {}, {}, CPU) is None
+
+
+# -- classes that declare their scope -----------------------------------------------------------------------------
+
+
+class Untried(Own):
+    """Neither built nor stepped."""
+
+    def __init__(self, params, **settings):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("given", [Scope.PER_TENSOR, "per-tensor", lambda settings: "per-tensor"])
+def test_a_class_may_declare_its_scope_and_is_not_tried(given):
+    kind = classify(type("Declared", (Untried,), {"zero_scope": given}), {"lr": 0.1})
+    assert kind == OptimizerKind(Scope.PER_TENSOR, "it is declared per-tensor by its zero_scope", (0, 1, 2, 3, 4))
+
+
+def test_a_declaration_may_depend_on_settings_and_say_which_dimensions():
+    class Declared(Untried):
+        @staticmethod
+        def zero_scope(settings):
+            if settings.get("matrices"):
+                return OptimizerKind(Scope.PER_TENSOR, "it takes matrices", (2,))
+            return Scope.ELEMENT_WISE
+
+    assert classify(Declared).scope is Scope.ELEMENT_WISE
+    matrices = OptimizerKind(Scope.PER_TENSOR, "it takes matrices", (2,))
+    assert classify(Declared, {"matrices": True}) == matrices
+    assert classify(Declared, {"matrices": False}, {"matrices": True, "params": [1]}) == matrices
+    assert classify(Declared, {"matrices": True}, {"matrices": False}).scope is Scope.ELEMENT_WISE
+
+
+def test_a_declaration_is_not_inherited_and_holds_for_a_class_that_was_tried_before():
+    declared = type("Declared", (TrustRatio,), {"zero_scope": "element-wise"})
+    heir = type("Heir", (declared,), {})
+    assert classify(declared).scope is Scope.ELEMENT_WISE
+    assert classify(heir).scope is Scope.PER_TENSOR
+    heir.zero_scope = "element-wise"
+    assert classify(heir).scope is Scope.ELEMENT_WISE
+
+
+def test_a_declaration_that_is_no_scope_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"Declared.zero_scope: 'elementwise' is no scope; give .* 'element-wise', "):
+        classify(type("Declared", (Own,), {"zero_scope": "elementwise"}))
+
+
+def test_the_engine_takes_a_class_at_its_word():
+    def shapes(scope):
+        model = nn.Linear(6, 4)
+        zero = Zero(model, 2, comm=NullCommunicator(2))
+        zero.optimizer(type("Declared", (TrustRatio,), {"zero_scope": scope}))
+        return [piece.dim() for piece in zero.pieces()]
+
+    assert shapes("per-tensor") == [2]  # the vector lies on the other rank
+    assert shapes("element-wise") == [1]
+    with pytest.raises(ValueError, match="Declared cannot be sharded: it is declared cross-tensor by its zero_scope"):
+        shapes("cross-tensor")
+
+
+def test_our_fused_optimizer_declares_what_the_experiment_finds():
+    assert classify(FusedAdamW, {"kernels": "triton"}, device="cuda").scope is Scope.ELEMENT_WISE
+    found = probe(FusedAdamW, {}, {}, CPU)
+    assert (found.scope, found.ndims) == (classify(FusedAdamW).scope, classify(FusedAdamW).ndims)
+
+
+# -- parameters on a GPU: unknown classes are tried on the CPU ----------------------------------------------------
+
+
+def test_a_class_is_tried_on_the_cpu_once_wherever_its_parameters_live():
+    class Counted(Own):
+        devices: ClassVar = []
+
+        def __init__(self, params, **settings):
+            super().__init__(params, **settings)
+            self.devices += [param.device for group in self.param_groups for param in group["params"]]
+
+    assert classify(Counted, device="cuda:0").scope is Scope.ELEMENT_WISE
+    assert set(Counted.devices) == {CPU}
+    num_built = len(Counted.devices)
+    classify(Counted, device="cuda:1")
+    assert len(Counted.devices) == num_built
+
+
+def test_settings_for_parameters_on_a_gpu_are_translated():
+    class Another(torch.optim.AdamW):
+        pass
+
+    numbers = {"lr": torch.tensor(0.1), "betas": (torch.tensor(0.9), torch.tensor(0.99)), "foreach": True}
+    for settings in ({"capturable": True}, {"capturable": True, **numbers}):
+        assert classify(Another, settings, device="cuda").scope is Scope.ELEMENT_WISE
+        assert classify(Another, settings).scope is Scope.UNUSABLE
+
+
+def test_a_class_that_runs_on_gpus_alone_is_told_to_declare_its_scope():
+    class StepsElsewhere(Own):
+        def update(self, param, group):
+            raise RuntimeError("no CPU here")
+
+    class BuiltElsewhere(Own):
+        def __init__(self, params):
+            raise RuntimeError("no CPU here")
+
+    kind = classify(StepsElsewhere, device="cuda")
+    assert kind.scope is Scope.UNUSABLE
+    assert kind.reason == (
+        "it fails on dense gradients: RuntimeError: no CPU here (tried on the CPU; a class that runs on other devices "
+        "only declares its scope by the attribute zero_scope)"
+    )
+    assert "zero_scope" not in classify(StepsElsewhere).reason
+    with pytest.raises(RuntimeError, match="no CPU here") as caught:
+        classify(BuiltElsewhere, device="cuda")
+    assert caught.value.__notes__ == ["BuiltElsewhere was " + kind.reason.partition("(")[2].removesuffix(")")]

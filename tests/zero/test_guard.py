@@ -97,29 +97,6 @@ def test_apply_is_ordinary_where_nothing_is_sharded():
     assert (zero.state_dict()["first.weight"] == 0.25).all()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_reading_weights_after_a_step_warns_once_and_names_the_way(stage):
-    net, zero, optim = engine(stage)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list(net.parameters())
-        step(net, optim)
-        with zero.full_params():
-            list(net.parameters())
-        step(net, optim)
-    with pytest.warns(UserWarning, match=r"^model.parameters\(\): between step\(\) and the next forward.*full_params"):
-        list(net.parameters())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list(net.named_parameters())  # told once
-    net, zero, optim = engine(stage)
-    step(net, optim)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        net(rows(0))
-        list(net.parameters())  # those of the forward
-
-
 @pytest.fixture
 def one_rank_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -99,7 +99,7 @@ def sharded(
             optim.zero_grad()
         return zero.state_dict()
 
-    results = run_threads(rank_main, world, timeout_s=20)
+    results = run_threads(rank_main, world, timeout_s=120)
     for other in results[1:]:
         assert all(torch.equal(results[0][name], other[name]) for name in other)
     return results[0]

@@ -69,7 +69,7 @@ def test_parts_of_a_unit_may_be_called_in_its_place(stage, path, prefetch):
     build = lambda: Net(block=Block, path=path)  # noqa: E731
     expected = one_process(build)
     kwargs = {"stage": stage, "prefetch": prefetch}
-    for found in run_threads(lambda comm: train(late(comm), build, evaluating, kwargs), 2, timeout_s=20):
+    for found in run_threads(lambda comm: train(late(comm), build, evaluating, kwargs), 2, timeout_s=120):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 

@@ -117,7 +117,7 @@ def test_ranks_may_run_units_in_different_orders_from_the_first_forward_on(stage
         turn.loss(order=orders[turn.rank]).backward()
 
     expected = one_process(build, take_turn, world_size=3)
-    for weights in run_threads(lambda comm: train(comm, build, take_turn, {"stage": stage}), 3, timeout_s=20):
+    for weights in run_threads(lambda comm: train(comm, build, take_turn, {"stage": stage}), 3, timeout_s=120):
         for name, whole in expected.items():
             torch.testing.assert_close(weights[name], whole, rtol=0, atol=1e-6)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zeroshard.data.base import Batches, EvalBatches, TokenBatches, Tokens, num_rows, require_enough
     from zeroshard.data.meta import DataMeta, read_meta
     from zeroshard.data.prepare import DataSpec, data_dir
-    from zeroshard.data.sources import SOURCES
+    from zeroshard.data.registry import SOURCES
     from zeroshard.data.tokenizer import TOKENIZERS, Tokenizer, check_tokenizer, load_tokenizer
     from zeroshard.data.tokens import TokenDataset, verify
 
@@ -32,7 +32,7 @@ _HOME = {
     "read_meta": "meta",
     "DataSpec": "prepare",
     "data_dir": "prepare",
-    "SOURCES": "sources",
+    "SOURCES": "registry",
     "TOKENIZERS": "tokenizer",
     "Tokenizer": "tokenizer",
     "check_tokenizer": "tokenizer",

@@ -13,14 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroshard.data.files import FileFacts, answers, facts_of, require_package
+from zeroshard.data.registry import SOURCES, SourceRequest
 from zeroshard.data.tables import TABLE_SUFFIXES, Tables, is_table
 from zeroshard.errors import UserError
 
-# name -> on the hub
-KNOWN = {
-    "fineweb-edu": "HuggingFaceFW/fineweb-edu:sample-10BT",
-    "openwebtext": "Skylion007/openwebtext",
-}
 _AS_PARQUET = "refs/convert/parquet"  # where the hub keeps its own conversion of what was a script
 
 
@@ -36,19 +32,19 @@ class HubName:
         return self.repo + (f":{self.configuration}" if self.configuration else "")
 
 
-def is_hub_name(name: str) -> bool:
-    """Whether ``name`` is one of the hub's: a known one, ``OWNER/NAME``, or anything after ``hf:``."""
-    return name in KNOWN or name.startswith("hf:") or name.partition(":")[0].count("/") == 1
-
-
 def parse_hub_name(name: str) -> HubName:
     """The parts of a name; a UserError where it has none."""
-    rest = KNOWN.get(name, name).removeprefix("hf:")
+    rest = (SOURCES[name].hub if name in SOURCES else name).removeprefix("hf:")
     rest, _, split = rest.partition("@")
     repo, _, configuration = rest.partition(":")
     if not repo or repo.count("/") > 1:
         raise UserError("data.source", f"{name!r} names no data set", "write OWNER/NAME[:CONFIGURATION][@SPLIT]")
     return HubName(repo, configuration, split or "train")
+
+
+def hub_source(asked: SourceRequest) -> Tables:
+    """`open_hub` for the table of sources."""
+    return open_hub(asked.name, asked.column)
 
 
 def open_hub(name: str, column: str) -> Tables:

@@ -1,7 +1,7 @@
-"""Processes that work on numbered tasks, so many ahead of who takes the results, in order.
+"""Processes that work on tasks, so many ahead of who takes the results, in order.
 
-Unlike `concurrent.futures` none of them outlives this process: each waits on a pipe of its own, whose other end goes
-with us, however we end. They are started afresh (spawned), because the libraries that they load keep threads.
+None of them outlives this process, unlike `concurrent.futures` alone: a thread of each waits on a pipe whose other end
+goes with us, however we end. They are started afresh (spawned), because the libraries that they load keep threads.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
@@ -33,15 +37,9 @@ class Workers(Generic[Task, Result]):
 
     def __init__(self, make: Callable[..., Callable[[Task], Result]], args: tuple[Any, ...], num: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for _ in range(num):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, make, args), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        theirs, self._lifeline = context.Pipe(duplex=False)
+        self._executor = ProcessPoolExecutor(num, context, _begin, (theirs, make, args))
+        self._num_ahead = 4 * num
 
     def in_order(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Result]]:
         """Each task with its result, in the order of tasks; a few more than there are processes are under way.
@@ -50,75 +48,49 @@ class Workers(Generic[Task, Result]):
             UserError: the first that a task raised.
             RuntimeError: a task failed otherwise, with the process's own traceback; or the process was ended.
         """
-        source = enumerate(tasks)
-        ahead = 4 * len(self._pipes)
-        waiting: dict[int, Task] = {}
-        done: dict[int, Result] = {}
-        busy: dict[Connection, int] = {}
-        next_out = 0
+        source = iter(tasks)
+        ahead: deque[tuple[Task, Future[Result]]] = deque()
         while True:
-            while next_out in done:  # before more is handed out: these make room for it
-                yield waiting.pop(next_out), done.pop(next_out)
-                next_out += 1
-            for pipe in self._pipes:
-                if pipe not in busy and len(waiting) < ahead:
-                    for number, task in islice(source, 1):
-                        waiting[number] = task
-                        busy[pipe] = number
-                        _send(pipe, task)
-            if not busy:
-                return
-            for pipe in wait(list(busy)):
-                assert isinstance(pipe, Connection)
-                done[busy.pop(pipe)] = _receive(pipe)
+            try:
+                for task in islice(source, self._num_ahead - len(ahead)):
+                    ahead.append((task, self._executor.submit(_work, task)))
+                if not ahead:
+                    return
+                task, future = ahead.popleft()
+                result = future.result()
+            except BrokenProcessPool:
+                what = "a worker process was ended from outside; if memory ran out, use fewer by --data.workers"
+                raise RuntimeError(what) from None
+            yield task, result
 
     def close(self) -> None:
-        """End the processes."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.terminate()
-            process.join()
-            process.close()
-        self._pipes, self._processes = [], []
+        """End the processes, in the middle of a task too."""
+        self._lifeline.close()
+        self._executor.shutdown(cancel_futures=True)
 
 
-def _send(pipe: Connection, task: Any) -> None:
-    try:
-        pipe.send(task)
-    except OSError:
-        raise _lost() from None
+_make: Callable[[], Callable[[Any], Any]]  # in a worker: what `Workers` was given
 
 
-def _receive(pipe: Connection) -> Any:
-    try:
-        kind, value = pipe.recv()
-    except (EOFError, OSError):
-        raise _lost() from None
-    if kind == "user error":
-        raise value
-    if kind == "failure":
-        raise RuntimeError(f"a worker process failed:\n{value}")
-    return value
+def _begin(lifeline: Connection, make: Callable[..., Callable[[Any], Any]], args: tuple[Any, ...]) -> None:
+    """What a new process does before its first task."""
+    global _make
 
+    def end_with_starter() -> None:
+        wait([lifeline])
+        os._exit(1)
 
-def _lost() -> RuntimeError:
-    return RuntimeError("a worker process was ended from outside; if memory ran out, use fewer by --data.workers")
-
-
-def _serve(pipe: Connection, make: Callable[..., Callable[[Any], Any]], args: tuple[Any, ...]) -> None:
+    threading.Thread(target=end_with_starter, daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):  # whoever started us hears of these, and ends us
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism
-    work: Callable[[Any], Any] | None = None
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # who started us is gone
-        while True:
-            task = pipe.recv()
-            try:
-                work = work or make(*args)
-                answer = "done", work(task)
-            except UserError as error:
-                answer = "user error", error
-            except Exception:  # noqa: BLE001 -- told where it can be shown
-                answer = "failure", traceback.format_exc()
-            pipe.send(answer)
+    _make = cache(lambda: make(*args))  # called by the first task, because a failure of it is told like a task's
+
+
+def _work(task: Any) -> Any:
+    try:
+        return _make()(task)
+    except UserError:
+        raise
+    except Exception:  # noqa: BLE001 -- not every exception can be sent; its text can
+        raise RuntimeError(f"a worker process failed:\n{traceback.format_exc()}") from None

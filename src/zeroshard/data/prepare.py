@@ -22,11 +22,11 @@ from zeroshard.data import bulk
 from zeroshard.data.bins import BIN_SPLIT, TokenBins
 from zeroshard.data.documents import Fingerprint
 from zeroshard.data.encode import encode_pieces, keep_for_workers, pieces_of, train_texts
-from zeroshard.data.hub import is_hub_name
 from zeroshard.data.joining import put_around
 from zeroshard.data.meta import META_NAME, SPLITS, DataMeta, SourceMeta, dtype_for, read_meta, write_meta
 from zeroshard.data.prepared import is_prepared, warn_of_earlier_rules, without_rules
 from zeroshard.data.publish import draft_of, publish
+from zeroshard.data.registry import is_hub_name, source_entry
 from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, check_source, open_source
 from zeroshard.data.split import BY_CONTENT, BY_TAIL, MANY_DOCUMENTS, Holdout
 from zeroshard.data.tables import PART_BYTES, Tables, corpus_identity, count_documents
@@ -162,7 +162,7 @@ def prepare(
         warn_of_earlier_rules(out, _rules_that_matter(spec, source, fingerprint), _around(spec))
         return out
     with draft_of(out) as draft:
-        is_encoded = spec.source not in ("bin", "synthetic") and spec.tokenizer != "bytes"  # what takes time
+        is_encoded = source_entry(spec.source).has_text and spec.tokenizer != "bytes"  # what takes time
         num_workers = num_workers or (_workers_for(fingerprint.num_bytes) if is_encoded else 1)
         _write(spec, source, fingerprint, draft, progress or _silent, shard_tokens, num_workers)
         if source.fingerprint() != fingerprint:
@@ -199,7 +199,7 @@ def _rules_that_matter(spec: DataSpec, source: Source, fingerprint: Fingerprint)
 
 def _around(spec: DataSpec) -> list[list[int]]:
     """What stands around documents, see `put_around`; none where the tokenizer has yet to be trained."""
-    if spec.source in ("bin", "synthetic") or not spec.tokenizer.startswith("json:"):
+    if not source_entry(spec.source).has_text or not spec.tokenizer.startswith("json:"):
         return []
     return put_around(read_tokenizer(Path(spec.tokenizer.removeprefix("json:"))))
 

@@ -23,7 +23,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -34,12 +33,13 @@ from numpy.typing import NDArray
 from zeroshard.data.bins import TokenBins
 from zeroshard.data.documents import Document, Fingerprint, documents_of, fingerprint_of, text_document
 from zeroshard.data.files import facts_of, is_address
-from zeroshard.data.hub import KNOWN, is_hub_name, open_hub, parse_hub_name
+from zeroshard.data.hub import parse_hub_name
 from zeroshard.data.names import unknown_name
+from zeroshard.data.registry import SOURCES, SourceRequest, SyntheticSize, is_hub_name, source_entry
 from zeroshard.data.tables import TABLE_SUFFIXES, Tables, is_table
 from zeroshard.errors import UserError
+from zeroshard.lazily import is_address as is_module_address
 
-SOURCES = ("python-stdlib", "text", "tinyshakespeare", "synthetic", "bin", *KNOWN)
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 
 
@@ -201,29 +201,21 @@ class SyntheticTokens:
 Source = TextSource | SyntheticTokens | Tables | TokenBins
 
 
-@dataclass(frozen=True)
-class SyntheticSize:
-    """What the synthetic source needs to know."""
-
-    vocab_size: int
-    num_tokens: int
-    seed: int
-
-
 def check_source(name: str, paths: Sequence[str]) -> None:
     """See that a source exists and takes these paths, without touching them; else a UserError."""
     if is_hub_name(name):
         parse_hub_name(name)
-    elif name not in SOURCES:
+    elif name not in SOURCES and not is_module_address(name):
         todo = "a path is given by --data text --data.path" if Path(name).exists() else ""
-        error = unknown_name("data.source", name, (*SOURCES, "OWNER/NAME of the Hugging Face hub"))
+        error = unknown_name("data.source", name, (*SOURCES, "OWNER/NAME of the Hugging Face hub, or module:name"))
         raise UserError(error.field, error.what, todo or error.todo)
-    if name in ("text", "bin") and not paths:
+    takes = source_entry(name).paths
+    if takes == "some" and not paths:
         raise UserError("data.path", f"the source {name} needs at least one path", "pass --data.path FILE")
-    if (name in ("python-stdlib", "synthetic") or is_hub_name(name)) and paths:
+    if takes == "none" and paths:
         raise UserError("data.path", f"the source {name} reads no files, got {paths[0]}", "use --data text")
-    if name == "tinyshakespeare" and len(paths) > 1:
-        raise UserError("data.path", "tinyshakespeare is one file, got several", "pass one, or use --data text")
+    if takes == "one" and len(paths) > 1:
+        raise UserError("data.path", f"{name} is one file, got several", "pass one, or use --data text")
 
 
 def open_source(
@@ -239,17 +231,33 @@ def open_source(
     ``column`` is that of tables; ``vocab_size`` that of tokens which others wrote, where it is known.
     """
     check_source(name, paths)
-    if is_hub_name(name):
-        return open_hub(name, column)
-    if name == "synthetic":
-        return SyntheticTokens(synthetic.vocab_size, synthetic.num_tokens, synthetic.seed)
-    if name == "tinyshakespeare":
-        return TinyShakespeare(paths[0] if paths else None)
-    if name == "bin":
-        return TokenBins(paths, vocab_size)
-    if name == "python-stdlib":
-        return PythonStdlib()
-    return _tables_of(paths, column) or TextFiles(paths)
+    return source_entry(name)(SourceRequest(name, tuple(paths), synthetic, column, vocab_size))
+
+
+def python_stdlib(asked: SourceRequest) -> PythonStdlib:
+    """The source ``python-stdlib``."""
+    return PythonStdlib()
+
+
+def text_or_tables(asked: SourceRequest) -> Tables | TextFiles:
+    """The source ``text``."""
+    return _tables_of(asked.paths, asked.column) or TextFiles(asked.paths)
+
+
+def tiny_shakespeare(asked: SourceRequest) -> TinyShakespeare:
+    """The source ``tinyshakespeare``."""
+    return TinyShakespeare(*asked.paths)
+
+
+def synthetic_tokens(asked: SourceRequest) -> SyntheticTokens:
+    """The source ``synthetic``."""
+    size = asked.synthetic
+    return SyntheticTokens(size.vocab_size, size.num_tokens, size.seed)
+
+
+def token_bins(asked: SourceRequest) -> TokenBins:
+    """The source ``bin``."""
+    return TokenBins(asked.paths, asked.vocab_size)
 
 
 def _tables_of(paths: Sequence[str], column: str) -> Tables | None:

@@ -27,18 +27,20 @@ from zeroshard.data.joining import num_text_bytes
 from zeroshard.data.prepared import rule_of, say
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.inference.generate import load_for_text, load_weights, nothing_in
-from zeroshard.launch.launch import World, world_from_env
+from zeroshard.launch.environment import World, world_from_env
 from zeroshard.models import LanguageModel
 from zeroshard.parallel import Strategy
 from zeroshard.train.config.commands import EvalConfig
-from zeroshard.train.config.config import UNNAMED, TrainConfig, load_config
+from zeroshard.train.config.config import TrainConfig, load_config
+from zeroshard.train.config.sections import UNNAMED
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.loop.validation_loss import evaluate
-from zeroshard.train.records.records import finite_or_null
+from zeroshard.train.records.log_files import finite_or_null
 from zeroshard.train.setup.assemble import sharded
-from zeroshard.train.setup.build import choose_device, tokenizer_folder
+from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.prepare import data_folder
 from zeroshard.train.setup.ranks import join
+from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ShardReader
 
 MOST_EXPONENT = 709.0  # of what a double can hold e to the power of

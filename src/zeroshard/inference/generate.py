@@ -24,7 +24,8 @@ from zeroshard.train.config.commands import GenerateConfig
 from zeroshard.train.config.config import TrainConfig, load_config
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import make_model, separating_id
-from zeroshard.train.setup.build import choose_device, tokenizer_folder
+from zeroshard.train.setup.build import choose_device
+from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, read_whole
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import UserError, shown
-from zeroshard.interop.migrate import Migration
+from zeroshard.interop.migration import Migration
 from zeroshard.regular_files import read_text
 from zeroshard.train.config.sizes import LARGEST
 from zeroshard.train.config.validate import by_dotted_name, refuse_unusable

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import UserError
+from zeroshard.models.config import ModelConfig
 from zeroshard.models.gpt2 import GPT2, LAYER_NORM_EPS, GPT2Config
 from zeroshard.models.llama import Llama, LlamaConfig
 
@@ -52,6 +53,18 @@ class HFWeight:
     def hf_shape(self) -> tuple[int, ...]:
         """The shape of theirs."""
         return self.shape[::-1] if self.transposed else self.shape
+
+
+def published(config: ModelConfig) -> GPT2Config | LlamaConfig:
+    """``config``, of a family that Hugging Face's formats know.
+
+    Raises:
+        UserError: it is of another.
+    """
+    if not isinstance(config, GPT2Config | LlamaConfig):
+        what = f"a {type(config).__name__} has no form in Hugging Face's transformers"
+        raise UserError("source", what, "take its tensors from zeroshard.consolidate")
+    return config
 
 
 def hf_weights(config: GPT2Config | LlamaConfig) -> list[HFWeight]:

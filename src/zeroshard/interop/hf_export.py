@@ -27,7 +27,7 @@ from zeroshard.checkpoint.whole import require_whole
 from zeroshard.data import Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.portable import portable
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.interop.hf_config import HFWeight, hf_config, hf_weights
+from zeroshard.interop.hf_config import HFWeight, hf_config, hf_weights, published
 from zeroshard.models import GPT2Config, LlamaConfig, model_config
 from zeroshard.train.config.commands import ExportConfig
 from zeroshard.train.config.config import TrainConfig
@@ -35,7 +35,7 @@ from zeroshard.train.config.sizes import parse_size
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import model_overrides
-from zeroshard.train.setup.build import tokenizer_folder
+from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.zero.optimizers.ema import EMA
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -108,7 +108,8 @@ def _open(config: ExportConfig) -> _Source:
     if not shapes:
         raise UserError("weights", f"{path} holds no moving average", "train with --ema-decay, or use --weights last")
     vocab_size = next((shapes[name][0] for name in _EMBEDDINGS if name in shapes), None)
-    model = model_config(trained.model.name, vocab_size=vocab_size, overrides=model_overrides(trained.model))
+    overrides = model_overrides(trained.model)
+    model = published(model_config(trained.model.name, vocab_size=vocab_size, overrides=overrides))
     for weight in hf_weights(model):
         if weight.name and shapes.get(weight.name) != weight.shape:
             what = f"{path} has {weight.name} as {shapes.get(weight.name)}, its configuration as {weight.shape}"

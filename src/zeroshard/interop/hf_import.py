@@ -25,14 +25,15 @@ from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, keep_tokenize
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop.hf_config import find_weights, from_hf_config
 from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
-from zeroshard.models import GPT2, GPT2Config, LanguageModel, Llama, LlamaConfig
+from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig
 from zeroshard.regular_files import read_text, require_regular
 from zeroshard.train.config.commands import ImportConfig
-from zeroshard.train.config.config import FINE_TUNING, UNNAMED, DataConfig, TrainConfig
+from zeroshard.train.config.config import FINE_TUNING, TrainConfig
+from zeroshard.train.config.sections import UNNAMED, DataConfig
 from zeroshard.train.config.toml import dump_toml
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import model_table
-from zeroshard.train.setup.build import tokenizer_folder
+from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.zero.state.named_shards import NamedShard
 
 _SEQ_LEN = 1024  # of the run's own configuration, at most
@@ -86,7 +87,7 @@ def load_hf(folder: Path, device: torch.device) -> tuple[LanguageModel, BpeToken
     with ExitStack() as stack, torch.no_grad():
         weights = _Weights(config, _open_files(folder, stack))
         with torch.device("meta"):
-            model = GPT2(config) if isinstance(config, GPT2Config) else Llama(config)
+            model = config.build()
         model.to_empty(device=device)
         params = dict(model.named_parameters(remove_duplicate=False))
         for shard in weights.named_shards():

@@ -7,7 +7,7 @@ norms are so long that kernels and launchers have a file of their own). The refe
 
 from zeroshard.kernels.adamw import AdamWOptions, adamw
 from zeroshard.kernels.cross_entropy import cross_entropy
-from zeroshard.kernels.dispatch import CHOICES, OPERATIONS, Backend, Choice, choose, describe, use_kernels
+from zeroshard.kernels.dispatch import CHOICES, OPERATIONS, Backend, Choice, Operation, choose, describe, use_kernels
 from zeroshard.kernels.gated import geglu, swiglu
 from zeroshard.kernels.linear_cross_entropy import linear_cross_entropy
 from zeroshard.kernels.modules import LayerNorm, RMSNorm
@@ -22,6 +22,7 @@ __all__ = [
     "Backend",
     "Choice",
     "LayerNorm",
+    "Operation",
     "RMSNorm",
     "adamw",
     "choose",

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Literal, get_args
@@ -26,18 +27,33 @@ Backend = Literal["reference", "triton", "liger"]
 Choice = Literal["auto", "reference", "triton", "liger"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 
-OPERATIONS = {
-    "layer_norm": "LayerNorm",
-    "rms_norm": "RMSNorm",
-    "rope": "RoPE",
-    "swiglu": "SwiGLU",
-    "geglu": "GeGLU",
-    "cross_entropy": "CrossEntropy",
-    "linear_cross_entropy": "LinearCrossEntropy",
-    "adamw": "AdamW",
-    "sum_of_squares": "SumOfSquares",
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A row of `OPERATIONS`.
+
+    Attributes:
+        name: as runs and reports show it.
+        liger: whether Liger-Kernel has a form of it, which `zeroshard.kernels.liger` calls; where it has none,
+            ``"liger"`` is served as ``"auto"`` is.
+    """
+
+    name: str
+    liger: bool = False
+
+
+# A new operation is one file in this folder and one row here.
+OPERATIONS: dict[str, Operation] = {
+    "layer_norm": Operation("LayerNorm", liger=True),
+    "rms_norm": Operation("RMSNorm", liger=True),
+    "rope": Operation("RoPE", liger=True),
+    "swiglu": Operation("SwiGLU", liger=True),
+    "geglu": Operation("GeGLU", liger=True),
+    "cross_entropy": Operation("CrossEntropy", liger=True),
+    "linear_cross_entropy": Operation("LinearCrossEntropy", liger=True),
+    "adamw": Operation("AdamW"),
+    "sum_of_squares": Operation("SumOfSquares"),
 }
-NOT_IN_LIGER = frozenset({"adamw", "sum_of_squares"})  # it has no optimizer: ours or torch's serves beside it
 
 _log = logging.getLogger("zeroshard.kernels")
 _choice: ContextVar[Choice] = ContextVar("kernels", default="auto")
@@ -95,7 +111,7 @@ def choose(operation: str, device: torch.device, kernels: Choice | None = None) 
             raise UserError("kernels", what, "move them to a CUDA device, or use auto or reference")
         return "triton"
     check_choice(choice)
-    if operation in NOT_IN_LIGER:
+    if not _operation(operation).liger:
         return choose(operation, device, "auto")
     if not _HAS_LIGER:
         raise UserError("kernels", "liger was asked for and is not installed", "pip install liger-kernel, or use auto")
@@ -106,14 +122,21 @@ def choose(operation: str, device: torch.device, kernels: Choice | None = None) 
 
 
 def describe(
-    device: torch.device, kernels: Choice | None = None, operations: Iterable[str] = tuple(OPERATIONS)
+    device: torch.device, kernels: Choice | None = None, operations: Iterable[str] | None = None
 ) -> dict[str, Backend]:
-    """Who serves each of ``operations`` on ``device``, by the operation's name as in ``LayerNorm``.
+    """Who serves each of ``operations`` (None: all) on ``device``, by the operation's name as in ``LayerNorm``.
 
     Raises:
-        UserError: as `choose`.
+        UserError: as `choose`; no such operation.
     """
-    return {OPERATIONS[operation]: choose(operation, device, kernels) for operation in operations}
+    wanted = OPERATIONS if operations is None else operations
+    return {_operation(operation).name: choose(operation, device, kernels) for operation in wanted}
+
+
+def _operation(name: str) -> Operation:
+    if name not in OPERATIONS:
+        raise UserError("kernels", f"there is no operation {name!r}", f"choose {', '.join(OPERATIONS)}, or add a row")
+    return OPERATIONS[name]
 
 
 @cache

@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from zeroshard.kernels import liger
 from zeroshard.kernels.checks import check_device, check_floating
-from zeroshard.kernels.cross_entropy import cross_entropy_reference, losses_and_gradient
+from zeroshard.kernels.cross_entropy import cross_entropy_reference
+from zeroshard.kernels.cross_entropy_kernels import losses_and_gradient
 from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.kernels.launch import accumulator_dtype, opaque
 from zeroshard.kernels.losses import Reduction, check_loss_options, check_target_range, mean_scale, split_scale

@@ -80,7 +80,7 @@ class _Norm(torch.autograd.Function):
         mean = torch.empty_like(rstd) if centred else None
         norm_forward(rows, None if residual is None else rows_of(residual), weight, bias, y, summed, mean, rstd, eps)
         ctx.save_for_backward(rows if summed is None else summed, weight, mean, rstd)
-        ctx.has_bias, ctx.has_residual, ctx.shape = bias is not None, residual is not None, x.shape
+        ctx.has_bias, ctx.shape = bias is not None, x.shape
         if summed is None:
             return y.view(x.shape)
         return y.view(x.shape), summed.view(x.shape)

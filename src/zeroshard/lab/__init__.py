@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from zeroshard.lazily import loaded
 
 if TYPE_CHECKING:
-    from zeroshard.lab.planner.planner import Plan, plan
+    from zeroshard.lab.planner.plan import Plan, plan
 
 __all__ = ["Plan", "plan"]
 
@@ -15,4 +15,4 @@ __all__ = ["Plan", "plan"]
 def __getattr__(name: str) -> Any:  # lazily: the command line reads settings of the lab before it needs torch
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return loaded("zeroshard.lab.planner.planner", name)
+    return loaded("zeroshard.lab.planner.plan", name)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zeroshard.lab.metrics_log import Evaluation, MetricsLog, Step, number_of, why_unread
-from zeroshard.regular_files import json_of, read_text
+from zeroshard.regular_files import json_of, read_text, toml_of
 from zeroshard.train.state.lock import LOCK
 
 State = Literal["done", "failed", "running", "unfinished", "damaged"]
@@ -186,12 +185,6 @@ def find_runs(root: str | Path) -> list[Path]:
     return sorted(found)
 
 
-def read_runs(root: str | Path) -> list[RunResult]:
-    """Every run at or below ``root``."""
-    held = locks_held()
-    return [read_run(folder, held) for folder in find_runs(root)]
-
-
 def locks_held() -> frozenset[tuple[int, int, int]]:
     """Files that some process of this host has locked, as (major, minor, inode); empty where the kernel does not say.
 
@@ -230,7 +223,7 @@ def _state(summary: Mapping[str, Any], *, running: bool, damaged: bool) -> State
 
 def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_text(path))
+        return toml_of(read_text(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

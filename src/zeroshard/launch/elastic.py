@@ -2,7 +2,7 @@
 
 torchrun does this too, but starts a run again whatever it died of: a wrong flag three times over, and a run that was
 asked to stop. Here the root cause decides. What a restarted rank goes on from is not the agent's business: it finds
-`launch.num_restarts` above 0 and takes the last good checkpoint.
+`environment.num_restarts` above 0 and takes the last good checkpoint.
 
 Ranks that are all on this host are forked from this process, and meet in a store that it serves (`forked`,
 `one_host`). Those of several hosts are spawned, since torch's c10d rendezvous holds threads.
@@ -42,8 +42,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from zeroshard.errors import ExitStatus
 from zeroshard.launch.ending import Ending, root_cause
+from zeroshard.launch.environment import child_environment, count_restart, variable
 from zeroshard.launch.forked import ForkedRank, can_fork, fork_command
-from zeroshard.launch.launch import child_environment, count_restart, variable
 from zeroshard.launch.leaving import end_at_once
 from zeroshard.launch.leftovers import owned_folder
 from zeroshard.launch.machines import UNREACHABLE_AFTER_S, Meeting, watch

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import NoReturn
 
 from zeroshard.errors import ExitStatus
-from zeroshard.launch.launch import end_with_starter, tell_launcher
+from zeroshard.launch.environment import end_with_starter, tell_launcher
 
 INTERRUPT_GRACE_S = 2.0  # from Ctrl-C to the end of a rank, wherever it is
 _saves_first = threading.Event()

@@ -1,19 +1,49 @@
-"""Language models, each a complete definition in one file; they know nothing of sharding."""
+"""Language models, each a complete definition in one file; they know nothing of sharding.
 
-from zeroshard.models.base import LanguageModel, flops_per_token, materialize, next_token_loss
-from zeroshard.models.config import ModelConfig
-from zeroshard.models.gpt2 import GPT2, GPT2Config
-from zeroshard.models.llama import Llama, LlamaConfig
-from zeroshard.models.presets import PRESETS, build_model, model_config, nearest_preset
+Names are loaded on first use: what a command line reads needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from zeroshard.lazily import loaded
+
+if TYPE_CHECKING:
+    from zeroshard.models.base import InitialValues, LanguageModel, flops_per_token, materialize, next_token_loss
+    from zeroshard.models.config import ModelConfig
+    from zeroshard.models.gpt2 import GPT2, GPT2Config
+    from zeroshard.models.llama import Llama, LlamaConfig
+    from zeroshard.models.presets import PRESETS, Preset, build_model, model_config, nearest_preset
+
+_HOME = {
+    "GPT2": "gpt2",
+    "GPT2Config": "gpt2",
+    "InitialValues": "base",
+    "LanguageModel": "base",
+    "Llama": "llama",
+    "LlamaConfig": "llama",
+    "ModelConfig": "config",
+    "PRESETS": "presets",
+    "Preset": "presets",
+    "build_model": "presets",
+    "flops_per_token": "base",
+    "materialize": "base",
+    "model_config": "presets",
+    "nearest_preset": "presets",
+    "next_token_loss": "base",
+}
 
 __all__ = [
     "GPT2",
     "PRESETS",
     "GPT2Config",
+    "InitialValues",
     "LanguageModel",
     "Llama",
     "LlamaConfig",
     "ModelConfig",
+    "Preset",
     "build_model",
     "flops_per_token",
     "materialize",
@@ -21,3 +51,9 @@ __all__ = [
     "nearest_preset",
     "next_token_loss",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return loaded(f"{__name__}.{_HOME[name]}", name)

@@ -15,7 +15,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,22 @@ from zeroshard.models.config import ModelConfig
 from zeroshard.models.recompute import recomputed_blocks
 
 IGNORED_TARGET = -100  # a target that adds nothing to the loss, as in torch's cross_entropy
+
+
+DRAWN_AT_ONCE = 1 << 16
+"""Elements of a parameter that one generator draws."""
+
+
+class Part(NamedTuple):
+    """Some of a flattened parameter's elements.
+
+    Attributes:
+        start: the first of them.
+        numel: of the whole parameter.
+    """
+
+    start: int
+    numel: int
 
 
 class LanguageModel(nn.Module, ABC):
@@ -73,13 +89,15 @@ class LanguageModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def init_parameter(self, name: str, param: Tensor, seed: int | None = None) -> None:
+    def init_parameter(self, name: str, param: Tensor, seed: int | None = None, part: Part | None = None) -> None:
         """Write a parameter's initial values into ``param``, in place.
 
         Args:
             name: as in ``named_parameters()`` of the whole model; all names of a tied one give the same.
-            param: a tensor of the parameter's whole shape, any device and floating dtype; may be a view.
+            param: a tensor of the parameter's whole shape, or by ``part`` one-dimensional; any device and floating
+                dtype; may be a view.
             seed: the model's own ``seed`` where None.
+            part: which elements of the parameter ``param`` is; None: all of them.
         """
 
     def num_flops_per_token(self, seq_len: int) -> int:
@@ -150,27 +168,56 @@ def projected_loss(hidden_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, ke
 
 
 @torch.no_grad()
-def fill_normal_(param: Tensor, std: float, seed: int, name: str) -> None:
-    """Draw ``param`` from N(0, std^2): a pure function of (seed, name, shape).
+def fill_normal_(param: Tensor, std: float, seed: int, name: str, part: Part | None = None) -> None:
+    """Draw ``param`` from N(0, std^2): each element a pure function of (seed, name, numel, place).
 
-    Drawn on the CPU in fp32 and then copied, so each device and dtype gets the same numbers, rounded.
+    Drawn on the CPU in fp32 and then copied, so each device and dtype gets the same numbers, rounded. Each
+    `DRAWN_AT_ONCE` elements have a generator of their own, so that who keeps a part draws little more than that part.
 
     Args:
-        param: any shape, device and floating dtype; written in place.
+        param: any device and floating dtype, written in place: the whole parameter, or [n] by ``part``.
         std: standard deviation.
         seed: of the whole model.
         name: the parameter's name in the whole model.
+        part: which elements of the flattened parameter ``param`` is; None: all of them.
     """
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
-    drawn = torch.empty(param.shape, dtype=torch.float32, device="cpu")
-    param.copy_(drawn.normal_(0.0, std, generator=generator))
+    start, numel = part or Part(0, param.numel())
+    stop = start + param.numel()
+    flat = param.view(-1) if param.is_contiguous() else param.new_empty(param.numel())
+    for first in range(start - start % DRAWN_AT_ONCE, stop, DRAWN_AT_ONCE):
+        block = f"/{first // DRAWN_AT_ONCE}" if first else ""
+        digest = hashlib.blake2b(f"{seed}/{name}{block}".encode(), digest_size=8).digest()
+        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
+        drawn = torch.empty(min(DRAWN_AT_ONCE, numel - first), dtype=torch.float32, device="cpu")
+        drawn.normal_(0.0, std, generator=generator)
+        low, high = max(first, start), min(first + DRAWN_AT_ONCE, stop)
+        flat[low - start : high - start].copy_(drawn[low - first : high - first])
+    if not param.is_contiguous():
+        param.copy_(flat.view(param.shape))
 
 
 @torch.no_grad()
 def fill_constant_(param: Tensor, value: float) -> None:
     """Set each element of ``param`` to ``value``, in place."""
     param.fill_(value)
+
+
+class InitialValues:
+    """The initial values of a model's parameters, for an engine that asks each rank for what it keeps.
+
+    ``Zero(model, init=InitialValues(model))``; see `zeroshard.zero.DrawsParts`.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    def __call__(self, name: str, param: Tensor) -> None:
+        """Write the whole of a parameter; see `LanguageModel.init_parameter`."""
+        self._model.init_parameter(name, param)
+
+    def part(self, name: str, values: Tensor, start: int, numel: int) -> None:
+        """Write ``values [n]``, the elements from ``start`` of a flattened parameter of ``numel``."""
+        self._model.init_parameter(name, values, part=Part(start, numel))
 
 
 class _NothingDrawn(TorchFunctionMode):

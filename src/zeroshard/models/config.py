@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from zeroshard.errors import UserError
+
+if TYPE_CHECKING:
+    from zeroshard.kernels import Choice
 
 # Beyond the sizes of any model, and small enough for each of its tensors, and all of them, to be counted in 64 bits.
 MOST: Mapping[str, int] = MappingProxyType(
@@ -57,6 +60,10 @@ class ModelConfig(Protocol):
     @property
     def activation_checkpointing(self) -> str:
         """Which blocks recompute activations in backward instead of keeping them: see `zeroshard.models.recompute`."""
+        ...
+
+    def build(self, seed: int = 0, kernels: Choice = "auto") -> Any:
+        """The `LanguageModel` of this configuration, on the default device; see there for the arguments."""
         ...
 
 

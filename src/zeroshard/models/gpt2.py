@@ -23,6 +23,7 @@ from zeroshard.errors import UserError
 from zeroshard.kernels import Choice, LayerNorm
 from zeroshard.models.base import (
     LanguageModel,
+    Part,
     fill_constant_,
     fill_normal_,
     materialize,
@@ -74,6 +75,10 @@ class GPT2Config:
         recomputed_blocks(self.activation_checkpointing, self.n_layer)
         if not 0.0 <= self.dropout < 1.0:
             raise UserError("model.dropout", f"{self.dropout} is outside [0, 1)", "give a probability below 1")
+
+    def build(self, seed: int = 0, kernels: Choice = "auto") -> GPT2:
+        """The model of this configuration."""
+        return GPT2(self, seed, kernels)
 
 
 class Attention(nn.Module):
@@ -186,7 +191,7 @@ class GPT2(LanguageModel):
             return self.lm_head(x)  # (8, 1024, 50257)
         return projected_loss(x, self.lm_head.weight, targets_BT, self.kernels)
 
-    def init_parameter(self, name: str, param: Tensor, seed: int | None = None) -> None:
+    def init_parameter(self, name: str, param: Tensor, seed: int | None = None, part: Part | None = None) -> None:
         """GPT-2's initial values, by name; see :meth:`LanguageModel.init_parameter`.
 
         Biases 0, norm weights 1, matrices and embeddings N(0, 0.02^2), and the projections back into the
@@ -200,6 +205,6 @@ class GPT2(LanguageModel):
         elif layer.startswith("ln_"):
             fill_constant_(param, 1.0)
         elif layer == "c_proj":
-            fill_normal_(param, INIT_STD / (2 * self._config.n_layer) ** 0.5, seed, name)
+            fill_normal_(param, INIT_STD / (2 * self._config.n_layer) ** 0.5, seed, name, part)
         else:
-            fill_normal_(param, INIT_STD, seed, "wte.weight" if name == "lm_head.weight" else name)
+            fill_normal_(param, INIT_STD, seed, "wte.weight" if name == "lm_head.weight" else name, part)

@@ -24,6 +24,7 @@ from zeroshard.errors import UserError
 from zeroshard.kernels import Choice, RMSNorm, rope, swiglu
 from zeroshard.models.base import (
     LanguageModel,
+    Part,
     fill_constant_,
     fill_normal_,
     materialize,
@@ -105,6 +106,10 @@ class LlamaConfig:
         if self.ffn_hidden:
             return self.ffn_hidden
         return -(-(8 * self.n_embd // 3) // FFN_MULTIPLE) * FFN_MULTIPLE
+
+    def build(self, seed: int = 0, kernels: Choice = "auto") -> Llama:
+        """The model of this configuration."""
+        return Llama(self, seed, kernels)
 
 
 def rope_tables(
@@ -240,7 +245,7 @@ class Llama(LanguageModel):
             return self.lm_head(x)  # (8, 2048, 32000)
         return projected_loss(x, self.lm_head.weight, targets_BT, self.kernels)
 
-    def init_parameter(self, name: str, param: Tensor, seed: int | None = None) -> None:
+    def init_parameter(self, name: str, param: Tensor, seed: int | None = None, part: Part | None = None) -> None:
         """Initial values by name; see :meth:`LanguageModel.init_parameter`.
 
         The LLaMA papers do not give theirs, so these are GPT-2's: norm weights 1, matrices and embeddings
@@ -252,6 +257,6 @@ class Llama(LanguageModel):
         if layer.endswith("norm"):
             fill_constant_(param, 1.0)
         elif layer in ("o_proj", "down_proj"):
-            fill_normal_(param, INIT_STD / (2 * self._config.n_layer) ** 0.5, seed, name)
+            fill_normal_(param, INIT_STD / (2 * self._config.n_layer) ** 0.5, seed, name, part)
         else:
-            fill_normal_(param, INIT_STD, seed, "embed_tokens.weight" if tied_head else name)
+            fill_normal_(param, INIT_STD, seed, "embed_tokens.weight" if tied_head else name, part)

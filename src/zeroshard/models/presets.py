@@ -1,5 +1,9 @@
 """Models by name: one table of shapes, and the way from a name and a few changes to a model.
 
+A new model is one file in this folder, with a configuration class and a `LanguageModel`, and one row of `PRESETS`.
+Messages, ``--help``, shell completion and the checks of settings read the rows, which needs no torch. ``--model
+module:Class`` is a configuration class of a user's own, made with its defaults.
+
 Shapes of GPT-2: Radford et al. 2019, as released (350m: "medium"); 7b: LLaMA, arXiv:2302.13971, table 2;
 8b: Llama 3, arXiv:2407.21783, table 3; 1b: Llama 3.2's published configuration, without its stretching of
 rotary wavelengths beyond 8,192 tokens. The demo and the smaller LLaMAs are ours.
@@ -7,37 +11,67 @@ rotary wavelengths beyond 8,192 tokens. The demo and the smaller LLaMAs are ours
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import UserError
-from zeroshard.kernels import Choice
-from zeroshard.models.base import LanguageModel
-from zeroshard.models.gpt2 import GPT2, GPT2Config
-from zeroshard.models.llama import Llama, LlamaConfig
+from zeroshard.lazily import at_address, is_address
+from zeroshard.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from zeroshard.kernels import Choice
+    from zeroshard.models.base import LanguageModel
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A row: a configuration class, and the values that it is made with.
+
+    Attributes:
+        factory: ``module:Class`` of the configuration, or the class itself; see `zeroshard.models.config.ModelConfig`.
+        sizes: its arguments.
+    """
+
+    factory: str | Callable[..., ModelConfig]
+    sizes: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration, made anew; it checks itself."""
+        return at_address(self.factory, "model")(**self.sizes)
+
+
+def _gpt2(**sizes: object) -> Preset:
+    return Preset("zeroshard.models.gpt2:GPT2Config", sizes)
+
+
+def _llama(**sizes: object) -> Preset:
+    return Preset("zeroshard.models.llama:LlamaConfig", sizes)
+
 
 # fmt: off
-PRESETS: Mapping[str, GPT2Config | LlamaConfig] = MappingProxyType({
+PRESETS: dict[str, Preset] = {
     # bytes as tokens: learns on two CPU cores in minutes
-    "gpt2-demo": GPT2Config(vocab_size=256, seq_len=128, n_layer=4, n_head=4, n_embd=128),
-    "gpt2-124m": GPT2Config(vocab_size=50257, seq_len=1024, n_layer=12, n_head=12, n_embd=768),
-    "gpt2-350m": GPT2Config(vocab_size=50257, seq_len=1024, n_layer=24, n_head=16, n_embd=1024),
-    "gpt2-774m": GPT2Config(vocab_size=50257, seq_len=1024, n_layer=36, n_head=20, n_embd=1280),
-    "gpt2-1.5b": GPT2Config(vocab_size=50257, seq_len=1024, n_layer=48, n_head=25, n_embd=1600),
-    "llama-tiny": LlamaConfig(vocab_size=32000, seq_len=2048, n_layer=4, n_head=10, n_kv_head=2, n_embd=320),
-    "llama-small": LlamaConfig(vocab_size=32000, seq_len=2048, n_layer=12, n_head=18, n_kv_head=6,
-                               n_embd=1152),
-    "llama-medium": LlamaConfig(vocab_size=32000, seq_len=2048, n_layer=24, n_head=32, n_kv_head=8,
-                                n_embd=2048),
-    "llama-1b": LlamaConfig(vocab_size=128256, seq_len=8192, n_layer=16, n_head=32, n_kv_head=8, n_embd=2048,
-                            ffn_hidden=8192, rope_theta=500_000.0, tie_embeddings=True),
-    "llama-7b": LlamaConfig(vocab_size=32000, seq_len=2048, n_layer=32, n_head=32, n_kv_head=32, n_embd=4096,
-                            ffn_hidden=11008, norm_eps=1e-6),
-    "llama-8b": LlamaConfig(vocab_size=128256, seq_len=8192, n_layer=32, n_head=32, n_kv_head=8, n_embd=4096,
-                            ffn_hidden=14336, rope_theta=500_000.0),
-})
+    "gpt2-demo": _gpt2(vocab_size=256, seq_len=128, n_layer=4, n_head=4, n_embd=128),
+    "gpt2-124m": _gpt2(vocab_size=50257, seq_len=1024, n_layer=12, n_head=12, n_embd=768),
+    "gpt2-350m": _gpt2(vocab_size=50257, seq_len=1024, n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-774m": _gpt2(vocab_size=50257, seq_len=1024, n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-1.5b": _gpt2(vocab_size=50257, seq_len=1024, n_layer=48, n_head=25, n_embd=1600),
+    "llama-tiny": _llama(vocab_size=32000, seq_len=2048, n_layer=4, n_head=10, n_kv_head=2, n_embd=320),
+    "llama-small": _llama(vocab_size=32000, seq_len=2048, n_layer=12, n_head=18, n_kv_head=6,
+                          n_embd=1152),
+    "llama-medium": _llama(vocab_size=32000, seq_len=2048, n_layer=24, n_head=32, n_kv_head=8,
+                           n_embd=2048),
+    "llama-1b": _llama(vocab_size=128256, seq_len=8192, n_layer=16, n_head=32, n_kv_head=8, n_embd=2048,
+                       ffn_hidden=8192, rope_theta=500_000.0, tie_embeddings=True),
+    "llama-7b": _llama(vocab_size=32000, seq_len=2048, n_layer=32, n_head=32, n_kv_head=32, n_embd=4096,
+                       ffn_hidden=11008, norm_eps=1e-6),
+    "llama-8b": _llama(vocab_size=128256, seq_len=8192, n_layer=32, n_head=32, n_kv_head=8, n_embd=4096,
+                       ffn_hidden=14336, rope_theta=500_000.0),
+}
 # fmt: on
 
 
@@ -47,11 +81,11 @@ def model_config(
     vocab_size: int | None = None,
     seq_len: int | None = None,
     overrides: Mapping[str, object] = MappingProxyType({}),
-) -> GPT2Config | LlamaConfig:
+) -> ModelConfig:
     """A preset's configuration with a few fields changed, checked, and no model built.
 
     Args:
-        name: a key of ``PRESETS``.
+        name: a key of ``PRESETS``, or ``module:Class``.
         vocab_size: number of token ids, from the tokenizer; the preset's where None.
         seq_len: the longest sequence; the preset's where None.
         overrides: other fields of the preset's configuration, by name; they win over the two above.
@@ -59,9 +93,9 @@ def model_config(
     Raises:
         UserError: no such preset or field (the nearest is named), or values that do not go together.
     """
-    if name not in PRESETS:
+    if name not in PRESETS and not is_address(name):
         raise UserError("model", f"there is no preset {name!r}", _nearest(name, PRESETS))
-    preset = PRESETS[name]
+    preset: Any = (PRESETS.get(name) or Preset(name)).config
     given = {"vocab_size": vocab_size, "seq_len": seq_len}
     changes = {key: value for key, value in given.items() if value is not None} | dict(overrides)
     known = [field.name for field in fields(preset)]
@@ -71,16 +105,17 @@ def model_config(
     return replace(preset, **changes)  # the configuration checks its types
 
 
-def nearest_preset(config: GPT2Config | LlamaConfig) -> tuple[str, dict[str, object]]:
+def nearest_preset(config: ModelConfig) -> tuple[str, dict[str, object]]:
     """A preset's name and what to change in it for ``config``: the preset with the fewest changes.
 
     ``model_config(name, overrides=changes)`` is ``config`` again.
     """
     best: tuple[str, dict[str, object]] | None = None
-    for name, preset in PRESETS.items():
+    for name, row in PRESETS.items():
+        preset: Any = row.config
         if type(preset) is not type(config):
             continue
-        wanted = {field.name: getattr(config, field.name) for field in fields(config)}
+        wanted = {field.name: getattr(config, field.name) for field in fields(preset)}
         changes = {key: value for key, value in wanted.items() if value != getattr(preset, key)}
         if best is None or len(changes) < len(best[1]):
             best = name, changes
@@ -102,10 +137,7 @@ def build_model(
     Arguments and errors are :func:`model_config`'s; ``seed`` is that of the initial values, ``kernels`` says who
     computes what has a kernel.
     """
-    config = model_config(name, vocab_size=vocab_size, seq_len=seq_len, overrides=overrides)
-    if isinstance(config, GPT2Config):
-        return GPT2(config, seed, kernels)
-    return Llama(config, seed, kernels)
+    return model_config(name, vocab_size=vocab_size, seq_len=seq_len, overrides=overrides).build(seed, kernels)
 
 
 def _nearest(word: str, known: Mapping[str, object] | list[str]) -> str:

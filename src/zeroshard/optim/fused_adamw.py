@@ -46,6 +46,8 @@ class FusedAdamW(Optimizer):
         ValueError: a hyper-parameter outside its range; a parameter or gradient that does not fit.
     """
 
+    zero_scope = "element-wise"  # for `zeroshard.Zero`, which cannot try kernels that run on GPUs alone
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -1,7 +1,7 @@
 """One interface over every way to train data-parallel, ours and PyTorch's.
 
 The training loop and the checkpoints know this and nothing more; a new strategy is one file here and one line in
-the table of `zeroshard.parallel`.
+the table of `zeroshard.parallel.registry`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Setup:
 
     Attributes:
         model: the module to train; with ``init`` it may lie on the meta device, where weights are not kept whole by
-            the strategy (`zeroshard.parallel.FROM_META`).
+            the strategy (`StrategyEntry.from_meta`).
         units: modules whose parameters travel together, usually the transformer blocks.
         comm: the ranks; None for ``torch.distributed`` where initialised, else this process alone.
         optimizer_cls: any ``torch.optim`` optimizer.

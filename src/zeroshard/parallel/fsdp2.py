@@ -26,6 +26,7 @@ from zeroshard.comm import Communicator, TorchCommunicator
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.replica import is_grouped, require_group
 from zeroshard.zero.buffers.flat_params import loaded_later
+from zeroshard.zero.buffers.partition import DrawsParts
 from zeroshard.zero.optimizers.ema import EMA, Ema
 from zeroshard.zero.state.full_state import named_state, tied_names
 from zeroshard.zero.state.named_shards import (
@@ -248,16 +249,19 @@ class Fsdp2:
 
     @torch.no_grad()
     def _fill(self, init: Callable[[str, Tensor], None], device: torch.device) -> None:
-        """Rank 0 makes each parameter whole, and each rank keeps its rows: values do not depend on the world's size."""
+        """Each rank keeps its rows of values that do not depend on the world's size; who cannot draw rows is rank 0."""
         for name, param in self._params.items():
             if init is loaded_later:
                 loaded_later(name, param.to_local())
+                continue
+            start, stop = self._interval(param)
+            if isinstance(init, DrawsParts):
+                init.part(name, param.to_local().view(-1), start, param.numel())
                 continue
             whole = torch.empty(param.shape, dtype=param.dtype, device=device)
             if self.comm.rank == 0:
                 init(name, whole)
             self._take_from_rank_zero(whole, device)
-            start, stop = self._interval(param)
             param.to_local().copy_(whole.view(-1)[start:stop].view(param.to_local().shape))
 
     # -- rows -------------------------------------------------------------------------------------------------

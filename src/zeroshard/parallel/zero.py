@@ -100,3 +100,6 @@ class ZeroStrategy:
 def at_stage(stage: int) -> Callable[[Setup], ZeroStrategy]:
     """The factory of the strategy ``zero{stage}``."""
     return lambda setup: ZeroStrategy(setup, stage)
+
+
+zero0, zero1, zero2, zero3 = (at_stage(stage) for stage in STAGES)

@@ -68,15 +68,6 @@ def overlap(total_s: Mapping[str, float], exposed_s: Mapping[str, float]) -> dic
     return {label: Overlap(total_s.get(label, 0.0), exposed_s.get(label, 0.0)) for label in labels}
 
 
-def by_phase(found: Mapping[str, Overlap]) -> dict[str, Overlap]:
-    """Sums over units: ``weights/forward``, ``weights/backward``, ``grads/backward``, ``control``, ..."""
-    total: dict[str, Overlap] = {}
-    for label, value in found.items():
-        kind = "/".join(label.split("/")[-2:])
-        total[kind] = total.get(kind, Overlap(0.0, 0.0)) + value
-    return total
-
-
 def table(found: Mapping[str, Overlap]) -> str:
     """Plain text: milliseconds by label, and their sum."""
     total = sum(found.values(), Overlap(0.0, 0.0))

@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from zeroshard.errors import UserError, shortened
-from zeroshard.train.config.config import SHORTHANDS, TrainConfig
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.toml import read_toml
 from zeroshard.train.config.validate import validate
 
@@ -64,14 +65,14 @@ def _returns_from_help() -> Generator[None]:
 
 def say(line: str, *, all_ranks: bool = False) -> None:
     """One line on stderr, from one rank: the launcher prints for its workers, else rank 0 does, if it still can."""
-    from zeroshard.launch import launch
+    from zeroshard.launch import environment
 
     line = shortened(" ".join(map(shortened, line.split())), LONGEST_LINE)
     line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
-    if launch.tell_launcher(line):
+    if environment.tell_launcher(line):
         return
     try:
-        world = launch.world_from_env()
+        world = environment.world_from_env()
     except UserError:
         world = None
     if world is None or world.rank == 0 or all_ranks:

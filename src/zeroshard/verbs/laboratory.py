@@ -12,7 +12,8 @@ from zeroshard import process
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import Flag, flags_of, read_flags, take_option
 from zeroshard.lab.planner.config import PlanConfig
-from zeroshard.train.config.config import SHORTHANDS, TrainConfig, merge
+from zeroshard.train.config.config import TrainConfig, merge
+from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.toml import read_toml
 from zeroshard.train.config.validate import nearest, validate
 from zeroshard.verbs.base import Verb, show_help
@@ -22,7 +23,7 @@ SWEEP = "Train once for each combination of settings, and compare."
 
 
 def plan(config: PlanConfig, argv: Sequence[str]) -> int:
-    """What `zeroshard.lab.planner.planner` foresees."""
+    """What `zeroshard.lab.planner.plan` foresees."""
     from zeroshard.lab.planner.command import run_plan
 
     return run_plan(config)

@@ -14,37 +14,34 @@ import psutil
 from zeroshard import process
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import flags_of, read_flags, take_option
+from zeroshard.parallel.registry import STRATEGIES
 from zeroshard.submit import SubmitConfig
 from zeroshard.train.config.commands import EvalConfig, ExportConfig, GenerateConfig, ImportConfig, PrepareConfig
-from zeroshard.train.config.config import SHORTHANDS, TrainConfig, merge, parse_nnodes, require_data
+from zeroshard.train.config.config import TrainConfig, merge, parse_nnodes
+from zeroshard.train.config.sections import SHORTHANDS, require_data
 from zeroshard.train.config.validate import validate
 from zeroshard.verbs.base import read_file, say
 
 if TYPE_CHECKING:
-    from zeroshard.launch.launch import Nodes
+    from zeroshard.launch.environment import Nodes
 
 NUM_STAGES = 4
 # What a rank imports anyhow. torch's optimizers import torch._dynamo at their first step, in seconds.
 TRAINS = ("zeroshard.train.loop.loop", "torch._dynamo")
-OF_STRATEGY = {
-    "fsdp2": ("zeroshard.parallel.fsdp2",),
-    "ddp": ("zeroshard.parallel.ddp",),
-    "zero1-torch": ("zeroshard.parallel.zero_redundancy",),
-}
 LEAST_BYTES_OF_A_RANK = 32 * 2**20  # of its own, even where it was forked from a process that has imported torch
 
 
 def train(config: TrainConfig, argv: Sequence[str]) -> int:
     """A training run: this rank's part of it, or the launcher of all."""
-    from zeroshard.launch import launch, leaving, machines
+    from zeroshard.launch import environment, launch, leaving, machines
 
     require_data(config.data)
     process.prepare_torch()
-    world = launch.world_from_env()
+    world = environment.world_from_env()
     several = config.nnodes != "1"
     if world is None and (config.nproc > 1 or several):
         require_room(config.nproc)
-        launch.end_with_starter()
+        environment.end_with_starter()
         max_moves = NUM_STAGES - 1 if config.strategy == "auto" else 0
         meeting = machines.meeting_at(config.rdzv_endpoint, *parse_nnodes(config.nnodes)) if several else None
         nproc = max(1, config.nproc)
@@ -57,7 +54,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
                 max_moves,
                 meeting=meeting,
                 nodes=nodes,
-                imports=(*TRAINS, *OF_STRATEGY.get(config.strategy, ("zeroshard.parallel.zero",))),
+                imports=(*TRAINS, *_of_strategy(config.strategy)),
             )
         if ending.line:
             say(ending.line)
@@ -79,6 +76,12 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
             lost_first = str(error).startswith("rank 0")
             say(f"rank {world.rank if world else 0}: {error}; start again with --resume auto", all_ranks=lost_first)
             return ExitStatus.PEER_LOST
+
+
+def _of_strategy(name: str) -> tuple[str, ...]:
+    """The module that a rank imports for a strategy of ours; a user's own is left to the ranks."""
+    entry = STRATEGIES.get("zero0" if name == "auto" else name)
+    return (entry.module,) if entry and entry.module else ()
 
 
 def require_room(nproc: int) -> None:
@@ -135,7 +138,7 @@ def generate(config: GenerateConfig, argv: Sequence[str]) -> int:
 
 def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
     """Loss, perplexity and bits per byte, or scores of tasks."""
-    from zeroshard.launch import launch, leaving
+    from zeroshard.launch import environment, launch, leaving
 
     process.prepare_torch()
     if config.tasks:
@@ -144,7 +147,7 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
         if config.nproc > 1 or config.strategy != "none":
             raise UserError("tasks", "they run in one process, on whole weights", "leave out --nproc and --strategy")
         return run_tasks(config)
-    if launch.world_from_env() is None and config.nproc > 1:
+    if environment.world_from_env() is None and config.nproc > 1:
         require_room(config.nproc)
         ending = launch.launch_workers(argv, config.nproc, config.port, imports=("zeroshard.inference.evaluation",))
         if ending.line:
@@ -194,7 +197,7 @@ def look_at_checkpoints(config: None, words: Sequence[str]) -> int:
 
 def import_config(config: None, words: Sequence[str]) -> int:
     """Our settings of somebody else's."""
-    from zeroshard.interop.migrate import run_import_config
+    from zeroshard.interop.import_config import run_import_config
 
     return run_import_config(words)
 

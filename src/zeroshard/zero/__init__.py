@@ -2,6 +2,7 @@
 
 from zeroshard.zero.buffers.flat_params import loaded_later
 from zeroshard.zero.buffers.layout import FlatLayout, Piece, Slot
+from zeroshard.zero.buffers.partition import DrawsParts
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.engine import Zero
 from zeroshard.zero.levels import Levels
@@ -13,6 +14,7 @@ from zeroshard.zero.strategy import STAGES, Placement, ShardingStrategy, resolve
 
 __all__ = [
     "STAGES",
+    "DrawsParts",
     "FlatLayout",
     "Levels",
     "MixedPrecision",

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, scope
+from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.zero.buffers.holdings import Holding, holdings
-from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
-from zeroshard.zero.buffers.unit import Unit, build_groups, memory_of
+from zeroshard.zero.buffers.partition import Init
+from zeroshard.zero.buffers.unit import Unit, memory_of
+from zeroshard.zero.construction import build_units, check_arguments
 from zeroshard.zero.levels import Levels, check_row
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.ema import EMA, Ema
@@ -30,16 +30,14 @@ from zeroshard.zero.optimizers.stepping import Stepping
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers, check_sync
 from zeroshard.zero.runtime.module_hooks import attach
-from zeroshard.zero.runtime.module_methods import Guard, has_engine
+from zeroshard.zero.runtime.module_methods import Guard
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import full_state, training_state
 from zeroshard.zero.state import restage as restaging
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, named_group, restore_settings
 from zeroshard.zero.strategy import REPLICATE, ShardingStrategy, resolve_strategy
-from zeroshard.zero.transfer import as_bytes, put_bytes
 
 Accumulate = Literal["local", "sharded"]
-_OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class Zero:
@@ -56,7 +54,8 @@ class Zero:
         comm: among which ranks; None: `torch.distributed` if it is initialised, else one process.
         precision: None: every parameter computes and travels in its own dtype.
         init: ``init(name, tensor)`` fills what was on the meta device, in place: buffers, and on rank 0, whose values
-            the others receive, parameters in their masters' dtype; or `zeroshard.zero.loaded_later` before a load.
+            the others receive, parameters in their masters' dtype. With a method ``part`` (`DrawsParts`) each rank
+            draws its own shard. Before a load: `zeroshard.zero.loaded_later`.
         prefetch: how many units ahead weights are gathered at stage 3.
         accumulate: how several backwards before one step add up: ``"local"``, whole gradients on each rank and one
             reduction at the last, or ``"sharded"``, each reduced at once. None: as the row's `grads` column says.
@@ -77,10 +76,10 @@ class Zero:
         TypeError: ``model`` is not a module.
 
     Weights are whole and current inside the model's forward, its backward and `full_params`. Other methods of the model
-    may call units, and modules outside of units, on every rank alike. What reads parameters otherwise, between a step
-    and the next forward, reads old weights at stages 1 and 2, and NaN at stage 3 and where a ``param_dtype`` differs
-    from the parameters' own. To write into weights use ``full_params(write_back=True)``. What a unit computes reaches
-    the loss by what it returns; where it leaves as an attribute instead, stage 3 needs ``reshard_after_forward=False``.
+    may call units, and modules outside of units, on every rank alike. Who reads or writes a parameter between a step
+    and the next forward has the weights gathered first at stages 0, 1 and 2; at stage 3 it is NaN, a warning says so,
+    and ``full_params`` is the way. What a unit computes reaches the loss by what it returns; where it leaves as an
+    attribute instead, stage 3 needs ``reshard_after_forward=False``.
 
     Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054; the vocabulary is FSDP2's.
     """
@@ -103,7 +102,7 @@ class Zero:
         self.strategy = resolve_strategy(stage)
         if shard_size is not None:
             check_row(self.strategy)
-        _check_arguments(model, prefetch, accumulate)
+        check_arguments(model, prefetch, accumulate)
         check_sync(buffers)
         if comm is None:
             comm = TorchCommunicator() if dist.is_available() and dist.is_initialized() else LocalCommunicator()
@@ -114,26 +113,9 @@ class Zero:
         self._accumulate = accumulate
 
         on_meta = [param for param in model.parameters() if param.is_meta]
-        if on_meta and init is None:
-            raise ValueError("init: the model has parameters on the meta device; give a function that fills them")
-        any_meta = on_meta or any(buffer.is_meta for buffer in model.buffers())
-        meta = materialise(model, _default_device(device), init) if any_meta else set()
-        fill = dict.fromkeys(meta, init) if init is not None else {}
-        root_spec, specs = partition(model, units)
-
-        def build(spec: UnitSpec) -> Unit:
-            groups = build_groups(spec.name, spec.params, self.strategy, self.levels, self.precision, fill)
-            return Unit(spec.name, spec.module, groups)
-
-        root = build(root_spec)
-        self._broadcast_buffers()
+        root, others = build_units(model, units, self.strategy, self.levels, self.precision, init, device)
         self._runtime = Runtime(
-            root,
-            [build(spec) for spec in specs],
-            self.levels,
-            self.strategy,
-            prefetch,
-            ModuleBuffers(model, self.comm, buffers),
+            root, others, self.levels, self.strategy, prefetch, ModuleBuffers(model, self.comm, buffers)
         )
         self._stepping = Stepping(self._runtime, self.levels)
         cast = self.precision.param_dtype if self.precision.cast_forward_inputs else None
@@ -154,10 +136,11 @@ class Zero:
         It is a real `torch.optim.Optimizer` of exactly that class, whose ``param_groups`` hold the model's parameters:
         schedulers, hooks, clipping, `torch.amp.GradScaler` and edits of settings work on it. ``state`` is by `pieces`.
 
-        What the class needs is found out on tiny tensors (`zeroshard.zero.optimizers.requirements`). One that works
-        element by element, such as `torch.optim.AdamW`, is given 1-D slices. For one that looks at whole tensors, such
-        as `torch.optim.Muon`, its parameters are laid out anew, so that each tensor lies on one rank: that is
-        collective, and must happen before the first step of another optimizer of the same units.
+        A class that works element by element, such as `torch.optim.AdamW`, is given 1-D slices. For one that looks at
+        whole tensors, such as `torch.optim.Muon`, its parameters are laid out anew, so that each tensor lies on one
+        rank: that is collective, and must happen before the first step of another optimizer of the same units. Which
+        it is, is known of torch's classes, may be declared by the class (``zero_scope``), and is otherwise found out
+        on tiny tensors (`zeroshard.zero.optimizers.requirements`).
 
         Args:
             optimizer_cls: the class.
@@ -386,14 +369,7 @@ class Zero:
         """Each tensor that the engine holds on this rank now, in the middle of a step too, and what it is for."""
         return holdings(self.units, self._stepping.optimizers, self._stepping.ema)
 
-    # -- construction -----------------------------------------------------------------------------------------
-
-    def _broadcast_buffers(self) -> None:
-        with scope("buffers/start"):
-            for _, buffer in self.model.named_buffers():
-                content = as_bytes(buffer)
-                self.comm.broadcast(content, src=0).wait()
-                put_bytes(buffer, content)
+    # -- the end ----------------------------------------------------------------------------------------------
 
     def remove(self) -> None:
         """Give the module back as an ordinary one: whole, current weights of its own, no hooks. Collective.
@@ -413,29 +389,3 @@ class Zero:
                 param.grad_dtype = weight.dtype
         self._guard.remove()
         adoption.disown(self.model.parameters())
-
-
-def _check_arguments(model: nn.Module, prefetch: int, accumulate: str | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: {type(model).__name__} is not an nn.Module")
-    around = next((part for part in model.modules() if isinstance(part, _OTHER_WRAPPERS)), None)
-    if around is not None:
-        raise ValueError(
-            f"model: a {type(around).__name__} averages gradients itself; give Zero() the module inside of it"
-        )
-    if any(is_traceable_wrapper_subclass(param) for param in model.parameters()):
-        raise ValueError(
-            "model: its parameters are sharded already (DTensor, as of fully_shard); give an ordinary module"
-        )
-    if has_engine(model):
-        raise ValueError("model: it, or a part of it, has an engine already; call remove() on that one first")
-    if prefetch < 0:
-        raise ValueError(f"prefetch: {prefetch} units ahead; give 0 or more")
-    if accumulate not in (None, "local", "sharded"):
-        raise ValueError(f"accumulate: {accumulate!r} is unknown; choose 'local' or 'sharded'")
-
-
-def _default_device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

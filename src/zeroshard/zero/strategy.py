@@ -2,7 +2,7 @@
 
 | column   | question                                                                        |
 |----------|---------------------------------------------------------------------------------|
-| `params` | do full weights outlive their use?                                              |
+| `params` | does a rank keep full weights, or free them after each use?                     |
 | `grads`  | where do the gradients of micro-batches accumulate: whole, or as a shard?       |
 | `optim`  | what does the optimizer see, and so which collective reduces the gradients?     |
 

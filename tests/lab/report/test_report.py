@@ -100,7 +100,7 @@ def test_curves_of_the_same_bits_are_one(sweep):
     assert [series.name for series in figure.series if series.mark == "line"] == [
         "link.bandwidth 100Mbit/s  strategy zero0"
     ]
-    assert figure.caption == "11 more have the same bits as one of these, and would lie on it."
+    assert figure.caption == "11 more curves are equal to one of these to the bit, and are not drawn."
 
 
 def test_it_says_where_two_strategies_draw(sweep):

@@ -42,7 +42,7 @@ from zeroshard.comm.base import PeerError, Work
 from zeroshard.comm.queued.messages import GroupTransport
 from zeroshard.comm.ring.handshake import MOST_STRANGERS, SECRET_BYTES, Listener, introduce
 from zeroshard.errors import UserError
-from zeroshard.launch.launch import variable
+from zeroshard.launch.environment import variable
 
 AT_ONCE_BYTES = 64 << 10  # up to it a message leaves without its thread, as far as the kernel takes it
 _HEADER = struct.Struct("!qq")  # topic and bytes of a message

@@ -82,6 +82,7 @@ def measure(optimizer_cls: type[Optimizer]) -> OptimizerRow:
         name = f"{optimizer_cls.__module__}:{name}"
     try:
         kind = classify(optimizer_cls)
+        cast("Any", optimizer_cls)([nn.Parameter(torch.zeros((2,) * max(kind.ndims, default=2)))])
     except Exception as error:  # noqa: BLE001 -- so may a class
         reason = f"it cannot be built without settings: {type(error).__name__}: {error}"
         return OptimizerRow(name, OptimizerKind(Scope.UNUSABLE, reason))

@@ -32,7 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, Work
-from zeroshard.lab.bench.ranks import ON_CPU, close, communicator, on_ranks, slowest, synchronise
+from zeroshard.comm.registry import comm_entry
+from zeroshard.lab.bench.ranks import close, communicator, on_ranks, slowest, synchronise
 from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, environment, interleaved, spread_of
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
 
@@ -179,7 +180,7 @@ def _measure(rank: int, device: torch.device, comms: list[str], num_rounds: int)
     add("copy", _copy(device))
     add("anew", _anew(device))
     add("kernel", _small_operations(device))
-    made = {name: communicator(name) for name in comms if not (device.type == "cuda" and name in ON_CPU)}
+    made = {name: communicator(name) for name in comms if not (device.type == "cuda" and comm_entry(name).cpu_only)}
     several = dist.is_initialized()
     for name, comm in made.items() if several else ():
         for op in OPS:

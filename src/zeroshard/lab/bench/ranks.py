@@ -13,23 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from zeroshard.comm import (
-    Communicator,
-    LocalCommunicator,
-    RingCommunicator,
-    SharedMemoryCommunicator,
-    TorchCommunicator,
-    TorchTransport,
-)
+from zeroshard.comm import Communicator, LocalCommunicator, RingCommunicator, TorchTransport
+from zeroshard.comm.registry import comm_entry
 
 T = TypeVar("T")
-COMMUNICATORS: dict[str, Callable[[], Communicator]] = {
-    "torch": TorchCommunicator,
-    "ring": RingCommunicator,
-    "ring-gloo": lambda: RingCommunicator(transport=TorchTransport()),
-    "shm": SharedMemoryCommunicator,
-}
-ON_CPU = ("ring", "ring-gloo", "shm")  # which move CPU tensors alone
 
 
 def on_ranks(fn: Callable[..., T], world_size: int, *args: Any, device: str = "cpu", num_threads: int = 1) -> T:
@@ -81,8 +68,10 @@ def _rank_main(
 
 
 def communicator(name: str) -> Communicator:
-    """One of `COMMUNICATORS` over the default group; in a world of one, the local one."""
-    return COMMUNICATORS[name]() if dist.is_initialized() else LocalCommunicator()
+    """One of `zeroshard.comm.registry`, or ``ring-gloo``, over the default group; in a world of one, the local one."""
+    if not dist.is_initialized():
+        return LocalCommunicator()
+    return RingCommunicator(transport=TorchTransport()) if name == "ring-gloo" else comm_entry(name)()
 
 
 def close(comm: Communicator) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from zeroshard.columns import columns
 from zeroshard.errors import UserError
 from zeroshard.process import num_cpus
 
@@ -101,16 +102,9 @@ class Report:
         for row in self.rows:
             values = ((column, row.get(column.key)) for column in self.columns)
             lines.append(["" if value is None else column.text(value) for column, value in values])
-        widths = [max(len(line[place]) for line in lines) for place in range(len(self.columns))]
         words = [all(isinstance(row.get(c.key), str | None) for row in self.rows) for c in self.columns]
-        aligned = (
-            "  ".join(
-                cell.ljust(width) if word else cell.rjust(width)
-                for cell, width, word in zip(line, widths, words, strict=True)
-            ).rstrip()
-            for line in lines
-        )
-        return "\n".join([*aligned, *self.notes])
+        numbers = [place for place, word in enumerate(words) if not word]
+        return "\n".join([*columns(lines, right=numbers), *self.notes])
 
     def write(self, path: Path) -> None:
         """All of it as JSON, with the environment."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zeroshard.train.config.config import Config
+from zeroshard.train.config.registered import communicators, one_of
+from zeroshard.train.config.sections import Config
 
 Dtype = Literal["float32", "bfloat16"]
-CommName = Literal["torch", "ring", "shm"]
+CommName = Annotated[str, one_of(communicators())]
+RingOverGloo = Annotated[str, one_of(communicators("ring-gloo"))]
 
 
 class MemoryBench(Config):
@@ -48,7 +50,7 @@ class CollectivesBench(Config):
     worlds: tuple[int, ...] = Field((2, 4), min_length=1, description="Ranks, as processes of this machine.")
     sizes: tuple[str, ...] = Field(("64KiB", "1MiB", "16MiB", "64MiB"), min_length=1, description="Of the tensor.")
     dtypes: tuple[Dtype, ...] = Field(("float32", "bfloat16"), min_length=1, description="Of its elements.")
-    comms: tuple[CommName | Literal["ring-gloo"], ...] = Field(
+    comms: tuple[RingOverGloo, ...] = Field(
         ("torch", "ring", "shm"),
         min_length=1,
         description="Communicators; others are held against the first. ring-gloo: the ring over gloo's messages.",

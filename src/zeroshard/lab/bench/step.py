@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
+from zeroshard.comm.registry import COMMUNICATORS
 from zeroshard.errors import UserError
 from zeroshard.lab.bench.ranks import close, communicator, on_ranks, synchronise
 from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, milliseconds, spread_of
@@ -62,7 +63,7 @@ def check_contestant(name: str) -> None:
     """Raise UserError for a name that is none of plain, ddp, zeroN and zeroN@COMM."""
     kind, _, comm = name.partition("@")
     known = {"plain", "ddp"} if "@" not in name else set()
-    if kind not in {*known, *(f"zero{stage}" for stage in STAGES)} or comm not in ("", "torch", "ring", "shm"):
+    if kind not in {*known, *(f"zero{stage}" for stage in STAGES)} or comm not in ("", *COMMUNICATORS):
         raise UserError("contestants", f"{name!r} is unknown", "write plain, ddp, zero2, or zero2@ring")
 
 

@@ -13,7 +13,7 @@ from zeroshard.errors import UserError
 from zeroshard.lab.planner.advice import GIB, MICRO_BATCHES
 from zeroshard.lab.planner.command import arguments
 from zeroshard.lab.planner.config import PlanConfig
-from zeroshard.lab.planner.planner import plan
+from zeroshard.lab.planner.plan import plan
 from zeroshard.lab.planner.rows import Plan, Row
 from zeroshard.lab.planner.show import COLUMNS, cells, heading
 from zeroshard.lab.predict.hardware import DEVICES, LINKS

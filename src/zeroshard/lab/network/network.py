@@ -40,7 +40,7 @@ from typing import Any
 import psutil
 
 from zeroshard.errors import UserError
-from zeroshard.launch.launch import Nodes
+from zeroshard.launch.environment import Nodes
 from zeroshard.regular_files import open_regular
 
 LOCKS = Path("/run/zeroshard")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from zeroshard.lab.planner.planner import Planner
+from zeroshard.lab.planner.rows import Row
 from zeroshard.models import LanguageModel
 from zeroshard.zero import ShardingStrategy
-
-if TYPE_CHECKING:
-    from zeroshard.lab.planner.planner import Planner
-    from zeroshard.lab.planner.rows import Row
 
 GIB = 2**30
 AS_FAST = 0.01  # rates that differ by less are called equal
@@ -53,7 +50,7 @@ def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
     out = sorted({row.stage for row in rows if row.stage is not None} - fitting)
     if out:
         text += f", {'stage' if len(out) == 1 else 'stages'} {_listed(out)} {'does' if len(out) == 1 else 'do'} not fit"
-    return text + f"; {best.binds} bind{'s' if best.binds in ('communication', 'memory bandwidth') else ''}."
+    return text + f"; the bottleneck is {best.binds}."
 
 
 def nearest_change(

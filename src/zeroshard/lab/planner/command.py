@@ -20,7 +20,8 @@ from zeroshard.lab.planner.inverse import (
     largest_model,
     lowest_bandwidth,
 )
-from zeroshard.lab.planner.planner import Planner, plan, planner_for
+from zeroshard.lab.planner.plan import plan
+from zeroshard.lab.planner.planner import Planner, planner_for
 from zeroshard.lab.planner.rows import Plan, Row
 from zeroshard.lab.planner.show import seconds, size, text
 from zeroshard.lab.predict.dry_run import dry_run

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from zeroshard.errors import UserError
 from zeroshard.lab.predict.hardware import find_device, find_link
-from zeroshard.train.config.config import Config, ModelConfig
+from zeroshard.train.config.sections import Config, ModelConfig
 
 Question = Literal[
     "none", "largest-model", "largest-micro-batch", "fewest-gpus", "lowest-bandwidth", "crossover", "crossover-filled"

@@ -7,11 +7,9 @@ import torch
 from zeroshard.lab.planner import inverse
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.predict.hardware import this_machine
+from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.assemble import model_overrides
-
-# PyTorch's own strategies hold what the stage does that they are modelled on, but for buckets.
-_STAGES = {"auto": 0, "zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "ddp": 0, "zero1-torch": 1, "fsdp2": 3}
 
 
 def largest_micro_batch(config: TrainConfig, num_bytes: int) -> int:
@@ -33,4 +31,4 @@ def largest_micro_batch(config: TrainConfig, num_bytes: int) -> int:
         document_mask=config.data.document_mask,
         headroom=0.0,
     )
-    return int(inverse.largest_micro_batch(planner, _STAGES[config.strategy]).value or 1)
+    return int(inverse.largest_micro_batch(planner, strategy_entry(config.strategy).stage).value or 1)

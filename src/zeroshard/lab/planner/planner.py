@@ -1,13 +1,8 @@
-"""`plan`: will it fit, at which stage, how fast, and what stands in the way.
-
-A row of a plan is one way to run: a stage, a ``shard_size``, a micro-batch. Its memory and messages are those of the
-engine's own schedule over a traced micro-batch (`zeroshard.lab.predict.step`), its time a simulation of the same list
-(`zeroshard.lab.predict.timeline`). Nothing is fitted to measurements but the rates of the device and its links.
-"""
+"""`Planner`: what all rows of a plan have in common, and any one row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -16,13 +11,11 @@ from torch import nn
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
-from zeroshard.lab.planner.advice import MICRO_BATCHES, nearest_change, reason, recommended
-from zeroshard.lab.planner.rows import Plan, Row, what_binds
-from zeroshard.lab.predict.actions import Settings, Step
+from zeroshard.lab.planner.rows import Row, what_binds
+from zeroshard.lab.predict.actions import Accumulate, Settings, Step
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
 from zeroshard.lab.predict.step import step_of
 from zeroshard.lab.predict.timeline import Cluster, simulate
-from zeroshard.lab.predict.traffic import Accumulate
 from zeroshard.lab.predict.workload import DTYPES, Workload, workload_of
 from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy
 
@@ -128,90 +121,6 @@ class Planner:
         return found
 
 
-def plan(
-    model: str | nn.Module,
-    *,
-    world_size: int = 1,
-    stage: int | ShardingStrategy | None = None,
-    shard_size: int | None = None,
-    gpu: str | Device | Calibration = "h100-80gb",
-    network: str | Link = "400Gbit/s",
-    within_node: str | Link | None = None,
-    gpus_per_node: int = 8,
-    micro_batch: int | None = None,
-    global_batch: int | None = None,
-    seq_len: int | None = None,
-    dtype: str = "bfloat16",
-    reduce_dtype: str | None = None,
-    optimizer: str = "adamw",
-    accumulate: Accumulate | None = None,
-    prefetch: int = 1,
-    reshard_after_forward: bool = True,
-    kernels: Choice = "auto",
-    document_mask: bool = False,
-    headroom: float = HEADROOM,
-    units: Iterable[nn.Module] | None = None,
-    inputs: Callable[[int], tuple[Any, ...]] | None = None,
-    overrides: Mapping[str, object] = MappingProxyType({}),
-) -> Plan:
-    """Predict memory, traffic and time of training ``model``, at one stage or at each.
-
-    Args:
-        model: a preset's name, or any module, on any device and best on the meta device: it is not changed.
-        world_size: ranks, one a GPU.
-        stage: 0, 1, 2, 3 or a row of one's own; None: all four.
-        shard_size: ranks that shard together; None: all, and in a world of several nodes also fewer.
-        gpu: a row of `zeroshard.lab.predict.hardware.DEVICES`, a file that `zeroshard bench device` wrote, or a
-        `Device`.
-        network: what each GPU has to other nodes: a bandwidth with its unit, a row of `LINKS`, or a `Link`.
-        within_node: likewise to its neighbours; None: what the GPU is sold with, or what was measured.
-        gpus_per_node: of a full node.
-        micro_batch: rows (sequences) of a rank in one forward; None: powers of two, as many as fit.
-        global_batch: rows of a step over all ranks, by gradient accumulation; None: one micro-batch of each rank.
-        seq_len: tokens of a sequence; None: the longest that the model is made for.
-        dtype: of forward and backward; masters and states keep the model's own.
-        reduce_dtype: of gradients on their way; None: the masters'.
-        optimizer: by name, as torch calls it.
-        accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
-        kernels: as models take it.
-        document_mask: whether attention stays inside a document, of our models; it costs a mask.
-        headroom: share of memory that must stay free for a row to fit.
-        units: as `zeroshard.Zero` takes them; None: the model's blocks.
-        inputs: for a module that is no language model of ours: from rows to the arguments of one micro-batch.
-        overrides: fields of the preset's configuration to change.
-
-    Raises:
-        UserError: a ValueError; what cannot be planned, by its field, in one line.
-    """
-    planner = planner_for(
-        model,
-        world_size=world_size,
-        gpu=gpu,
-        network=network,
-        within_node=within_node,
-        gpus_per_node=gpus_per_node,
-        global_batch=global_batch,
-        seq_len=seq_len,
-        dtype=dtype,
-        reduce_dtype=reduce_dtype,
-        optimizer=optimizer,
-        accumulate=accumulate,
-        prefetch=prefetch,
-        reshard_after_forward=reshard_after_forward,
-        kernels=kernels,
-        document_mask=document_mask,
-        headroom=headroom,
-        units=units,
-        inputs=inputs,
-        overrides=overrides,
-    )
-    stages = _stages(stage, shard_size, world_size)
-    rows = list(_rows(planner, stages, micro_batch, shard_size))
-    best = recommended(rows)
-    advice = reason(planner, rows, best) if best is not None else nearest_change(planner, stages, micro_batch, rows)
-    return Plan(planner.workload, planner.device, planner.cluster, tuple(rows), best, advice)
-
-
 def planner_for(
     model: str | nn.Module,
     *,
@@ -236,15 +145,11 @@ def planner_for(
     overrides: Mapping[str, object] = MappingProxyType({}),
 ) -> Planner:
     """A `Planner`; arguments and errors are those of `plan`."""
-    for name, value, least in (
-        ("gpus", world_size, 1),
-        ("gpus_per_node", gpus_per_node, 1),
-        ("global_batch", global_batch if global_batch is not None else 1, 1),
-        ("seq_len", seq_len if seq_len is not None else 1, 1),
-        ("prefetch", prefetch, 0),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UserError(name, f"{value!r} is not a whole number of at least {least}", f"give {least} or more")
+    _require_count("gpus", world_size, 1)
+    _require_count("gpus_per_node", gpus_per_node, 1)
+    _require_count("global_batch", 1 if global_batch is None else global_batch, 1)
+    _require_count("seq_len", 1 if seq_len is None else seq_len, 1)
+    _require_count("prefetch", prefetch, 0)
     if not 0 <= headroom < 1:
         raise UserError("headroom", f"{headroom} is no share of the memory", "give a number in [0, 1)")
     found = gpu if isinstance(gpu, Calibration) else Calibration(gpu) if isinstance(gpu, Device) else find_device(gpu)
@@ -264,14 +169,26 @@ def planner_for(
     if workload.dtype in DTYPES and workload.dtype not in device.matmul_flops_per_s:
         served = ", ".join(device.matmul_flops_per_s)
         raise UserError("dtype", f"a {device.name} does not compute in {workload.dtype}", f"choose {served}")
-    within = find_link(within_node, "within_node") if isinstance(within_node, str) else within_node
-    within = within or found.link or (LINKS[device.link] if device.link else None)
-    between = network if isinstance(network, Link) else find_link(network)
+    cluster = _cluster(world_size, gpus_per_node, within_node, network, found)
     if global_batch and global_batch % world_size:
         what = f"{global_batch} sequences cannot be shared out to {world_size} GPUs"
         raise UserError("global_batch", what, f"give a multiple of {world_size}")
-    cluster = Cluster(world_size, gpus_per_node, within or between, between)
     return Planner(workload, device, cluster, global_batch or 0, accumulate, prefetch, reshard_after_forward, headroom)
+
+
+def _require_count(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(name, f"{value!r} is not a whole number of at least {least}", f"give {least} or more")
+
+
+def _cluster(
+    world_size: int, gpus_per_node: int, within_node: str | Link | None, network: str | Link, found: Calibration
+) -> Cluster:
+    """The links within a node: as given, else as measured, else as the GPU is sold, else those between nodes."""
+    within = find_link(within_node, "within_node") if isinstance(within_node, str) else within_node
+    within = within or found.link or (LINKS[found.device.link] if found.device.link else None)
+    between = network if isinstance(network, Link) else find_link(network)
+    return Cluster(world_size, gpus_per_node, within or between, between)
 
 
 def _precision(dtype: str, reduce_dtype: str | None) -> MixedPrecision:
@@ -282,70 +199,3 @@ def _precision(dtype: str, reduce_dtype: str | None) -> MixedPrecision:
         param_dtype=None if dtype == "float32" else DTYPES[dtype],
         reduce_dtype=None if reduce_dtype is None else DTYPES[reduce_dtype],
     )
-
-
-def _stages(
-    stage: int | ShardingStrategy | None, shard_size: int | None, world_size: int
-) -> tuple[int | ShardingStrategy, ...]:
-    """The stages to look at: those that shard, where a ``shard_size`` is asked for."""
-    given = stage is not None and not isinstance(stage, ShardingStrategy)
-    if given and (isinstance(stage, bool) or stage not in STAGES):
-        raise UserError("stage", f"{stage!r} is not a ZeRO stage", "choose 0, 1, 2 or 3")
-    if shard_size is not None:
-        if shard_size < 1 or world_size % shard_size:
-            what = f"{shard_size} does not divide a world of {world_size}"
-            raise UserError("shard_size", what, "choose a divisor of it")
-        if stage == 0:
-            raise UserError("shard_size", "stage 0 shards nothing", "choose stage 1, 2 or 3, or leave it out")
-    if stage is not None:
-        return (stage,)
-    return tuple(each for each in STAGES if each or shard_size is None)
-
-
-def _rows(
-    planner: Planner, stages: Sequence[int | ShardingStrategy], micro_batch: int | None, shard_size: int | None
-) -> Iterator[Row]:
-    candidates = micro_batches(planner, micro_batch)
-    largest: dict[int | ShardingStrategy, int] = {}
-    for stage in stages:
-        for candidate in candidates:
-            row = planner.row(stage, candidate, shard_size)
-            yield row
-            if not row.fits:
-                break
-            largest[stage] = candidate
-    if shard_size is not None:
-        return
-    for size in planner.smaller_groups():
-        for stage in stages:
-            if stage != 0:
-                fitting = [each for each in candidates if each <= largest.get(stage, candidates[0])]
-                yield _largest_fitting(planner, stage, fitting, size)
-
-
-def _largest_fitting(
-    planner: Planner, stage: int | ShardingStrategy, candidates: Sequence[int], shard_size: int
-) -> Row:
-    """The row of the largest of ``candidates`` that fits, else of the smallest."""
-    row = planner.row(stage, candidates[-1], shard_size)
-    for candidate in reversed(candidates[:-1]):
-        if row.fits:
-            break
-        row = planner.row(stage, candidate, shard_size)
-    return row
-
-
-def micro_batches(planner: Planner, given: int | None) -> list[int]:
-    """The micro-batches to look at.
-
-    Raises:
-        UserError: the one given does not divide the rows of a rank.
-    """
-    if given is not None:
-        if given < 1:
-            raise UserError("micro_batch", f"{given} is below 1", "give 1 or more sequences")
-        if not planner.num_micro(given):
-            what = f"{planner.global_batch} is no multiple of {given} (micro_batch) x {planner.cluster.world_size} GPUs"
-            raise UserError("global_batch", what, "change one of the three")
-        return [given]
-    return [size for size in MICRO_BATCHES if planner.num_micro(size)]

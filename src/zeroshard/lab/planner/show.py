@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from operator import add
 
+from zeroshard.columns import columns
 from zeroshard.lab.planner.advice import GIB
 from zeroshard.lab.planner.rows import Plan, Row
 
@@ -18,7 +19,7 @@ COLUMNS = (
     "tokens/s",
     "MFU",
     "exposed",
-    "binds",
+    "bottleneck",
 )
 
 
@@ -48,11 +49,9 @@ def heading(plan: Plan) -> str:
 
 def table(plan: Plan) -> str:
     """One line a row; the recommended one has an arrow."""
-    lines: list[Sequence[str]] = [COLUMNS, *(cells(row, plan.cluster.world_size) for row in plan.rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
-    shown = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    rows = [COLUMNS, *(cells(row, plan.cluster.world_size) for row in plan.rows)]
     marks = ["  ", *("> " if row is plan.best else "  " for row in plan.rows)]
-    return "\n".join(mark + line.rstrip() for mark, line in zip(marks, shown, strict=True))
+    return "\n".join(map(add, marks, columns(rows, right=range(len(COLUMNS)))))
 
 
 def cells(row: Row, world_size: int) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zeroshard.lab.predict.traffic import Accumulate, Message
 from zeroshard.lab.predict.work import Work
 from zeroshard.zero import MixedPrecision, ShardingStrategy
 
@@ -21,6 +20,26 @@ CATEGORIES = (
     "others",
 )
 Phase = Literal["forward", "backward", "optimizer"]
+Accumulate = Literal["local", "sharded"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective.
+
+    Attributes:
+        op: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
+        num_bytes: of the whole buffer, as `zeroshard.comm.CommRecord` counts them.
+        buffer: its name.
+        phase: ``"weights"`` or ``"grads"``.
+        world_size: how many ranks take part.
+    """
+
+    op: str
+    num_bytes: int
+    buffer: str
+    phase: str
+    world_size: int
 
 
 @dataclass(frozen=True)

@@ -100,28 +100,30 @@ def dry_run(
     optimizers = make(zero)
     given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs(micro_batch))
     start = zero.memory_bytes()
-    seconds: list[float] = []
     before_update = after_update = start
+    seconds: list[float] = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     recorder = AllocationRecorder(zero.holdings).follow(model, optimizers[0]) if record else None
     with recorder or nullcontext():
-        for step in range(num_steps):
+        for _ in range(num_steps):
             comm.drain()
             began = time.perf_counter()
             before_update, after_update = _take_step(zero, model, optimizers, given, num_micro)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if step:
-                seconds.append(time.perf_counter() - began)
-    peak, by_category = 0, {}
+            seconds.append(time.perf_counter() - began)
+    peak, by_category = _peak(recorder, device)
+    sent = [each for each in comm.records if each.scope != CONTROL]
+    return Measured(start, before_update, after_update, peak, by_category, sent, seconds[1:])
+
+
+def _peak(recorder: AllocationRecorder | None, device: torch.device) -> tuple[int, dict[str, int]]:
+    """The most bytes that were live at once, and by category where allocations were followed."""
     if recorder is not None:
         recorder.remove()
-        peak, by_category = recorder.peak.num_bytes, dict(recorder.peak.by_category)
-    elif device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    sent = [each for each in comm.records if each.scope != CONTROL]
-    return Measured(start, before_update, after_update, peak, by_category, sent, seconds)
+        return recorder.peak.num_bytes, dict(recorder.peak.by_category)
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0, {}
 
 
 def _take_step(

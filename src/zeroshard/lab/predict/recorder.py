@@ -39,12 +39,16 @@ class StorageEvents(TorchDispatchMode):
         for tensor in tensors:
             self._know(tensor.untyped_storage(), silent=True)
 
+    def number_of(self, tensor: Tensor) -> int:
+        """Of the tensor's storage; 0 where none was told of it."""
+        return self._numbers.get(tensor.untyped_storage()._cdata, (0,))[0]
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        for leaf in tree_leaves(result):
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 self._know(leaf.untyped_storage())
         if self._ran is not None:

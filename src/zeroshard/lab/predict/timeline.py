@@ -28,9 +28,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zeroshard.lab.predict.actions import Action, Compute, Issue, Step, Wait
+from zeroshard.lab.predict.actions import Action, Compute, Issue, Message, Step, Wait
 from zeroshard.lab.predict.hardware import Device, Link
-from zeroshard.lab.predict.traffic import Message
 from zeroshard.lab.predict.work import Work
 
 Algorithm = Literal["auto", "ring", "tree"]

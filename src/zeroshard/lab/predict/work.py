@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from zeroshard.kernels.linear_cross_entropy import VOCAB_MULTIPLE
@@ -29,10 +29,12 @@ _FREE = {_aten.detach.default, _aten.empty.memory_format, _aten.empty_strided.de
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work | None:
     """What an operator costs; None for one that only looks at memory in another way, or reserves it."""
+    if func in _FREE or func.is_view:
+        return None
     packet = func._overloadpacket
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if not outputs or func in _FREE:
+    outputs = list(_tensors((result,)))
+    inputs = list(_tensors((*args, *kwargs.values())))
+    if not outputs:
         return None
     mutable = func._schema.is_mutable
     given = {leaf.untyped_storage()._cdata for leaf in inputs}
@@ -46,6 +48,15 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
     num_bytes = sum(bytes_read(leaf) for leaf in (*inputs, *outputs))
     return Work(flops, num_bytes, dtype_name(outputs[0].dtype), attention)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Operators take and return tensors and lists of them; torch's trees would take longer than the rest."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def work_of_projected_loss(

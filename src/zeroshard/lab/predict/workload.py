@@ -194,11 +194,7 @@ def workload_of(
             kernels=kernels,
             document_mask=document_mask,
         )
-    if not isinstance(model, nn.Module):
-        what = f"{model!r} is a {type(model).__name__} and no nn.Module"
-        raise UserError("model", what, "give a module, or a preset's name")
-    if not any(param.requires_grad for param in model.parameters()):
-        raise UserError("model", f"{type(model).__name__} has no parameters to train", "give a module that has some")
+    _require_trainable(model)
     if document_mask:
         raise UserError("document_mask", "a module is what it is", "set its eos_id, or give a preset's name")
     if overrides:
@@ -226,6 +222,14 @@ def workload_of(
     return Workload(
         model, type(model).__name__, chosen, inputs, seq_len or 1, precision, known_optimizer(optimizer), kernels
     )
+
+
+def _require_trainable(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        what = f"{model!r} is a {type(model).__name__} and no nn.Module"
+        raise UserError("model", what, "give a module, or a preset's name")
+    if not any(param.requires_grad for param in model.parameters()):
+        raise UserError("model", f"{type(model).__name__} has no parameters to train", "give a module that has some")
 
 
 def known_optimizer(name: str) -> str:

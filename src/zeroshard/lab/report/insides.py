@@ -69,7 +69,7 @@ def loss(entries: Sequence[Entry]) -> list[Figure]:
     caption = f"{len(curves) - MOST_LINES} more curves are not drawn. " if len(curves) > MOST_LINES else ""
     alike = sum(len(group) for group in curves.values()) - len(curves)
     if alike:
-        caption += f"{alike} more have the same bits as one of these, and would lie on it."
+        caption += f"{alike} more curves are equal to one of these to the bit, and are not drawn."
     return [Figure("loss", "Loss", Axis("step"), Axis("nats per token"), tuple(series), caption)]
 
 

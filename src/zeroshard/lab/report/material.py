@@ -1,4 +1,4 @@
-"""What a report is about: entries, one for each configuration that ran, and everything that speaks against them."""
+"""What a report is about: entries, one for each configuration that ran, and the warnings about them."""
 
 from __future__ import annotations
 

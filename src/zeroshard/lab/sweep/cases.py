@@ -27,7 +27,8 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from zeroshard.errors import UserError
-from zeroshard.train.config.config import SHORTHANDS, Config, TrainConfig, merge
+from zeroshard.train.config.config import TrainConfig, merge
+from zeroshard.train.config.sections import SHORTHANDS, Config
 from zeroshard.train.config.sizes import parse_bandwidth, parse_size
 from zeroshard.train.config.validate import fields_by_name, nearest, validate
 

@@ -6,7 +6,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from zeroshard.train.config.config import Config, DataConfig
+from zeroshard.parallel.registry import strategies_with
+from zeroshard.train.config.registered import EvaluatingName
+from zeroshard.train.config.sections import Config, DataConfig
 from zeroshard.train.config.sizes import parse_size
 
 
@@ -47,8 +49,10 @@ class EvalConfig(Config):
     data_dir: str = Field("", description="Prepared folder; empty: the run's own.")
     split: Literal["val", "train"] = Field("val", description="Of the prepared folder.")
     weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
-    strategy: Literal["none", "zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2"] = Field(
-        "none", description="How weights are spread over ranks; none: whole on each."
+    strategy: EvaluatingName = Field(
+        "none",
+        description="How weights are spread over ranks: none (whole on each), "
+        f"{', '.join(strategies_with('evaluates'))}, or module:name of your own.",
     )
     nproc: int = Field(0, ge=0, description="Ranks to start here; 0: torchrun's or SLURM's, else 1.")
     port: int = Field(0, ge=0, le=65535, description="Port where --nproc ranks meet; 0: any free.")

@@ -13,231 +13,33 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from zeroshard.comm.registry import COMMUNICATORS, comm_entry
 from zeroshard.errors import UserError, shown
-from zeroshard.train.config.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
+from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
+from zeroshard.train.config.registered import CommName, StrategyName
+from zeroshard.train.config.sections import (
+    SHORTHANDS,
+    Config,
+    ContractConfig,
+    DataConfig,
+    LinkConfig,
+    ModelConfig,
+    OptimConfig,
+    ProfileConfig,
+    TrackConfig,
+)
 from zeroshard.train.config.toml import read_toml
 from zeroshard.train.config.validate import validate
 
-# `model = "NAME"` stands for `model.name = "NAME"`
-SHORTHANDS = {"model": "name", "data": "source", "track": "to"}
-TRACKERS = ("tensorboard", "wandb", "trackio")
-StrategyName = Literal["auto", "zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2"]
-SHARDING = ("zero1", "zero2", "zero3")  # by our engine
-MUON_STRATEGIES = ("ddp", "zero0", *SHARDING)
-PLANNED = ("auto", "zero0", *SHARDING)
-OVER_TORCH = ("ddp", "zero1-torch", "fsdp2")  # they talk through torch.distributed whatever communicator there is
-UNNAMED = "unnamed"  # the data of an imported run: only its user knows which they are
 # Of an imported run: what LLaMA's first public fine-tunings took, https://github.com/tatsu-lab/stanford_alpaca
 FINE_TUNING: Mapping[str, float] = MappingProxyType({"lr": 2e-5, "min_lr": 2e-6})
 MOST_NODES = 65_536
 WARMUP_STEPS = 20  # unless something else is said
-Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M
 CompileBackend = Literal["inductor", "aot_eager", "eager"]
-
-
-class Config(BaseModel):
-    """Settings: every key is known, and none changes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelConfig(Config):
-    """Which model: a preset by name, and sizes that replace the preset's."""
-
-    name: str = Field("gpt2-demo", min_length=1, description="Preset.")
-    n_layer: int = Field(0, ge=0, description="Transformer blocks; 0: the preset's.")
-    n_head: int = Field(0, ge=0, description="Attention heads; 0: the preset's.")
-    n_kv_head: int = Field(0, ge=0, description="Key and value heads; 0: the preset's.")
-    n_embd: int = Field(0, ge=0, description="Width in features; 0: the preset's.")
-    vocab_size: int = Field(0, ge=0, description="Token ids; 0: as many as the tokenizer has.")
-    seq_len: int = Field(0, ge=0, description="Longest sequence in tokens; 0: the preset's.")
-    ffn_hidden: int = Field(0, ge=0, description="Width of LLaMA's feed-forward layer; 0: the preset's.")
-    rope_theta: float = Field(0.0, ge=0, allow_inf_nan=False, description="Base of rotary waves; 0: the preset's.")
-    norm_eps: float = Field(0.0, ge=0, allow_inf_nan=False, description="Epsilon of LLaMA's norms; 0: the preset's.")
-    tie_embeddings: Literal["preset", "yes", "no"] = Field(
-        "preset", description="LLaMA: one matrix for embedding and output head."
-    )
-    dropout: float = Field(0.0, ge=0, lt=1, description="Probability that an activation is dropped.")
-    bias: bool = Field(True, description="Biases in GPT-2's linear layers and norms.")
-    activation_checkpointing: str = Field(
-        "none",
-        description="Recompute in backward: none, full, every:N (N-th block), or selective (all but matrix products).",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, raw: Any) -> Any:
-        return {SHORTHANDS["model"]: raw} if isinstance(raw, str) else raw
-
-    @model_validator(mode="after")
-    def _recomputation_is_known(self) -> Self:
-        if not re.fullmatch(r"none|full|selective|every:[1-9]\d*", self.activation_checkpointing):
-            raise UserError(
-                "model.activation_checkpointing",
-                f"{self.activation_checkpointing!r} is not a choice",
-                "choose none, full, selective, or every:N for every N-th block",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.n_embd and self.n_head and self.n_embd % self.n_head:
-            raise UserError(
-                "model.n_head",
-                f"{self.n_head} heads do not divide a width of {self.n_embd}",
-                "choose n_head so that n_embd is a multiple of it",
-            )
-        if self.n_head and self.n_kv_head and self.n_head % self.n_kv_head:
-            raise UserError(
-                "model.n_kv_head",
-                f"{self.n_kv_head} key heads do not divide {self.n_head} heads",
-                "choose n_kv_head so that n_head is a multiple of it",
-            )
-        return self
-
-
-class DataConfig(Config):
-    """Which text, cut into tokens how, kept where."""
-
-    source: str = Field(
-        "python-stdlib",
-        min_length=1,
-        description="python-stdlib, text, tinyshakespeare, synthetic, bin (nanoGPT's or llm.c's tokens), fineweb-edu, "
-        "openwebtext, or OWNER/NAME[:CONFIGURATION][@SPLIT] of the Hugging Face hub.",
-    )
-    path: tuple[str, ...] = Field(
-        (), description="Files, folders, globs or addresses to read: text, .parquet, .jsonl[.gz|.zst], .bin."
-    )
-    column: str = Field("text", min_length=1, description="Of .parquet and .jsonl, that holds the text.")
-    tokenizer: str = Field(
-        "bytes",
-        min_length=1,
-        description="bytes, gpt2, another of tiktoken's, bpe:N (N trained tokens), json:PATH of a tokenizer.json.",
-    )
-    val_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the text kept for validation.")
-    max_tokens: Count = Field(0, ge=0, description="Tokens to keep at most, as 500000 or 1B; 0: all.")
-    dir: str = Field("", description="Folder of the prepared tokens; empty: named after the rest, in data/.")
-    streaming: bool = Field(
-        False, description="Train straight from .parquet, .jsonl or the hub, and prepare nothing before."
-    )
-    document_mask: bool = Field(False, description="Attention stays inside a document; the tokenizer must end them.")
-    workers: int = Field(0, ge=0, description="Processes that encode text; 0: one per core, as far as there is work.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, raw: Any) -> Any:
-        return {SHORTHANDS["data"]: raw} if isinstance(raw, str) else raw
-
-
-class OptimConfig(Config):
-    """Which steps are taken."""
-
-    max_not_finite: int = Field(
-        10, ge=1, description="Steps in a row whose loss or gradient is not finite that end the run; each is skipped."
-    )
-    skip_spikes: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Skip a step whose loss is this many standard deviations above the last ones; 0: never.",
-    )
-
-
-class ProfileConfig(Config):
-    """What a run measures of itself, beyond each step's record."""
-
-    trace_steps: int = Field(
-        0, ge=0, description="Steps to trace, into OUT/trace/trace.json, from the third on; 0: none."
-    )
-    memory: bool = Field(
-        False, description="Find the peak of memory by category, from every operation of the second step."
-    )
-    overlap: bool = Field(False, description="Time each collective to its end: what was hidden, in summary.json.")
-
-
-class ContractConfig(Config):
-    """What a run makes of its plan."""
-
-    enforce: bool = Field(
-        False, description="End with status 3 where held bytes or counted messages are not those planned."
-    )
-    device: str = Field("", description="File of `zeroshard bench device`, to predict the time of a step; empty: none.")
-
-
-class LinkConfig(Config):
-    """A slower network than there is, between nodes; quantities carry their unit."""
-
-    mode: Literal["none", "simulated", "netns", "tc"] = Field(
-        "none",
-        description="simulated: by our communicator. netns: a network namespace for each node, as root. tc: an "
-        "interface that `zeroshard lab tc apply` has shaped. none: the network as it is.",
-    )
-    bandwidth: str = Field("", description="Of a node's link in each direction, as 1Gbit/s; empty: as it is.")
-    latency: str = Field("", description="Of a link, one way, as 50us; empty: as it is.")
-    burst: str = Field(
-        "",
-        description="What passes at once after a pause, as 64KiB; empty: simulated none, else what the shaper needs.",
-    )
-    node_size: int = Field(1, ge=1, description="Neighbouring ranks that are a node, and share its link.")
-    inside_bandwidth: str = Field("", description="Within a node, simulated only; empty: as it is.")
-    inside_latency: str = Field("", description="Within a node, simulated only; empty: as it is.")
-    device: str = Field("", description="Network interface of this host that tc has shaped, as eth1.")
-
-    @model_validator(mode="after")
-    def _says_what_is_slow(self) -> Self:
-        bandwidths, durations = ("bandwidth", "inside_bandwidth"), ("latency", "inside_latency")
-        given = [name for name in (*bandwidths, *durations, "burst", "device") if getattr(self, name)]
-        if self.mode == "none" and (given or self.node_size > 1):
-            what = "is given, and no link is slowed"
-            raise UserError(f"link.{(given or ['node_size'])[0]}", what, "add --link.mode simulated, netns or tc")
-        for names, parse in ((bandwidths, parse_bandwidth), (durations, parse_duration), (("burst",), parse_size)):
-            for name in names:
-                if getattr(self, name):
-                    parse(f"link.{name}", getattr(self, name))
-        if self.mode == "simulated" and not given:
-            raise UserError("link.mode", "simulated does not say what", "add --link.bandwidth 1Gbit/s, or a latency")
-        if self.mode in ("netns", "tc"):
-            self._can_be_shaped()
-        if (self.mode == "tc") != bool(self.device):
-            raise UserError("link.device", f"{self.device!r} with mode {self.mode}", "give one with tc, and only then")
-        return self
-
-    def _can_be_shaped(self) -> None:
-        if not self.bandwidth:
-            raise UserError("link.bandwidth", f"{self.mode} shapes a bandwidth", "give one, as 1Gbit/s")
-        for name in ("inside_bandwidth", "inside_latency"):
-            if getattr(self, name):
-                what = f"{self.mode} shapes what leaves a node, and nothing in it"
-                raise UserError(f"link.{name}", what, "leave it out, or use --link.mode simulated")
-
-
-class TrackConfig(Config):
-    """Who is told of the run's numbers, beside its own log."""
-
-    to: tuple[str, ...] = Field((), description="tensorboard, wandb, trackio; none: metrics.jsonl alone.")
-    project: str = Field("zeroshard", min_length=1, description="Under which wandb and trackio file the run.")
-    name: str = Field("", description="Of the run there; empty: the run folder's.")
-    mode: Literal["online", "offline"] = Field("online", description="wandb: send, or write into the run folder.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, raw: Any) -> Any:
-        if isinstance(raw, str):
-            return {"to": [raw]}
-        if isinstance(raw, Mapping) and isinstance(raw.get("to"), str):
-            return {**raw, "to": [raw["to"]]}
-        return raw
-
-    @model_validator(mode="after")
-    def _trackers_are_known(self) -> Self:
-        for name in self.to:
-            if name not in TRACKERS:
-                raise UserError("track.to", f"{name!r} is not a tracker", f"choose of {', '.join(TRACKERS)}")
-        return self
 
 
 class TrainConfig(Config):
@@ -252,16 +54,22 @@ class TrainConfig(Config):
     track: TrackConfig = TrackConfig()
 
     strategy: StrategyName = Field(
-        "zero2", description="How training state is spread over ranks; auto: the lowest stage that fits."
+        "zero2",
+        description="How training state is spread over ranks: auto (the lowest stage that fits), "
+        f"{', '.join(STRATEGIES)}, or module:name of your own.",
     )
     shard_size: int = Field(
         0, ge=0, description="Neighbouring ranks (a node's) that share out training state, replicated beyond; 0: all."
     )
     reshard_after_forward: bool = Field(
-        True, description="Free whole weights between forward and backward; zero3 and fsdp2 alone may keep them."
+        True,
+        description="Free whole weights between forward and backward; "
+        f"{' and '.join(strategies_with('frees_weights'))} alone may keep them.",
     )
-    comm: Literal["auto", "torch", "ring", "shm"] = Field(
-        "auto", description="Who moves bytes: torch (NCCL, gloo), our ring or shared memory. auto: the fastest."
+    comm: CommName = Field(
+        "auto",
+        description=f"Who moves bytes: auto (the fastest), {', '.join(COMMUNICATORS)}, or module:name of your own. "
+        "torch: NCCL or gloo; ring, shm: our ring and shared memory.",
     )
     overlap: bool = Field(
         True,
@@ -384,25 +192,30 @@ class TrainConfig(Config):
         if self.global_batch_size and self.grad_accum_steps > 1:
             what = f"{self.global_batch_size} already sets how many micro-batches a step has"
             raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
-        if self.shard_size and self.strategy not in SHARDING:
+        strategy = strategy_entry(self.strategy)
+        if self.shard_size and not (strategy.planned and strategy.stage):
             what = f"{self.strategy} has no shards of ours to size"
-            raise UserError("shard_size", what, f"leave it out, or use --strategy {', '.join(SHARDING)}")
-        if not self.reshard_after_forward and self.strategy not in ("zero3", "fsdp2"):
+            sharding = [name for name in strategies_with("planned") if STRATEGIES[name].stage]
+            raise UserError("shard_size", what, f"leave it out, or use --strategy {', '.join(sharding)}")
+        if not self.reshard_after_forward and not strategy.frees_weights:
             what = f"{self.strategy} has whole weights all the time, and none to keep or free"
-            raise UserError("reshard_after_forward", what, "leave it out, or use --strategy zero3 or fsdp2")
-        if self.optimizer == "muon" and self.strategy not in MUON_STRATEGIES:
+            todo = f"leave it out, or use --strategy {' or '.join(strategies_with('frees_weights'))}"
+            raise UserError("reshard_after_forward", what, todo)
+        if self.optimizer == "muon" and not strategy.our_optimizers:
             what = f"muon needs whole matrices, and {self.strategy} cuts them or cannot tell its groups apart"
-            raise UserError("optimizer", what, f"use adamw, or --strategy {', '.join(MUON_STRATEGIES)}")
+            todo = f"use adamw, or --strategy {', '.join(strategies_with('our_optimizers'))}"
+            raise UserError("optimizer", what, todo)
         if self.keep_every and not self.keep_checkpoints:
             what = f"{self.keep_every} keeps nothing that keep_checkpoints = 0 does not"
             raise UserError("keep_every", what, "set keep_checkpoints too, to how many of the newest stay")
         if self.plan.enforce and self.optimizer != "adamw":
             what = f"{self.optimizer} lays matrices out whole, which no plan foresees"
             raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw")
-        if self.plan.enforce and self.strategy not in PLANNED:
+        if self.plan.enforce and not strategy.planned:
             what = f"{self.strategy} has no plan to be held to"
-            raise UserError("plan.enforce", what, f"leave it out, or use --strategy {', '.join(PLANNED)}")
-        if not self.overlap and self.strategy in OVER_TORCH:
+            todo = f"leave it out, or use --strategy {', '.join(('auto', *strategies_with('planned')))}"
+            raise UserError("plan.enforce", what, todo)
+        if not self.overlap and strategy.over_torch:
             what = f"{self.strategy} talks through torch.distributed, which overlaps as it likes"
             raise UserError("overlap", what, "leave it out, or use another strategy")
         if self.min_lr > self.lr:
@@ -423,11 +236,12 @@ class TrainConfig(Config):
 
     def _link_agrees(self) -> None:
         mode, nproc, node_size = self.link.mode, self.nproc, self.link.node_size
-        if mode == "simulated" and self.strategy in OVER_TORCH:
+        if mode == "simulated" and strategy_entry(self.strategy).over_torch:
             what = f"simulated slows our communicators, and {self.strategy} talks through torch.distributed"
             raise UserError("link.mode", what, "use --link.mode netns or tc")
-        if mode in ("netns", "tc") and self.comm == "shm":
-            raise UserError("comm", f"shm passes no network that {mode} could slow", "use auto, ring or torch")
+        if mode in ("netns", "tc") and self.comm != "auto" and not comm_entry(self.comm).over_network:
+            others = _some(["auto", *(name for name, entry in COMMUNICATORS.items() if entry.over_network)])
+            raise UserError("comm", f"{self.comm} passes no network that {mode} could slow", f"use {others}")
         if mode == "netns" and (self.max_restarts or self.strategy == "auto"):
             field = "max_restarts" if self.max_restarts else "strategy"
             what = f"{getattr(self, field)} starts ranks again, whose store netns would cut off"
@@ -452,14 +266,7 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     return least, most
 
 
-def require_data(data: DataConfig) -> None:
-    """Raise UserError where the data of an imported run were not named yet."""
-    if data.source == UNNAMED:
-        what = "the run was imported, and only you know what it is to be trained on"
-        raise UserError("data", what, "add --data text --data.path FILES, or another source, see --help")
-
-
-def _some(counts: Sequence[int]) -> str:
+def _some(counts: Sequence[int | str]) -> str:
     """The first of them, as ``6, 10 or 14``."""
     named = [*map(str, counts[:6]), *(["..."] if len(counts) > 6 else [])]
     return " or ".join([", ".join(named[:-1]), named[-1]]) if len(named) > 1 else named[0]

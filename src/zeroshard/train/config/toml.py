@@ -1,23 +1,21 @@
-"""Settings as TOML, read and written; Python reads it and does not write it."""
+"""Settings as TOML, read and written; Python reads it, tomli-w writes it."""
 
 from __future__ import annotations
 
-import json
 import tomllib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from zeroshard.errors import UserError
-from zeroshard.regular_files import read_text
+from zeroshard.regular_files import read_text, toml_of
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The raw values in a TOML file; a syntax error names its line and column."""
     try:
-        return tomllib.loads(read_text(path))
+        return toml_of(read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise UserError("--config", f"{path} does not parse: {error}", "correct that line") from None
     except FileNotFoundError:
@@ -34,24 +32,6 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 def dump_toml(config: BaseModel) -> str:
     """TOML text that `load_config` reads back to an equal configuration."""
-    return toml_of(config.model_dump())
+    import tomli_w
 
-
-def toml_of(values: Mapping[str, Any]) -> str:
-    """TOML text of values and of tables one level deep."""
-    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
-    lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if key not in tables]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items())]
-    return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def _toml_value(value: bool | int | float | str | Sequence[str]) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        # A JSON string is a TOML basic string, but for surrogate pairs (avoided) and a bare DEL.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return repr(value)
+    return tomli_w.dumps(config.model_dump())

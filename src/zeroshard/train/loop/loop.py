@@ -29,7 +29,7 @@ from zeroshard import garbage
 from zeroshard.comm import CONTROL, scope
 from zeroshard.comm.wrappers.sentinel import peer_error_of
 from zeroshard.errors import ExitStatus, FirstRankStorageError, is_of_storage, is_out_of_memory, storage_line
-from zeroshard.launch.launch import World, world_from_env
+from zeroshard.launch.environment import World, world_from_env
 from zeroshard.launch.leaving import end_as_peer_lost, end_at_once
 from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
 from zeroshard.train.config.config import TrainConfig

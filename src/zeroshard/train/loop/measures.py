@@ -30,7 +30,7 @@ from zeroshard.profiling.memory import (
 )
 from zeroshard.profiling.overlap import Flight, overlap, under_way
 from zeroshard.profiling.trace import RankTrace, clock_offsets, merge_files
-from zeroshard.train.config.config import ProfileConfig
+from zeroshard.train.config.sections import ProfileConfig
 
 PEAK_STEP = 1  # counted from 0: the first one in which everything is there
 CLOCK_ROUNDS = 11

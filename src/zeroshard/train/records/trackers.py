@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from zeroshard.errors import UserError
 from zeroshard.regular_files import read_text
-from zeroshard.train.config.config import TrackConfig
+from zeroshard.train.config.sections import TrackConfig
 from zeroshard.train.config.validate import by_dotted_name
 from zeroshard.train.records.records import StepRecord
 

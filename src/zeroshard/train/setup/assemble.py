@@ -8,21 +8,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
 from zeroshard.kernels import choose, describe
-from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig, build_model, materialize, nearest_preset
+from zeroshard.models import (
+    GPT2Config,
+    InitialValues,
+    LanguageModel,
+    LlamaConfig,
+    build_model,
+    materialize,
+    nearest_preset,
+)
 from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, MuonAdamW, decay_groups, muon_groups
-from zeroshard.parallel import FROM_META, Setup, Strategy, build_strategy
-from zeroshard.train.config.config import ModelConfig, TrainConfig
+from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sections import ModelConfig
 from zeroshard.train.setup.agree import agree_on, model_facts
 from zeroshard.train.setup.compiled import compile_blocks
 from zeroshard.zero import loaded_later
 
-PLAIN_PIECES = ("zero0", "zero1", "zero2", "zero3", "ddp")  # whose optimizer sees tensors and no DTensors
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -95,7 +103,8 @@ def sharded(
 ) -> tuple[LanguageModel, Strategy]:
     """The model of ``config`` and the strategy that holds it, on this rank's ``device``; collective.
 
-    Rank 0 draws the initial weights, one parameter at a time, and the others receive them.
+    Each rank of ours draws the initial weights that it keeps. With strategies of PyTorch's rank 0 draws, one parameter
+    at a time, and the others receive them.
 
     Args:
         config: of the run.
@@ -111,16 +120,13 @@ def sharded(
     if 0 < config.model.vocab_size < vocab_size:
         what = f"{config.model.vocab_size} is below the {vocab_size} ids of the tokens"
         raise UserError("model.vocab_size", what, "use tokens made for this model, or 0 for a vocabulary of their size")
-    from_meta = config.strategy in FROM_META
+    from_meta = strategy_entry(config.strategy).from_meta
     model = make_model(config, vocab_size, "meta")
     if not from_meta:
         materialize(model, device, draw=draw and comm.rank == 0)
     model.eos_id = eos_id
     if config.compile:
         compile_blocks(model.blocks, config.compile_backend, device)
-
-    def init(name: str, param: Tensor) -> None:
-        model.init_parameter(name, param)
 
     agree_on(comm, model_facts(model))
 
@@ -140,7 +146,7 @@ def sharded(
         param_groups=groups,
         optimizer_kwargs=optimizer_kwargs,
         compute_dtype=DTYPES[config.dtype],
-        init=(init if draw else loaded_later) if from_meta else None,
+        init=(InitialValues(model) if draw else loaded_later) if from_meta else None,
         device=device,
         shard_size=config.shard_size or None,
         reshard_after_forward=config.reshard_after_forward,
@@ -154,7 +160,8 @@ def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.op
     kwargs: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2)}
     if config.optimizer == "muon":
         return MuonAdamW, {**kwargs, "momentum": config.momentum, "fused": config.fused}
-    if config.fused and config.strategy in PLAIN_PIECES and choose("adamw", device, config.kernels) == "triton":
+    ours = config.fused and strategy_entry(config.strategy).our_optimizers
+    if ours and choose("adamw", device, config.kernels) == "triton":
         return FusedAdamW, {**kwargs, "kernels": "triton"}
     return torch.optim.AdamW, {**kwargs, "fused": config.fused}
 

@@ -6,10 +6,9 @@ data, make the run folder) while the others learn how it went; then every rank b
 
 from __future__ import annotations
 
-import errno
 import re
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,25 +22,24 @@ from zeroshard.checkpoint.together import largest
 from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.errors import UserError
 from zeroshard.kernels import describe
-from zeroshard.launch.launch import World, num_restarts, world_from_env
+from zeroshard.launch.environment import World, num_restarts, world_from_env
 from zeroshard.models import LanguageModel
 from zeroshard.optim import FusedAdamW, LossScaler, learning_rate
 from zeroshard.parallel import Strategy
 from zeroshard.parallel.zero import ZeroStrategy
 from zeroshard.profiling.clock import Clock
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
-from zeroshard.regular_files import require_regular
-from zeroshard.train.config.config import PLANNED, TrainConfig
-from zeroshard.train.config.toml import dump_toml
+from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.measures import Measures
 from zeroshard.train.loop.run import Run, Schedule, checkpoint_folder
 from zeroshard.train.loop.step_guard import StepGuard
-from zeroshard.train.records.plan_contract import Contract, Job, Predict
-from zeroshard.train.records.records import ConsoleRecorder, JsonlWriter, Observer, SummaryWriter
+from zeroshard.train.records.console import ConsoleRecorder
+from zeroshard.train.records.log_files import JsonlWriter, SummaryWriter
+from zeroshard.train.records.plan_contract import Predict
+from zeroshard.train.records.records import Observer
 from zeroshard.train.records.trackers import require_trackers, trackers
 from zeroshard.train.setup.agree import first_rank_does, start_facts
 from zeroshard.train.setup.assemble import (
-    DTYPES,
     check_model,
     check_shard_size,
     make_model,
@@ -49,20 +47,15 @@ from zeroshard.train.setup.assemble import (
     serving,
     sharded,
 )
-from zeroshard.train.setup.auto import ChooseStage, lowest_stage
+from zeroshard.train.setup.auto import ChooseStage, automatic_stage
+from zeroshard.train.setup.contract import contract_of
 from zeroshard.train.setup.corpus import Corpus, open_corpus
 from zeroshard.train.setup.links import Links
 from zeroshard.train.setup.ranks import join
+from zeroshard.train.setup.run_folder import claim_folder, describe_run
 from zeroshard.train.state import resume
 from zeroshard.train.state.lock import RunLock
 from zeroshard.train.state.saved_run import saved_run
-from zeroshard.zero import STAGES
-
-# Why a folder cannot be written that was asked for; anything else is the disk's.
-ANOTHER_FOLDER_HELPS = {
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
-    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
-}
 
 
 @contextmanager
@@ -142,31 +135,24 @@ def _build_in(
     if resume_from is not None:
         config = resume.with_same_evaluation(saved_run(resume_from), config)
     corpus = open_corpus(config, comm, grad_accum_steps)
-    rows_per_step = config.micro_batch_size * grad_accum_steps * comm.world_size
-
     observed = ObservedCommunicator(comm, timed=config.profile.overlap or config.profile.trace_steps > 0)
     as_given, stage = config, None
     eos_id = separating_id(config, corpus.eos_id)
     if config.strategy == "auto":
-        stage = _automatic_stage(config, _shapes(config, corpus.vocab_size, eos_id), comm, device, choose_stage)
+        stage = automatic_stage(config, _shapes(config, corpus.vocab_size, eos_id), comm, device, choose_stage)
         config = config.model_copy(update={"strategy": f"zero{stage}"})
     model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=resume_from is None)
     scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
     guard = StepGuard(config.optim.max_not_finite, config.optim.skip_spikes)
     first_step = first_token = 0
-    tokens_per_step = rows_per_step * config.seq_len
+    tokens_per_step = config.micro_batch_size * grad_accum_steps * comm.world_size * config.seq_len
     if resume_from is not None:
-        saved = saved_run(resume_from)
-        now = config.model_dump(mode="json")
-        changes = resume.check_changes(saved, now, tokens_per_step, corpus.sha256, corpus.earlier_sha256)
-        first_step = _load(resume_from, strategy, scaler, guard, verified=config.resume == "auto")
-        corpus.go_on(saved.get("position", {}).get("stream"), first_step)
-        first_token = saved.get("position", {}).get("tokens", first_step * tokens_per_step)
-        resume.say_start(comm, resume_from, changes)
+        load = partial(_load, resume_from, strategy, scaler, guard, verified=config.resume == "auto")
+        first_step, first_token = _resume(resume_from, config, corpus, comm, load, tokens_per_step)
         if config.resume != "auto":
             first_rank_does(comm, partial(resume.leave_branch, checkpoint_folder(folder), first_step))
-    describe_run = partial(_describe, folder, as_given, corpus)
-    first_rank_does(comm, describe_run)  # from here on the folder holds a run
+    describe = partial(describe_run, folder, as_given, corpus)
+    first_rank_does(comm, describe)
     observers: list[Observer] = []  # rank 0's
     first_rank_does(comm, lambda: observers.extend(_observers(config, folder)))
     observed.drain()
@@ -174,7 +160,7 @@ def _build_in(
     measures = Measures(config.profile, strategy, observed, _named_units(strategy), folder, device)
     saves = isinstance(strategy.optimizer, FusedAdamW)
     shapes = _shapes(config, corpus.vocab_size, eos_id)
-    contract = _contract(config, shapes, observed, device, grad_accum_steps, predict, saves)
+    contract = contract_of(config, shapes, observed, device, grad_accum_steps, predict, saves)
     return Run(
         strategy=strategy,
         batches=corpus.batches,
@@ -199,12 +185,34 @@ def _build_in(
         kernels=serving(config, model, strategy, device),
         data_sha256=corpus.sha256,
         lock=lock,
-        describe=describe_run,
+        describe=describe,
         clock=Clock(device),
         measures=measures,
         contract=contract,
         release=corpus.close,
     )
+
+
+def _resume(
+    path: Path,
+    config: TrainConfig,
+    corpus: Corpus,
+    comm: Communicator,
+    load: Callable[[], int],
+    tokens_per_step: int,
+) -> tuple[int, int]:
+    """Go on from a checkpoint, if the run may have changed as it has: the first step and the first token. Collective.
+
+    ``load`` gives the training state, and returns the step that comes next.
+    """
+    saved = saved_run(path)
+    now = config.model_dump(mode="json")
+    changes = resume.check_changes(saved, now, tokens_per_step, corpus.sha256, corpus.earlier_sha256)
+    first_step = load()
+    position = saved.get("position", {})
+    corpus.go_on(position.get("stream"), first_step)
+    resume.say_start(comm, path, changes)
+    return first_step, position.get("tokens", first_step * tokens_per_step)
 
 
 def _load(path: Path, strategy: Strategy, scaler: LossScaler | None, guard: StepGuard, *, verified: bool) -> int:
@@ -276,53 +284,11 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
     return rows // at_once
 
 
-def tokenizer_folder(run_folder: Path) -> Path:
-    """Where a run keeps what its tokenizer needs, so that it can write text without its training data."""
-    return run_folder / "tokenizer"
-
-
 def after_restart(config: TrainConfig) -> TrainConfig:
     """The configuration of a world that was started again: it goes on from what it has saved since, if anything."""
     if config.resume not in ("none", "auto") and checkpoint.latest(checkpoint_folder(Path(config.out))) is None:
         return config  # the checkpoint that it was to start from is still the newest
     return config.model_copy(update={"resume": "auto"})
-
-
-def claim_folder(folder: Path, *, resuming: bool) -> RunLock:
-    """Make the run folder, or see that the one that is there may be used, and hold it.
-
-    Raises:
-        UserError: another run is writing there; it holds a run and this one does not resume; it may not be written.
-        OSError: the disk is full, or fails.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(folder)
-    except OSError as error:
-        if error.errno not in ANOTHER_FOLDER_HELPS:
-            raise
-        raise UserError(
-            "out", f"{folder} cannot be written ({error.strerror})", "choose a folder that you may write"
-        ) from None
-    if not resuming and any((folder / name).exists() for name in ("config.toml", "metrics.jsonl")):
-        lock.close()
-        raise UserError(
-            "out", f"{folder} already holds a run", "choose another --out, or go on with it by --resume auto"
-        )
-    for path in (folder / "config.toml", folder / "metrics.jsonl"):
-        try:
-            if path.exists():
-                require_regular(path)
-        except OSError as error:
-            lock.close()
-            todo = "remove it, or choose another --out"
-            raise UserError("out", f"{path} cannot be used ({error.strerror})", todo) from None
-    return lock
-
-
-def _describe(folder: Path, config: TrainConfig, corpus: Corpus) -> None:
-    (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
-    corpus.keep_tokenizer(tokenizer_folder(folder))
 
 
 def _named_units(strategy: Strategy) -> list[tuple[str, nn.Module]]:
@@ -339,56 +305,6 @@ def _shapes(config: TrainConfig, vocab_size: int, eos_id: int | None) -> Languag
     model = make_model(config, vocab_size, "meta")
     model.eos_id = eos_id
     return model
-
-
-def _contract(
-    config: TrainConfig,
-    model: LanguageModel,
-    comm: Communicator,
-    device: torch.device,
-    grad_accum_steps: int,
-    predict: Predict | None,
-    saves_passes: bool,
-) -> Contract | None:
-    if predict is None or config.strategy not in PLANNED or config.optimizer != "adamw":
-        return None
-    job = Job(
-        model=model,
-        row=replace(STAGES[int(config.strategy[-1])], reshard_after_forward=config.reshard_after_forward),
-        rank=comm.rank,
-        world_size=comm.world_size,
-        shard_size=config.shard_size or comm.world_size,
-        compute_dtype=DTYPES[config.dtype],
-        num_micro=grad_accum_steps,
-        micro_batch_size=config.micro_batch_size,
-        seq_len=config.seq_len,
-        uniform_order=comm.uniform_order,
-        device_type=device.type,
-        keeps_ema=config.ema_decay > 0,
-        saves_passes=saves_passes,
-        calibration=config.plan.device,
-        estimates=comm.rank == 0,  # who reports
-        links=Links.of(config.link),
-    )
-    return Contract(predict(job), config.plan.enforce)
-
-
-def _automatic_stage(
-    config: TrainConfig,
-    model: LanguageModel,
-    comm: Communicator,
-    device: torch.device,
-    choose_stage: ChooseStage | None,
-) -> int:
-    chosen = 0, "where nobody predicts"
-    if choose_stage is not None:
-        shapes = config.micro_batch_size, config.seq_len
-        kept = config.ema_decay > 0, config.reshard_after_forward
-        chosen = choose_stage(model, comm.world_size, DTYPES[config.dtype], device, *shapes, *kept)
-    stage, why = lowest_stage(chosen, comm, Path(config.out), resuming=config.resume != "none")
-    if comm.rank == 0:
-        print(f"strategy auto: zero{stage}: {why}")
-    return stage
 
 
 def _observers(config: TrainConfig, folder: Path) -> list[Observer]:

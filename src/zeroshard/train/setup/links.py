@@ -17,8 +17,8 @@ from zeroshard.comm import Communicator, Link, RingCommunicator, ThrottledCommun
 from zeroshard.comm.probe import probe, why_not_comparable
 from zeroshard.comm.shm.shm import ranks_share_host
 from zeroshard.errors import UserError
-from zeroshard.launch.launch import World, enter_node, use_interface
-from zeroshard.train.config.config import LinkConfig
+from zeroshard.launch.environment import World, enter_node, use_interface
+from zeroshard.train.config.sections import LinkConfig
 from zeroshard.train.config.sizes import parse_bandwidth, parse_duration, parse_size
 
 

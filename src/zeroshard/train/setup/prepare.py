@@ -13,7 +13,7 @@ from zeroshard.data.bulk import Told
 from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import DataSpec, data_dir, prepare
 from zeroshard.errors import ExitStatus
-from zeroshard.train.config.config import DataConfig, require_data
+from zeroshard.train.config.sections import DataConfig, require_data
 
 LINE_S = 10.0  # between lines where there is no terminal
 

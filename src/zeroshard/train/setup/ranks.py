@@ -10,21 +10,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import (
-    BlockingCommunicator,
-    Communicator,
-    LocalCommunicator,
-    PeerError,
-    RingCommunicator,
-    SharedMemoryCommunicator,
-    TorchCommunicator,
-)
+from zeroshard.comm import BlockingCommunicator, Communicator, LocalCommunicator, PeerError
+from zeroshard.comm.registry import COMMUNICATORS, comm_entry
 from zeroshard.comm.shm.shm import ranks_share_host
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard
 from zeroshard.errors import UserError
-from zeroshard.launch.launch import COLLECTIVE_TIMEOUT_S, World, init_process_group, meet, shutdown
+from zeroshard.launch.environment import World
 from zeroshard.launch.leaving import end_as_peer_lost
-from zeroshard.parallel import NEEDS_GROUP, OVER_TORCH
+from zeroshard.launch.process_group import COLLECTIVE_TIMEOUT_S, init_process_group, meet, shutdown
+from zeroshard.parallel import strategy_entry
 from zeroshard.train.setup.agree import MEETING_S, agree_at
 from zeroshard.train.setup.links import Links
 
@@ -51,8 +45,9 @@ def join(
 
     Args:
         world: where this rank stands.
-        wanted: ``torch``, ``ring``, ``shm``, or ``auto``: NCCL on GPUs; on CPUs shared memory where all ranks share a
-            host, else the ring. Strategies of PyTorch's own use `torch.distributed` whatever happens.
+        wanted: a name of `zeroshard.comm.registry`, ``module:name``, or ``auto``: NCCL on GPUs; on CPUs shared memory
+            where all ranks share a host, else the ring. Strategies of PyTorch's own use `torch.distributed` whatever
+            happens.
         strategy: the training strategy's name.
         device: this rank's.
         stack: closes what is opened here.
@@ -66,9 +61,10 @@ def join(
         PeerError: some rank did not come.
     """
     stack.callback(shutdown)
-    if world.world_size == 1 and wanted in ("auto", "ring", "shm") and strategy not in NEEDS_GROUP:
+    named = None if wanted == "auto" else comm_entry(wanted)
+    if world.world_size == 1 and not (named and named.alone) and not strategy_entry(strategy).needs_group:
         return Joined(LocalCommunicator(), {})
-    if device.type != "cpu" and wanted in ("ring", "shm"):
+    if device.type != "cpu" and named is not None and named.cpu_only:
         raise UserError("comm", f"{wanted} moves CPU tensors, and this run is on {device}", "use auto or torch")
     if links is not None:
         links.enter(world)
@@ -77,13 +73,10 @@ def join(
         agree_at(dist.PrefixStore("agree", store), world.rank, world.world_size, facts)
     init_process_group(world, device, store=store)
     in_kernel = links is not None and links.in_kernel
-    kind = wanted if wanted != "auto" else choose(strategy, device, in_kernel=in_kernel)
-    if kind == "torch":
-        comm: Communicator = TorchCommunicator()
-    else:
-        ours = RingCommunicator() if kind == "ring" else SharedMemoryCommunicator()
-        stack.callback(ours.close)
-        comm = ours
+    comm = (named or COMMUNICATORS[choose(strategy, device, in_kernel=in_kernel)])()
+    close = getattr(comm, "close", None)
+    if close is not None:
+        stack.callback(close)
     found: Mapping[str, Any] = {}
     if links is not None:
         comm = links.slow(comm, device)
@@ -122,6 +115,6 @@ def choose(strategy: str, device: torch.device, *, in_kernel: bool = False) -> s
 
     ``in_kernel``: the kernel slows the network, which memory must not go around.
     """
-    if device.type != "cpu" or strategy in OVER_TORCH:
+    if device.type != "cpu" or strategy_entry(strategy).over_torch:
         return "torch"
     return "shm" if not in_kernel and ranks_share_host() else "ring"

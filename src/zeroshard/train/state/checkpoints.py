@@ -14,10 +14,11 @@ from typing import NamedTuple
 from zeroshard import checkpoint
 from zeroshard.checkpoint.diff import differences
 from zeroshard.checkpoint.manifest import ITEM_BYTES, MANIFEST, Manifest
+from zeroshard.columns import columns
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.train.config.validate import nearest
 from zeroshard.train.loop.run import checkpoint_folder
-from zeroshard.train.records.records import bytes_in_words
+from zeroshard.train.records.console import bytes_in_words
 
 
 def run_checkpoint(words: Sequence[str]) -> int:
@@ -62,7 +63,7 @@ def _ls(path: Path) -> ExitStatus:
         size = bytes_in_words(manifest.num_bytes)
         told = (f"{manifest.step:,}", str(manifest.world_size), _strategy(manifest), size, _state(folder, manifest))
         rows.append((str(found.path), *told))
-    print(_table(rows) if len(rows) > 1 else f"no checkpoints in {path}")
+    print("\n".join(columns(rows)) if len(rows) > 1 else f"no checkpoints in {path}")
     return ExitStatus.OK
 
 
@@ -80,20 +81,19 @@ def _show(path: Path) -> ExitStatus:
         "files": f"{len(manifest.files)}, {bytes_in_words(manifest.num_bytes)}",
         "state": _state(folder, manifest),
     }
-    width = max(map(len, facts))
-    print("\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in facts.items() if value.strip()))
+    print("\n".join(columns([(name, value) for name, value in facts.items() if value.strip()])))
     kinds, numels, sizes = Counter[str](), Counter[str](), Counter[str]()
     for entry in manifest.tensors:
         kinds[entry.kind] += 1
         numels[entry.kind] += prod(entry.shape)
         sizes[entry.kind] += prod(entry.shape) * ITEM_BYTES[entry.dtype]
     rows = [(kind, f"{kinds[kind]:,}", f"{numels[kind]:,}", bytes_in_words(sizes[kind])) for kind in kinds]
-    print("\n" + _table([("kind", "tensors", "elements", "size"), *rows]))
+    print("", *columns([("kind", "tensors", "elements", "size"), *rows]), sep="\n")
     pieces = [
         (entry.name, entry.kind, entry.dtype, "x".join(map(str, entry.shape)) or "scalar", str(len(entry.pieces)))
         for entry in manifest.tensors
     ]
-    print("\n" + _table([("tensor", "kind", "dtype", "shape", "pieces"), *pieces]))
+    print("", *columns([("tensor", "kind", "dtype", "shape", "pieces"), *pieces]), sep="\n")
     return ExitStatus.OK
 
 
@@ -169,11 +169,3 @@ def _state(folder: Path, manifest: Manifest) -> str:
         if file.stat().st_size != entry.num_bytes:
             return f"damaged: {name} has {file.stat().st_size} bytes of {entry.num_bytes}"
     return "complete"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest entry."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )

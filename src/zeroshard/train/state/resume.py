@@ -16,7 +16,8 @@ from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
 from zeroshard.models.presets import model_config
 from zeroshard.optim import learning_rate
-from zeroshard.train.config.config import ModelConfig, TrainConfig
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sections import ModelConfig
 from zeroshard.train.config.validate import by_dotted_name, validate
 from zeroshard.train.setup.assemble import model_overrides
 

@@ -131,9 +131,7 @@ class FlatGrads:
             self.reduced = self.reduced.clone()
 
     def _lies_in_local(self, tensor: Tensor) -> bool:
-        return self._local is not None and (
-            tensor.untyped_storage().data_ptr() == self._local.untyped_storage().data_ptr()
-        )
+        return self._local is not None and tensor.untyped_storage()._cdata == self._local.untyped_storage()._cdata
 
     # -- reduction --------------------------------------------------------------------------------------------
 

@@ -11,11 +11,12 @@
 
 [Note: Changes in place]
     A user may write into weights: clip them, prune them, draw them anew. Where they are (a view of) the master, that is
-    all. Else they are compared with the master before it is used or they are freed, if autograd's version counters say
-    that somebody wrote, and what differs is taken over. A write through ``.data`` has no version: one before the first
-    step is found by comparing all, one after a step meets hidden weights, and torch or we refuse it. One between a
-    forward and its step is not seen, nor one beside an optimizer that writes the weights that compute: use
-    ``torch.no_grad()``.
+    all. Else they are compared with the master before it is used, and what differs is taken over: always where the
+    master is the wider one, because a write through ``.data`` leaves no trace. Where it is not, and before sharded
+    weights are freed, they are compared if autograd's version counters say that somebody wrote: what a module writes
+    through ``.data`` in its own forward is not seen at stage 3, use ``torch.no_grad()``. Who assigns ``param.data`` (as
+    `torch.nn.utils.vector_to_parameters` does) has the parameter show another tensor: its values are taken over, and
+    the parameter shows the buffer again.
 
 [Note: Frozen]
     What is frozen when the engine is built, and computes in another dtype, needs no master: it is kept as it computes,
@@ -27,15 +28,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Work, empty_for, scope
+from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
-from zeroshard.zero.buffers.partition import Init
+from zeroshard.zero.buffers.partition import DrawsParts, Init
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
+
+_CHUNK = 1 << 22  # elements that are compared at a time: little memory beside the weights
+_CHUNK_ON_CPU = 1 << 17  # what a cache holds
 
 
 def loaded_later(name: str, param: Tensor) -> None:
@@ -56,7 +63,11 @@ class FlatParams:
         pieces: what of each parameter the optimizer on this rank updates. Where it is replicated on the CPU these are
             the pieces of every rank, so that vector bodies and scalar tails fall on the same elements at each stage.
         stale: whether the master is newer than ``full``.
+        on_read: called before a parameter is read that a step has outdated, and ends in `show_as_current`; None: nobody
+            is told. [Note: Read between steps] in `outdated`.
     """
+
+    on_read: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -91,6 +102,7 @@ class FlatParams:
         self._own = own
         self._aliased = same and not self.shard_params
         self._thawed = False
+        self._always_compared = not same and not self.shard_params and compute_dtype.itemsize < self.dtype.itemsize
         self.full = initial if compute_dtype == self.dtype else initial.to(compute_dtype)
         held = self.full if same else initial
         self.master = held[own] if self.shard_optim else held
@@ -103,20 +115,24 @@ class FlatParams:
         self._hidden = torch.full((), fill, dtype=compute_dtype, device=self.full.device)
         self._freed = [self._hidden.expand(slot.shape) for slot in self.layout.slots]
         self._attach()
-        if not self.shard_params:
-            self._versions = -1  # of nobody: what is written before the first step is found by comparing
         self.pieces = self._pieces()
         self.master_offset = own.start if self.shard_optim else 0
         self.release()
 
     def _initial(self, params: list[tuple[str, nn.Parameter]], init: Init | None) -> Tensor:
-        """``[padded_numel]``: rank 0's values of the parameters."""
+        """``[padded_numel]``: rank 0's values of the parameters, or those that all ranks draw together.
+
+        Where weights are sharded, what other ranks keep may be missing.
+        """
         numel, dtype, device = self.layout.padded_numel, self.params[0].dtype, self.params[0].device
         if self.shard_params:  # its storage will shrink and grow
             flat = torch.empty(numel, dtype=dtype, device=device)
         else:
             flat = empty_for(self.comm, numel, dtype, device)
         self.layout.zero_padding(flat)
+        if isinstance(init, DrawsParts):
+            self._draw_own(flat, init)
+            return flat
         with torch.no_grad():
             for (name, param), view in zip(params, self.layout.views(flat), strict=True):
                 if init is None:
@@ -128,6 +144,19 @@ class FlatParams:
         with scope(f"{self.name}/start"):
             self.levels.world.broadcast(flat, src=0).wait()
         return flat
+
+    def _draw_own(self, flat: Tensor, init: DrawsParts) -> None:
+        """Draw this rank's shard; the first replica's is everybody's, since processors may differ in a last digit."""
+        start, stop = self.layout.interval(self.comm.rank)
+        if self.levels.writes:
+            for piece in self.layout.owned(self.comm.rank):
+                slot = self.layout.slots[piece.slot]
+                with torch.no_grad():
+                    init.part(slot.name, flat[piece.offset :][: piece.numel], piece.interval[0], slot.numel)
+        with scope(f"{self.name}/start"):
+            self.levels.replicas.broadcast(flat[start:stop], src=0).wait()
+            if not self.shard_params:
+                self.comm.all_gather(flat, flat[start:stop]).wait()
 
     def _pieces(self) -> tuple[Piece, ...]:
         if self.shard_optim:
@@ -188,6 +217,7 @@ class FlatParams:
             self.full.untyped_storage().resize_(self._storage_bytes)
             self.whole = True
         self.stale = False
+        self.show_as_current()
         copy_due = self._copy_due or self.shard_params
         self._copy_due = False
         with torch.no_grad():
@@ -228,6 +258,8 @@ class FlatParams:
 
         ``copied``: this rank's own part of ``full`` has changed with it; see `place_in_full`.
         """
+        for _, param, view in self._elsewhere():
+            param.data = view  # what it showed is older than the master
         self._versions = self._written()  # what was written into weights that are outdated now is not taken over
         self.release()
         copied = copied and not self._thawed  # which the optimizer has not heard of
@@ -236,18 +268,32 @@ class FlatParams:
             self.stale = True
             if not self._aliased and self._shown:
                 self._hide()
+        if self.on_read is not None and (self.stale or not self.whole):
+            outdated.mark(self.params, self.on_read)
+
+    def show_as_current(self) -> None:
+        """Tell nobody any more who reads the parameters."""
+        outdated.unmark(self.params)
 
     def take_changes(self) -> None:
         """Take over into the master what was written into weights that are whole and current; [Note: Changes in place].
 
         On every rank alike, as the writes must have been.
         """
-        if not self._aliased and self._shown and not self.stale and self._versions != (written := self._written()):
+        if not self._shown:
+            self._require_unassigned()
+        assigned = self._take_assigned()
+        written = assigned or self._always_compared or self._versions != self._written()
+        if self._shown and not self.stale and written:
             self.write_back()
-            self._versions = written
 
     def drop_changes(self) -> None:
         """Have the next `gather` undo what was written into the weights, where they are no view of the master."""
+        if self._aliased:
+            self._take_assigned()
+        else:
+            for _, param, view in self._elsewhere():
+                param.data = view
         if not self._aliased and self._shown and self._versions != self._written():
             self._versions = self._written()
             if self.shard_params:
@@ -257,18 +303,51 @@ class FlatParams:
 
     def write_back(self) -> None:
         """Take what was written into the full weights over into the master, which else keeps its digits."""
+        self._take_assigned()
         if self._aliased:
             return
         with torch.no_grad():
             written = self.full[self._own] if self.shard_optim else self.full
-            if written.dtype != self.master.dtype:
-                same = written == self.master.to(written.dtype)
-                written = torch.where(same, self.master, written.to(self.master.dtype))
-            self.master.copy_(written)
+            if written.dtype == self.master.dtype:
+                self.master.copy_(written)
+            else:
+                _take_where_it_differs(self.master, written)
         self._versions = self._written()
+
+    def _elsewhere(self) -> list[tuple[str, nn.Parameter, Tensor]]:
+        """``(name, parameter, what it should show)`` of those to whose ``.data`` somebody has assigned a tensor."""
+        expected = self._views if self._shown else self._freed
+        home = expected[0].untyped_storage()._cdata
+        with torch._C.DisableTorchFunctionSubclass():
+            triples = zip(self.layout.slots, self.params, expected, strict=True)
+            return [(slot.name, p, view) for slot, p, view in triples if p.untyped_storage()._cdata != home]
+
+    def _take_assigned(self) -> bool:
+        """Have what was assigned to a parameter's ``.data`` be its values, in its place; whether there was any."""
+        elsewhere = self._elsewhere() if self._shown else []
+        for name, param, view in elsewhere:
+            if param.shape != view.shape:
+                raise RuntimeError(
+                    f"{name}: its .data is a tensor of shape {tuple(param.shape)} now; a parameter under an engine "
+                    f"keeps its shape, {tuple(view.shape)}"
+                )
+            with torch.no_grad():
+                view.copy_(param.data)
+            param.data = view
+        return bool(elsewhere)
+
+    def _require_unassigned(self) -> None:
+        """Raise where a tensor was assigned to the ``.data`` of weights that are hidden."""
+        for name, param, freed in self._elsewhere():
+            param.data = freed
+            raise RuntimeError(
+                f"{name}: its .data was assigned to while the weights were sharded; "
+                "do it inside zero.full_params(write_back=True)"
+            )
 
     def _require_untouched(self) -> None:
         """Raise where something was written into weights that were not there; on the CPU, for reading stops a GPU."""
+        self._require_unassigned()
         if self._hidden.device.type != "cpu" or not self._hidden.is_floating_point() or self._hidden.isnan():
             return
         self._hidden.fill_(float("nan"))
@@ -301,3 +380,19 @@ class FlatParams:
     def master_bytes(self) -> int:
         """Bytes that the master holds beside the full weights; 0 where it is a view of them."""
         return 0 if self._aliased else self.master.numel() * self.master.element_size()
+
+
+def _take_where_it_differs(master: Tensor, written: Tensor) -> None:
+    """Copy from ``written``, of another dtype, the elements that are not what ``master`` rounds to."""
+    length = _CHUNK_ON_CPU if master.device.type == "cpu" else _CHUNK
+    for mine, theirs in zip(master.split(length), written.split(length), strict=True):
+        rounded = mine.to(theirs.dtype)
+        if master.device.type == "cpu" and torch.equal(_bits(rounded), _bits(theirs)):  # a GPU is not waited for
+            continue
+        mine.copy_(torch.where(theirs != rounded, theirs, mine))
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The same memory as integers, which compare twice as fast or more."""
+    wide = values.numel() % 8 == 0 and values.storage_offset() % 8 == 0
+    return values.view(torch.int64 if wide else torch.uint8)

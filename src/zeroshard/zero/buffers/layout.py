@@ -4,10 +4,10 @@
     |-----------|--------------|---------|--|          padded_numel = shard_numel * world_size
     |     rank 0     |     rank 1     |  rank 2  ...   each rank owns shard_numel elements
 
-Slots lie end to end in order; shards ignore their borders, so every rank owns the same number of elements however
-uneven the parameters are. That suits optimizers that work element by element. In an engine's layouts slots and shards
-of some size begin at multiples of `ALIGNMENT` elements, so that a parameter of one element leaves those after it where
-kernels read fast.
+Slots lie end to end in order. Shards are equal, and a shard may begin or end in the middle of a slot: every rank owns
+the same number of elements however uneven the parameters are. That suits optimizers that work element by element. In
+an engine's layouts slots and shards of some size begin at multiples of `ALIGNMENT` elements, so that a parameter of
+one element leaves those after it where kernels read fast.
 
 For one that needs whole tensors (see `requirements`) no slot crosses a border. Each tensor goes to one shard, the
 largest

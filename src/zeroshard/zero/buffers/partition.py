@@ -8,11 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 Init = Callable[[str, torch.Tensor], None]
+
+
+@runtime_checkable
+class DrawsParts(Protocol):
+    """An `Init` that also fills a part of a parameter, so that each rank draws what it keeps and no more."""
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> None:
+        """Fill all of a buffer or a parameter, in place."""
+        ...
+
+    def part(self, name: str, values: torch.Tensor, start: int, numel: int) -> None:
+        """Fill ``values [n]``: the elements from ``start`` of a flattened parameter of ``numel`` elements.
+
+        They must depend on neither rank nor how much is asked for at once.
+        """
+        ...
 
 
 @dataclass

@@ -111,6 +111,7 @@ class FlatGroup:
     def _take_out(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters with their names, whole and in the master's dtype, as before there were groups. Collective."""
         self.params.wait()
+        self.params.show_as_current()
         layout = self.params.layout
         named = [(slot.name, param) for slot, param in zip(layout.slots, self.params.params, strict=True)]
         for (_, param), view in zip(named, layout.views(self.params.gather_master()), strict=True):

@@ -4,7 +4,7 @@
     An optimizer whose update of an element depends on that element's own history alone computes on pieces of a
     tensor what it computes on the whole. It is given 1-D pieces, cut wherever shards end. One that looks at whole
     tensors is given whole tensors, each on the rank that owns it. Which of them a class is, and whether either will
-    do, is found out by `contract.classify`.
+    do, `requirements.classify` says.
 
 [Note: Whose parameters]
     ``param_groups`` hold the model's parameters, as in one process: clipping, scalers and schedules read them there,
@@ -333,4 +333,5 @@ def _whole(
 
 def _stand_in(param: nn.Parameter) -> nn.Parameter:
     """A parameter of the same shape, dtype and device without memory of its own."""
-    return nn.Parameter(param.detach().new_zeros(()).expand(param.shape), requires_grad=param.requires_grad)
+    nothing = torch.zeros((), dtype=param.dtype, device=param.device)
+    return nn.Parameter(nothing.expand(param.shape), requires_grad=param.requires_grad)

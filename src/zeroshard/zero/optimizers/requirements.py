@@ -1,90 +1,47 @@
-"""What may an optimizer be given: pieces of tensors, whole tensors, or nothing less than all of them? Asked of itself.
+"""What may an optimizer be given: pieces of tensors, whole tensors, or nothing less than all of them?
 
-No list of names could answer for a user's own class, or for a class that works element by element with one setting
-and not with another. So the class is run on tiny tensors and watched:
+Three answer, in this order:
 
-| trial                                                    | what a change in the result means                    |
-|----------------------------------------------------------|------------------------------------------------------|
-| beside other tensors, with gradients a thousand times    | tensors influence each other: *cross-tensor*         |
-| as large, in front and behind; other random seeds        | (or, if the seed alone does it, it is *random*)      |
-| permuted and cut into one-dimensional pieces             | elements of a tensor do: *per-tensor*                |
-| none of these                                            | *element-wise*: pieces of any tensor will do         |
+| who                               | for which classes                                                 |
+|-----------------------------------|-------------------------------------------------------------------|
+| the class itself, by `zero_scope` | those that declare their scope: they are taken at their word      |
+| a table, `torch_scopes`           | those of `torch.optim`                                            |
+| an experiment, `scope_probe`      | all others, subclasses of torch's too: tiny tensors, on the CPU,  |
+|                                   | once for a class and its settings                                 |
 
-A closure that is called again after weights have moved makes it *closure-driven*. Gradients jump by factors of 1000
-and have zeros in them, so that clipping inside the optimizer and its treatment of zeros show. Learning rates are
-replaced by one that moves weights: a run may start from 0.
+A class declares its scope in one line. A subclass does not inherit it, since it may compute something else::
 
-The proof is by example: a class that changes its ways after `NUM_STEPS` steps, or for tensors beyond the largest one
-here, is not found out.
+    class Lion(Optimizer):
+        zero_scope = Scope.ELEMENT_WISE  # or "element-wise", which needs no import of zeroshard
+
+Someone else's class is declared in the same way: ``bitsandbytes.optim.Adam8bit.zero_scope = Scope.PER_TENSOR``. Where
+settings decide, it is a function of those that were given (a mapping; the param group's go before the class's)::
+
+    @staticmethod
+    def zero_scope(settings):
+        return Scope.PER_TENSOR if settings.get("trust_ratio", True) else Scope.ELEMENT_WISE
+
+A class that takes parameters of some numbers of dimensions only may give an `OptimizerKind`, which says which.
+
+Nobody checks a declaration: training goes on with silently wrong updates if an optimizer is declared to be element-wise
+and is not. ``zeroshard doctor --optimizers module:Class`` measures it.
 """
 
 from __future__ import annotations
 
-import copy
-import random
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
-NUM_STEPS = 6
-SCALES = (1.0, 0.01, 30.0, 1.0, 0.03, 3.0)  # of the gradients, step by step
-LEARNING_RATE = 0.01
-SHAPES: tuple[tuple[int, ...], ...] = ((), (37,), (5, 7), (2, 3, 4), (3, 2, 3, 2))
-LARGE = (136, 160)  # some factor only matrices of 128 rows, or quantise only from 4096 elements on
-# Relative to the largest update. Bits are not asked for: fused and vectorised kernels round an element in the body of a
-# tensor otherwise than one in its tail, and pieces have other tails. What one element does to another is far larger.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+from zeroshard.zero.optimizers.scope import OptimizerKind, Scope
+from zeroshard.zero.optimizers.scope_probe import LEARNING_RATE, probe
+from zeroshard.zero.optimizers.torch_scopes import ALL_NDIMS, look_up
 
-
-class Scope(Enum):
-    """How far the gradient of one element reaches in an optimizer's step."""
-
-    ELEMENT_WISE = "element-wise"
-    """That element alone: the optimizer may be given any pieces of tensors."""
-
-    PER_TENSOR = "per-tensor"
-    """The tensor that it lies in: the optimizer must be given whole tensors, in their shapes."""
-
-    CROSS_TENSOR = "cross-tensor"
-    """Other tensors too: no rank may be given less than all."""
-
-    CLOSURE_DRIVEN = "closure-driven"
-    """The step itself computes new gradients, at weights that it has moved."""
-
-    RANDOM = "random"
-    """Besides gradients the step depends on random numbers, which each rank draws for itself."""
-
-    UNUSABLE = "unusable"
-    """It fails on dense gradients, or never moves a weight."""
-
-
-@dataclass(frozen=True)
-class OptimizerKind:
-    """What `classify` found.
-
-    Attributes:
-        scope: how far a gradient reaches.
-        reason: why, as a clause that begins with "it".
-        ndims: the numbers of dimensions, of 0 to 4, that it takes parameters of.
-    """
-
-    scope: Scope
-    reason: str
-    ndims: tuple[int, ...] = ()
-
-    @property
-    def refused(self) -> bool:
-        """Whether no layout is right for it."""
-        return self.scope not in (Scope.ELEMENT_WISE, Scope.PER_TENSOR)
-
+__all__ = ["OptimizerKind", "Scope", "classify"]
 
 _lock = threading.Lock()  # ranks may be threads, and share the random generators that a probe borrows
 _known: weakref.WeakKeyDictionary[type[Optimizer], dict[Any, OptimizerKind]] = weakref.WeakKeyDictionary()
@@ -96,33 +53,59 @@ def classify(
     group: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
 ) -> OptimizerKind:
-    """How far a gradient reaches in a step of ``optimizer_cls(params, **settings)``, by experiment.
+    """How far a gradient reaches in a step of ``optimizer_cls(params, **settings)``.
 
-    Deterministic, and remembered where settings are plain values. Random generators are left as they were, and
-    settings are copied before the class sees them.
+    As the class declares by its attribute ``zero_scope`` (a `Scope`, its value, an `OptimizerKind`, or a function of
+    the settings that returns one of them), which is taken at its word; for torch's own classes from a table; else by
+    experiment on the CPU, which is remembered where settings are plain values.
 
     Args:
         optimizer_cls: any optimizer class.
         settings: keyword arguments for it.
         group: settings of the param group in question, which go before.
-        device: where the parameters live; fused kernels exist on some devices only.
+        device: where the parameters live; some settings work on some devices only.
 
     Raises:
-        Exception: whatever the class itself raises when it is built with these settings for any tensor.
+        ValueError: ``zero_scope`` is none of the above.
+        Exception: whatever the class itself raises when it is built with these settings for any tensor; a class that
+            declares its scope is not built.
     """
-    device = torch.device(device)
+    device, settings = torch.device(device), settings or {}
     options = {key: value for key, value in (group or {}).items() if key != "params"}
+    declared = _declared(optimizer_cls, {**settings, **options})
+    if declared:
+        return declared
     if isinstance(options.get("lr"), int | float):
         options["lr"] = LEARNING_RATE  # groups that differ in it alone are one question
+    found = look_up(optimizer_cls, settings, options, device)
+    if found:
+        return found
     with _lock:
         known = _known.setdefault(optimizer_cls, {})
         try:
-            key = (_plain(settings or {}), _plain(options), device)
+            key = (_plain(settings), _plain(options), device.type == "cpu")
         except TypeError:
-            return _probe(optimizer_cls, settings or {}, options, device)
+            return probe(optimizer_cls, settings, options, device)
         if key not in known:
-            known[key] = _probe(optimizer_cls, settings or {}, options, device)
+            known[key] = probe(optimizer_cls, settings, options, device)
         return known[key]
+
+
+def _declared(optimizer_cls: type[Optimizer], settings: Mapping[str, Any]) -> OptimizerKind | None:
+    """What the class itself says; None where it says nothing, whatever its bases say."""
+    said = vars(optimizer_cls).get("zero_scope")
+    if said is None:
+        return None
+    answer = said(settings) if callable(said) else said
+    if isinstance(answer, OptimizerKind):
+        return answer
+    try:
+        scope = Scope(answer)
+    except ValueError:
+        values = ", ".join(repr(scope.value) for scope in Scope)
+        name = f"{optimizer_cls.__name__}.zero_scope"
+        raise ValueError(f"{name}: {answer!r} is no scope; give a zeroshard.zero.Scope, or one of {values}") from None
+    return OptimizerKind(scope, f"it is declared {scope.value} by its zero_scope", ALL_NDIMS)
 
 
 def _plain(value: Any) -> Any:
@@ -134,239 +117,3 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return type(value), value
     raise TypeError(f"{type(value).__name__} is no plain value")
-
-
-class _TrialError(Exception):
-    """The class was not to be built with these tensors, or it was and its step raised."""
-
-    def __init__(self, cause: Exception, *, built: bool) -> None:
-        super().__init__(f"{type(cause).__name__}: {cause}")
-        self.cause, self.built = cause, built
-
-
-@dataclass
-class _Trial:
-    """Weights after `NUM_STEPS`, how far they went, and the optimizer with its state."""
-
-    weights: list[Tensor]
-    optimizer: Optimizer
-    closure_calls: int  # most in one step, counting only calls after weights have moved
-
-
-class _Subject:
-    """One class with its settings, on one device and in one dtype."""
-
-    def __init__(
-        self,
-        optimizer_cls: type[Optimizer],
-        settings: Mapping[str, Any],
-        group: Mapping[str, Any],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.optimizer_cls, self.settings, self.group = optimizer_cls, settings, group
-        self.device, self.dtype = device, dtype
-        self.with_closure = False
-
-    def history(self, shape: Sequence[int], seed: int, scale: float = 1.0) -> Tensor:
-        """``[1 + NUM_STEPS, *shape]``: weights to start from, then a gradient for each step."""
-        generator = torch.Generator().manual_seed(seed)
-        values = torch.randn((1 + NUM_STEPS, *shape), generator=generator, dtype=torch.float64)
-        gone = torch.rand((1 + NUM_STEPS, *shape), generator=generator, dtype=torch.float64) < 0.2
-        values[1:] *= scale * torch.tensor(SCALES, dtype=torch.float64).view(-1, *[1] * len(shape))
-        values[1:][gone[1:]] = 0.0
-        return values.to(self.device, self.dtype)
-
-    def run(self, histories: Sequence[Tensor], seed: int = 0) -> _Trial:
-        """Take `NUM_STEPS` with a new optimizer over tensors of these histories."""
-        params = [nn.Parameter(history[0].clone()) for history in histories]
-        group = {**copy.deepcopy(dict(self.group)), "params": params}
-        try:
-            optimizer = self.optimizer_cls([group], **copy.deepcopy(dict(self.settings)))
-        except Exception as error:
-            raise _TrialError(error, built=False) from error
-        for given in optimizer.param_groups:
-            rate = given.get("lr")
-            if isinstance(rate, Tensor):
-                rate.fill_(LEARNING_RATE)
-            elif isinstance(rate, int | float):
-                given["lr"] = LEARNING_RATE
-        _seed(seed, self.device)
-        closure_calls = 0
-        for step in range(1, 1 + NUM_STEPS):
-            for param, history in zip(params, histories, strict=True):
-                param.grad = history[step].clone()
-            closure = _Closure(params)
-            try:
-                cast("Any", optimizer).step(*([closure] if self.with_closure else []))
-            except Exception as error:
-                raise _TrialError(error, built=True) from error
-            closure_calls = max(closure_calls, closure.num_late)
-        return _Trial([param.detach() for param in params], optimizer, closure_calls)
-
-    def same(self, found: Tensor, whole: Tensor, start: Tensor) -> bool:
-        """Whether two results agree, measured by the distance from where they started."""
-        update = float((whole - start).abs().nan_to_num().max()) if whole.numel() else 0.0
-        return torch.allclose(found, whole, rtol=0.0, atol=TOLERANCES[self.dtype] * update, equal_nan=True)
-
-
-class _Closure:
-    """Returns a loss, and counts the calls that come after weights have moved."""
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        self.params = params
-        self.before = [param.detach().clone() for param in params]
-        self.num_late = 0
-
-    def __call__(self) -> Tensor:
-        moved = any(not torch.equal(now, then) for now, then in zip(self.params, self.before, strict=True))
-        self.num_late += moved
-        return torch.ones((), device=self.params[0].device)
-
-
-def _probe(
-    optimizer_cls: type[Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], device: torch.device
-) -> OptimizerKind:
-    with _borrowed_generators(device), torch.inference_mode(False), torch.enable_grad():
-        subject, alone, failures = _meet(optimizer_cls, settings, group, device)
-        if not alone:
-            failure = next((failure for failure in failures if failure.built), None)
-            if failure is None:
-                raise failures[0].cause  # the class does not accept these settings
-            return OptimizerKind(Scope.UNUSABLE, f"it fails on dense gradients: {failure}")
-        scope, reason = _watch(subject, alone)
-        return OptimizerKind(scope, reason, tuple(len(shape) for shape in alone))
-
-
-def _meet(
-    optimizer_cls: type[Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], device: torch.device
-) -> tuple[_Subject, dict[tuple[int, ...], _Trial], list[_TrialError]]:
-    """A trial alone for each shape that the class accepts, in the first dtype and form of step that works for any."""
-    failures: list[_TrialError] = []
-    for dtype in TOLERANCES:  # float64 shows smaller influences; kernels of one's own may know float32 alone
-        subject = _Subject(optimizer_cls, settings, group, device, dtype)
-        for subject.with_closure in (False, True):
-            alone: dict[tuple[int, ...], _Trial] = {}
-            for shape in SHAPES:
-                try:
-                    alone[shape] = subject.run([subject.history(shape, len(shape))])
-                except _TrialError as error:
-                    failures.append(error)
-            if alone:
-                return subject, alone, failures
-    return subject, {}, failures
-
-
-def _watch(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> tuple[Scope, str]:
-    if any(trial.closure_calls for trial in alone.values()):
-        return (
-            Scope.CLOSURE_DRIVEN,
-            "it calls the closure again at weights that it has moved, and ranks gather weights between steps only",
-        )
-    histories = [subject.history(shape, len(shape)) for shape in alone]
-    expected = [trial.weights[0] for trial in alone.values()]
-    starts = [history[0] for history in histories]
-    if all(torch.equal(weight, start) for weight, start in zip(expected, starts, strict=True)):
-        return Scope.UNUSABLE, f"it moves no weight in {NUM_STEPS} steps, so what it would do cannot be told"
-
-    def as_alone(found: Sequence[Tensor]) -> bool:
-        return all(subject.same(*three) for three in zip(found, expected, starts, strict=True))
-
-    partners = [subject.history(tuple(size + 1 for size in shape), 9, scale=1000.0) for shape in alone]
-    together = (
-        lambda: subject.run([*histories, *partners], seed=1).weights[: len(histories)],
-        lambda: subject.run([*partners, *histories], seed=2).weights[len(partners) :],
-    )
-    for trial in together:
-        found = _or_none(trial)
-        if found is None or not as_alone(found):
-            if not as_alone([subject.run([history], seed=3).weights[0] for history in histories]):
-                return Scope.RANDOM, "it draws random numbers, which differ between ranks and between layouts"
-            return (
-                Scope.CROSS_TENSOR,
-                "it lets the gradients of one tensor change the update of another, and no rank has all of them",
-            )
-    reason = _not_element_wise(subject, alone)
-    if reason:
-        return Scope.PER_TENSOR, reason
-    return Scope.ELEMENT_WISE, "it updates each element from that element's own history"
-
-
-def _not_element_wise(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> str:
-    """Why pieces will not do; "" where they do."""
-    for shape, trial in alone.items():
-        for state in trial.optimizer.state.values():
-            for kind, value in state.items():
-                if isinstance(value, Tensor) and value.numel() > 1 and tuple(value.shape) != shape:
-                    return f"it keeps a state {kind!r} of shape {tuple(value.shape)} for a tensor of shape {shape}"
-    expected = {shape: (subject.history(shape, len(shape)), trial.weights[0]) for shape, trial in alone.items()}
-    try:
-        if not _pieces_do(subject, expected):
-            return "it updates pieces of a tensor otherwise than the whole"
-        history = subject.history(LARGE, 2)
-        if not _pieces_do(subject, {LARGE: (history, subject.run([history]).weights[0])}):
-            return "it updates pieces of a large tensor otherwise than the whole"
-    except _TrialError as error:
-        return f"it does not take one-dimensional pieces: {error}"
-    return ""
-
-
-def _pieces_do(subject: _Subject, expected: Mapping[tuple[int, ...], tuple[Tensor, Tensor]]) -> bool:
-    """Whether permuted tensors, cut at odd places, come to the same weights."""
-    pieces: list[Tensor] = []
-    cuts: list[tuple[Tensor, int]] = []  # of each tensor: its permutation and how many pieces it has
-    for history, _ in expected.values():
-        flat = history.reshape(1 + NUM_STEPS, -1)
-        numel = flat.shape[1]
-        order = torch.randperm(numel, generator=torch.Generator().manual_seed(numel)).to(flat.device)
-        first = numel * 3 // 7
-        sizes = [size for size in (first, 1, numel - first - 1) if size]
-        pieces += flat[:, order].split(sizes, dim=1)
-        cuts.append((order, len(sizes)))
-    weights = iter(subject.run(pieces).weights)
-    for (order, num_pieces), (history, whole) in zip(cuts, expected.values(), strict=True):
-        found = torch.empty_like(whole).view(-1)
-        found[order] = torch.cat([next(weights) for _ in range(num_pieces)])
-        if not subject.same(found.view_as(whole), whole, history[0]):
-            return False
-    return True
-
-
-def _or_none(run: Callable[[], list[Tensor]]) -> list[Tensor] | None:
-    """What a trial gives; None where the class takes such tensors alone only."""
-    try:
-        return run()
-    except _TrialError:
-        return None
-
-
-@contextmanager
-def _borrowed_generators(device: torch.device) -> Generator[None]:
-    """Give every random generator that an optimizer may draw from back as it was."""
-    numpy = _numpy_random()
-    python_state, numpy_state = random.getstate(), numpy.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy:
-            numpy.set_state(numpy_state)
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    random.seed(seed)
-    numpy = _numpy_random()
-    if numpy:
-        numpy.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-
-
-def _numpy_random() -> Any:
-    try:
-        import numpy
-    except ImportError:  # torch runs without it
-        return None
-    return numpy.random

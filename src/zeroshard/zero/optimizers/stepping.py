@@ -22,6 +22,7 @@ from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.optimizers.methods import put_in
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses, ShardedParams
 from zeroshard.zero.optimizers.state_dict import cut_states
+from zeroshard.zero.runtime import relayout
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state.restage import Stateful
 
@@ -31,7 +32,6 @@ class Stepping:
 
     Attributes:
         ema: the moving average of the weights; None where there is none.
-        stepped: whether a step was taken since the last forward.
         missed: the parameters for which a checkpoint had states and no optimizer was there to take them.
     """
 
@@ -40,7 +40,6 @@ class Stepping:
         self._params = ShardedParams(runtime.groups())
         self._known: list[PiecewiseOptimizer] = []
         self.missed: set[nn.Parameter] = set()
-        self.stepped = False
         self.ema: Ema | None = None
 
     # -- what the engine asks ---------------------------------------------------------------------------------
@@ -154,7 +153,7 @@ class Stepping:
             RuntimeError: gradients wait for a step; another optimizer or an average has state of parameters that would
                 move.
         """
-        moving = {param for group in self._runtime.groups_to_leave(params) for param in group.params.params}
+        moving = {param for group in relayout.groups_to_leave(self._runtime, params) for param in group.params.params}
         affected = [known for known in self._known if not moving.isdisjoint(known.members)]
         for known in affected:
             if known.has_state:
@@ -165,7 +164,7 @@ class Stepping:
         if moving and self.ema is not None:
             raise RuntimeError("optimizer: it needs a new layout, and an average has the old one; make ema() after it")
         if moving:
-            self._runtime.keep_whole(params)
+            relayout.keep_whole(self._runtime, params)
             self._params.locate(self._runtime.groups())
         for known in affected:
             known.take_pieces_anew()
@@ -202,7 +201,6 @@ class Stepping:
     def after_update(self, optimizer: Optimizer) -> None:
         """Mark the weights that ``optimizer`` may have changed, the same on every rank."""
         self._runtime.forget_calls()
-        self.stepped = True
         members = next((known.members for known in self._known if known.optimizer is optimizer), set())
         copied = isinstance(optimizer, SavesPasses)
         for group in self._runtime.groups():

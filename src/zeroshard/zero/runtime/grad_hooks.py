@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -125,8 +126,13 @@ class _Home:
         self.comm, self.device = grads.comm, grads.device
         self.sharded = grads.shard_optim and grads.comm.world_size > 1
         self.shape = layout.slots[slot].shape
-        self.intervals = [layout.part(rank, slot) for rank in range(layout.world_size)]
+        self.layout = layout
         self.gone = False
+
+    @cached_property
+    def intervals(self) -> list[tuple[int, int]]:
+        """See `GradHome.intervals`; as long as the world is large, and asked for by who reads whole gradients."""
+        return [self.layout.part(rank, self.slot) for rank in range(self.layout.world_size)]
 
     def local(self) -> Tensor:
         """See `GradHome.local`."""

@@ -5,8 +5,6 @@ The user goes on to call the model as if it were an ordinary one. Most of it sta
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,7 +37,6 @@ class Guard:
         self._handles: list[Any] = []
         self._on_model = {
             "zero_grad": lambda set_to_none=True: stepping.clear_grads(None, set_to_none=set_to_none),
-            "named_parameters": _warns_of_old_weights(model, runtime, stepping),
             "_ddp_params_and_buffers_to_ignore": _RefusesDdp(),
         }
         model.__dict__.update(self._on_model)
@@ -54,7 +51,7 @@ class Guard:
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
             module.__dict__["__deepcopy__"] = _refuse_copy
-        self._handles.append(model.register_forward_pre_hook(_begins(stepping, params)))
+        self._handles.append(model.register_forward_pre_hook(_begins(params)))
         computes_otherwise = any(group.params.full.dtype != group.params.dtype for group in runtime.groups())
         if runtime.levels.shard.world_size > 1 or computes_otherwise:  # else weights are always whole and current
             self._handles += attach_parts(runtime.all_units(), model, runtime.part_begins)
@@ -152,34 +149,6 @@ def _apply_where_whole(module: nn.Module, runtime: Runtime) -> Callable[..., nn.
     return apply
 
 
-def _warns_of_old_weights(model: nn.Module, runtime: Runtime, stepping: Stepping) -> Callable[..., Any]:
-    """``model.named_parameters``; not a part's, which is asked for parameters to freeze or add to an optimizer."""
-    told = False
-
-    def named_parameters(*args: Any, **kwargs: Any) -> Any:
-        nonlocal told
-        if stepping.stepped and not told and not runtime.weights_readable and not _values_do_not_matter():
-            told = True
-            warnings.warn(
-                "model.parameters(): between step() and the next forward, weights are older than the step, or NaN "
-                "where they are sharded; read them inside zero.full_params()",
-                stacklevel=3,
-            )
-        return type(model).named_parameters(model, *args, **kwargs)
-
-    return named_parameters
-
-
-def _values_do_not_matter() -> bool:
-    """Whether a method of `nn.Module` asks for the parameters that sets a flag of theirs, or their gradients."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename == nn.Module.parameters.__code__.co_filename:
-        if frame.f_code.co_name in ("requires_grad_", "zero_grad"):
-            return True
-        frame = frame.f_back
-    return False
-
-
 class _RefusesDdp:
     """Stands where `DistributedDataParallel` looks first, for the names that it shall leave alone."""
 
@@ -187,9 +156,8 @@ class _RefusesDdp:
         raise RuntimeError(_NO_DDP)
 
 
-def _begins(stepping: Stepping, params: set[nn.Parameter]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+def _begins(params: set[nn.Parameter]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        stepping.stepped = False
         around = DistributedDataParallel._active_ddp_module
         if around is not None and not params.isdisjoint(around.parameters()):
             raise RuntimeError(_NO_DDP)

@@ -11,10 +11,6 @@ reduced along the schedule (`zeroshard.zero.runtime.schedule`).
     their turn, and gradients that come after their unit was reduced are reduced once more at the end. What no list
     foresees, a unit that is called again after it was freed, is gathered then and there, and so must happen on every
     rank alike; where it did not, all raise at the end of backward: [Note: Diverged] in `collective_order`.
-
-[Note: The turn]
-    What runs last in forward is needed first in backward. So the weights of the order's last unit stay in between, on
-    every rank, whether it ran there or not: one gather less, and the one that nothing could have hidden.
 """
 
 from __future__ import annotations
@@ -30,12 +26,14 @@ from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.runtime.backward_pass import BackwardPass, Run
 from zeroshard.zero.runtime.collective_order import CollectiveOrder
+from zeroshard.zero.runtime.forward_pass import ForwardPass
 from zeroshard.zero.runtime.forwards import Forwards
 from zeroshard.zero.runtime.grad_hooks import GradHooks
+from zeroshard.zero.runtime.grad_refusals import refuse_unseen, require_usable
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import ForwardRun, in_backward
 from zeroshard.zero.runtime.reductions import Reductions
-from zeroshard.zero.runtime.schedule import ROOT, Cursor, Op, forward_ops
+from zeroshard.zero.runtime.schedule import ROOT, Op
 from zeroshard.zero.runtime.unsharded_weights import WholeWeights
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 
@@ -68,23 +66,16 @@ class Runtime:
         self._collectives = CollectiveOrder(levels, [root, *units])
         self._weights = WholeWeights([root, *units], self._collectives)
         self._reductions = Reductions(self._collectives, buffers)
-        self._read_row(strategy)
+        self.read_row(strategy)
         self.sync = True
         self.removed = False
         self.unreduced = False
         self.backward_pass: BackwardPass | None = None
-        self._order = list(units)
         self._order_agreed = False
-        self._place = {unit: place for place, unit in enumerate(units)}
         self._forwards = Forwards()
-        self._ran: dict[Unit, None] = {}  # in order of the first call in this forward
-        self._by_parts: dict[Unit, None] = {}  # units of which parts alone were called, and nobody frees
-        self._unseen: set[Unit] = set()  # units whose weights came after the forward that may have read them
-        self._frees_after_forward = True
-        self._at_the_turn: Unit | None = None  # whose weights stay until its backward: [Note: The turn]
-        self._forward = Cursor([], lambda op: None)
+        self._forward_pass = ForwardPass(root, units, self._weights, prefetch)
         self._grad_hooks = GradHooks(self)
-        self._grad_hooks.attach(self.all_units())
+        self._attach()
 
     def all_units(self) -> list[Unit]:
         """The root unit, then the others."""
@@ -94,6 +85,11 @@ class Runtime:
         """Every flat group, unit by unit."""
         for unit in self.all_units():
             yield from unit.groups
+
+    def _attach(self) -> None:
+        """Hear of the gradients of all parameters, and of who reads them when a step has outdated them."""
+        self._grad_hooks.attach(self.all_units())
+        self._weights.hear_of_reads()
 
     # -- forward ----------------------------------------------------------------------------------------------
 
@@ -110,7 +106,7 @@ class Runtime:
             self._begin_forward()
             unit.inside += 1
         else:
-            self._reach(unit)
+            self._forward_pass.reach(unit)
             unit.inside += 1
         self._weights.unshard(unit)
 
@@ -120,11 +116,11 @@ class Runtime:
             self._runs_again(unit)
         else:
             if unit is not self.root:
-                self._reach(unit)
+                self._forward_pass.reach(unit)
             if torch.is_grad_enabled():
                 unit.kept[self.forward_run.index] = self.forward_run
             elif unit is not self.root:
-                self._by_parts.setdefault(unit)
+                self._forward_pass.by_parts.setdefault(unit)
         if unit.on_its_way or not unit.readable:
             self._weights.unshard(unit)
 
@@ -134,33 +130,15 @@ class Runtime:
         if unit is not self.root and backward is not None and not unit.calls.get(backward.forward_run):
             backward.before_end(unit, backward.forward_run)
 
-    def _reach(self, unit: Unit) -> None:
-        """Gather everything up to this unit, and as far ahead as is wished."""
-        self._ran.setdefault(unit)
-        self._unseen.discard(unit)
-        self._forward.through(Op("gather", min(self._place[unit] + self.prefetch, len(self._order) - 1)))
-
     def _begin_forward(self) -> None:
         if self.backward_pass is not None:
             self._forget_backward()  # an exception ended it
         self._grad_hooks.heed()  # memory of gradients that are not wanted any more is free for this forward
         self._grad_hooks.attach_trained()
-        self._ran, self._by_parts, self._unseen = {}, {}, set()
         for unit in self.all_units():
             unit.inside = 0  # an exception may have ended a forward
         self._forwards.begin(grads=torch.is_grad_enabled())
-        # One answer for all units, run or skipped: what is whole must be so on every rank.
-        self._frees_after_forward = self.reshard_after_forward or not torch.is_grad_enabled()
-        self._at_the_turn = self._order[-1] if self._order and torch.is_grad_enabled() else None
-        self._weights.gather(self.root)
-        if self.shard_params:
-            self._forward = Cursor(
-                forward_ops(len(self._order)), lambda op: self._weights.gather(self._order[op.place])
-            )
-            self._forward.through(Op("gather", min(self.prefetch, len(self._order)) - 1))
-        else:
-            for unit in self._order:
-                self._weights.gather(unit)
+        self._forward_pass.begin(reshard_after_forward=self.reshard_after_forward)
 
     def forward_ends(self, unit: Unit, *, grads_flow: bool, keep: bool) -> None:
         """Free the unit's weights, unless backward needs them at once."""
@@ -171,31 +149,14 @@ class Runtime:
         if grads_flow:
             unit.calls[run.index] = unit.calls.get(run.index, 0) + 1
         if unit is self.root:
-            self._forward.finish()
+            self._forward_pass.gather_the_rest()
             run.ends()
-            for other in self._order:
-                if other not in self._ran:
-                    self._skipped(other)
-                    self._free_after_forward(other)
-            for other in self._by_parts:
-                self._free_after_forward(other)
+            self._forward_pass.free_what_nobody_frees()
             if not grads_flow and not keep:
                 self._weights.reshard(unit)
             return
         if not keep:
-            self._free_after_forward(unit)
-
-    def _skipped(self, unit: Unit) -> None:
-        """Wait for weights that nobody asked for; only then may they be gathered anew."""
-        if unit.on_its_way and not self.shard_params and torch.is_grad_enabled():
-            # Who has read them without a module's call has read old ones: let autograd see that they have changed.
-            torch.autograd.graph.increment_version([p for group in unit.groups for p in group.params.params])
-            self._unseen.add(unit)
-        unit.wait()
-
-    def _free_after_forward(self, unit: Unit) -> None:
-        if self._frees_after_forward and unit is not self._at_the_turn:
-            self._weights.reshard(unit)
+            self._forward_pass.free(unit)
 
     def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Those of the tensors that lie in weights that are freed after forward."""
@@ -239,12 +200,13 @@ class Runtime:
         if self.backward_pass is None:
             self._grad_hooks.heed()
             if not self._order_agreed and self.units:
-                self._order = self._collectives.agree_on_units(self.units, list(self._ran))
-                self._place = {unit: place for place, unit in enumerate(self._order)}
+                order = self._collectives.agree_on_units(self.units, list(self._forward_pass.ran))
+                self._forward_pass.take_order(order)
+                self._weights.order = order
                 self._order_agreed = True
             run = Run()
             self.backward_pass = BackwardPass(
-                list(self._order),  # frozen units too: gradients may flow through them on one rank alone
+                list(self._forward_pass.order),  # frozen units too: gradients may flow through them on one rank alone
                 self._forwards_of_this_pass(forward_run),
                 self._take,
                 run,
@@ -277,7 +239,7 @@ class Runtime:
         unit = self.root if op.place == ROOT else backward.units[op.place]
         if op.action == "gather":
             others_may_have_freed_it = self.reshard_after_forward and (
-                not backward.is_first(op.sweep) or (bool(unit.kept) and unit is not self._at_the_turn)
+                not backward.is_first(op.sweep) or (bool(unit.kept) and unit is not self._forward_pass.at_the_turn)
             )
             self._weights.gather(unit, again=others_may_have_freed_it)
             if unit.kept or unit.held or unit.active:
@@ -344,18 +306,9 @@ class Runtime:
     def take_grad(self, group: FlatGroup, slot: int, grad: Tensor) -> None:
         """A parameter's gradient is there."""
         self._backward()
-        if self._unseen:
-            self._refuse_unseen(group)
+        if self._forward_pass.unseen:
+            refuse_unseen(group, self._forward_pass.unseen)
         group.grads.accumulate(slot, grad)
-
-    def _refuse_unseen(self, group: FlatGroup) -> None:
-        unit = next((unit for unit in self._unseen if group in unit.groups), None)
-        if unit is not None:
-            raise RuntimeError(
-                f"{unit.name}: its parameters have gradients, but neither it nor a module in it was called while its "
-                "weights were on their way, so forward may have read those from before the step; call the module, or "
-                "leave it out of Zero(units=...)"
-            )
 
     def take_changes(self) -> None:
         """Take over into the masters what was written into weights: [Note: Changes in place] in `flat_params`."""
@@ -368,35 +321,14 @@ class Runtime:
         self.require_shown(what)
 
     def require_shown(self, what: str) -> None:
-        """Raise RuntimeError if gradients wait for a reduction that never came, or are yet to be reduced.
-
-        And if the engine is gone.
-        """
-        if self.removed:
-            raise RuntimeError(
-                f"{what}: zero.remove() has given the model back, and this changes nothing in it; "
-                "make an optimizer over model.parameters()"
-            )
-        if self.backward_pass is not None and self.backward_pass.failed:
-            raise RuntimeError(
-                f"{what}: the last backward ended in an exception, and its gradients are incomplete; "
-                "call zero_grad() and take the step again"
-            )
-        if self.backward_pass is not None:
-            raise RuntimeError(
-                f"{what}: inside backward a gradient is this rank's own and not yet reduced over ranks; "
-                "use it after backward()"
-            )
-        if self._weights.held_by_graph and torch.is_grad_enabled() and what.endswith(".grad"):
-            raise RuntimeError(
-                f"{what}: it has no graph of its own after backward(create_graph=True); "
-                "use torch.autograd.grad(), or read it under torch.no_grad()"
-            )
-        if self.unreduced:
-            raise RuntimeError(
-                f"{what}: gradients accumulated under no_sync() were never reduced; "
-                "run the last backward of a step outside no_sync()"
-            )
+        """Raise RuntimeError if gradients are yet to be reduced, were never reduced, or if the engine is gone."""
+        require_usable(
+            what,
+            self.backward_pass,
+            removed=self.removed,
+            has_graph=self._weights.held_by_graph and torch.is_grad_enabled(),
+            unreduced=self.unreduced,
+        )
 
     def clear_grads(self, params: set[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
         """Forget the gradients of ``params``, None: all; or have them be zero."""
@@ -420,54 +352,19 @@ class Runtime:
                 shard.grad = None
         self.unreduced = self.unreduced and any(group.grads.pending for group in self.groups())
 
-    # -- layout -----------------------------------------------------------------------------------------------
-
-    def groups_to_leave(self, params: set[nn.Parameter]) -> list[FlatGroup]:
-        """The groups of ``params`` that do not keep tensors whole."""
-        return [group for group in self.groups() if not group.whole and not params.isdisjoint(group.params.params)]
-
-    def keep_whole(self, params: set[nn.Parameter]) -> None:
-        """Lay ``params`` out so that each tensor has one owner; see [Note: Laid out anew] in `unit`. Collective.
-
-        Raises:
-            RuntimeError: inside `pinned`, or while gradients of these parameters or their neighbours wait for a step.
-        """
-        leaving = self.groups_to_leave(params)
-        if self._weights.pinned:
-            raise RuntimeError("optimizer: it lays weights out anew; make it outside full_params()")
-        if self.unreduced or any(any(group.grads.used) for group in leaving):
-            raise RuntimeError(
-                "optimizer: gradients wait for a step, and would be lost where weights are laid out anew; "
-                "make it before backward, or after zero_grad()"
-            )
-        loads = [0] * self.levels.shard.world_size
-        for unit in self.all_units():
-            unit.keep_whole(params, loads)
-        # A graph from before holds the old buffers: autograd shall say so if a backward goes through it.
-        torch.autograd.graph.increment_version([param for group in leaving for param in group.params.params])
-        self._grad_hooks.attach(self.all_units())
-
     def require_unpinned(self, what: str) -> None:
         """Raise RuntimeError inside `pinned`, which promises weights that are whole and current."""
         if self._weights.pinned:
             raise RuntimeError(f"{what}: it changes weights; call it outside full_params()")
 
-    def require_rest(self, what: str) -> None:
-        """Raise RuntimeError inside `pinned`, or while gradients wait for a step."""
-        if self._weights.pinned:
-            raise RuntimeError(f"{what}: it lays weights out anew; call it outside full_params()")
-        if self.unreduced or any(any(group.grads.used) for group in self.groups()):
-            raise RuntimeError(f"{what}: gradients wait for a step, and would be lost; call it after zero_grad()")
-
-    def take_row(self, strategy: ShardingStrategy) -> None:
-        """Move weights and gradients as this row says from now on; the groups are laid out by it already."""
-        self._read_row(strategy)
-        self.forget_calls()
+    def laid_out_anew(self, groups: Iterable[FlatGroup]) -> None:
+        """The parameters of these groups lie in other buffers now: hear of their gradients."""
         # A graph from before holds the old buffers: autograd shall say so if a backward goes through it.
-        torch.autograd.graph.increment_version([param for group in self.groups() for param in group.params.params])
-        self._grad_hooks.attach(self.all_units())
+        torch.autograd.graph.increment_version([param for group in groups for param in group.params.params])
+        self._attach()
 
-    def _read_row(self, strategy: ShardingStrategy) -> None:
+    def read_row(self, strategy: ShardingStrategy) -> None:
+        """Move weights and gradients as this row says from now on."""
         several = self.levels.shard.world_size > 1
         self.shard_params = self._weights.shard_params = strategy.params is SHARD and several
         self.shard_grads = strategy.grads is SHARD and several
@@ -497,3 +394,4 @@ class Runtime:
         """Remove the hooks on parameters: the engine is gone."""
         self.removed = True
         self._grad_hooks.detach()
+        self._weights.show_as_current()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._guards import CompileContext
 
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.runtime.collective_order import CollectiveOrder
@@ -24,6 +27,7 @@ class WholeWeights:
         shard_params: whether full weights are freed after use.
         pinned: whether all weights stay whole and current for now.
         held_by_graph: whether a backward has made a graph of its own, which reads weights unannounced.
+        order: of the units but the root, in which a forward begins to gather them.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: CollectiveOrder) -> None:
@@ -31,6 +35,8 @@ class WholeWeights:
         self.shard_params = False
         self.pinned = False
         self.held_by_graph = False
+        self.order: Sequence[Unit] = units[1:]
+        self._warned = False
 
     def gather(self, unit: Unit, *, again: bool = False) -> None:
         """Start to make them whole and current; ``again``: also where they are, since other ranks may have none."""
@@ -63,6 +69,8 @@ class WholeWeights:
             yield
             return
         for unit in self._units:
+            for group in unit.groups:
+                group.params.take_changes()  # which are no part of what is dropped below
             unit.gather()
         for unit in self._units:
             unit.wait()
@@ -89,6 +97,47 @@ class WholeWeights:
                     group.params.gather()
         for unit in self._units:
             unit.wait()
+
+    def hear_of_reads(self) -> None:
+        """Be told, from now on, of who reads weights that a step has outdated."""
+        this = weakref.ref(self)
+
+        def read() -> None:
+            weights = this()
+            if weights is not None:
+                weights.bring_up_to_date()
+
+        for unit in self._units:
+            for group in unit.groups:
+                group.params.on_read = read
+
+    def bring_up_to_date(self) -> None:
+        """Somebody is about to read weights that the last step has outdated: [Note: Read between steps] in `outdated`.
+
+        The gathers and their order are those with which the next forward begins: a rank that reads alone waits for the
+        others there. Sharded weights stay sharded, and a warning says so once.
+        """
+        if self.shard_params:
+            self.show_as_current()
+            if not self._warned and CompileContext.try_get() is None:  # dynamo looks at parameters, not at values
+                self._warned = True
+                warnings.warn(
+                    "model: weights are read between step() and the next forward, where they are sharded and show NaN; "
+                    "read them inside zero.full_params()",
+                    stacklevel=5,
+                )
+            return
+        units = [self._units[0], *self.order]
+        for unit in units:
+            self.gather(unit)
+        for unit in units:
+            unit.wait()
+
+    def show_as_current(self) -> None:
+        """Be told no more of reads until the next step."""
+        for unit in self._units:
+            for group in unit.groups:
+                group.params.show_as_current()
 
     @property
     def readable(self) -> bool:

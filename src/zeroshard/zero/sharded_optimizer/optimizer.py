@@ -55,8 +55,8 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         params: parameters, named or not, or group dicts of them, as for any optimizer.
-        optimizer_cls: a class that works tensor by tensor, which is found out by trying it on tiny ones
-            (`contract.classify`): all of `torch.optim` but LBFGS.
+        optimizer_cls: a class that works tensor by tensor (`requirements.classify` says which do): all of
+            `torch.optim` but LBFGS.
         process_group: among which ranks; None: `torch.distributed`'s default group if initialised, else one process.
         comm: a `Communicator` instead of a process group.
         bucket_bytes: parameters smaller than this travel packed in messages of at most so many bytes, of which

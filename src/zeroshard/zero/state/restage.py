@@ -18,6 +18,7 @@ from zeroshard.comm import Communicator
 from zeroshard.zero.buffers.layout import Piece
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.piecewise import SCALAR_STATES
+from zeroshard.zero.runtime.relayout import require_rest, take_row
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.sharded_optimizer.agreement import agreement
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
@@ -44,7 +45,7 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
         RuntimeError: inside `Runtime.pinned`, or while gradients wait for a step.
         ValueError: a state that is neither tensor nor number; then nothing has changed.
     """
-    runtime.require_rest("restage")
+    require_rest(runtime, "restage")
     if any(_sends(group, strategy) for group in runtime.groups()):
         with agreement(runtime.comm):  # before anything is taken apart, and on every rank
             _require_sendable(runtime, strategy, holders)
@@ -57,7 +58,7 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
                 found = _own(old, holders)
             _hand_over(new, holders, found)
             del old
-    runtime.take_row(strategy)
+    take_row(runtime, strategy)
 
 
 def _sends(group: FlatGroup, strategy: ShardingStrategy) -> bool:

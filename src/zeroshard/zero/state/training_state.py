@@ -54,9 +54,9 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
                         yield NamedShard(slot.name, kind, (), (0, 1), value.reshape(1))
     if rank == 0:
         for group in runtime.groups():
-            for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
+            for slot in group.params.layout.slots:
                 if 0 in slot.shape:  # nobody owns a piece of it, and other strategies ask for it by name
-                    yield NamedShard(slot.name, "param", slot.shape, (0, 0), param.detach().view(-1))
+                    yield NamedShard(slot.name, "param", slot.shape, (0, 0), group.params.full[:0])
         for name, buffer in persistent_buffers(model).items():
             yield NamedShard(name, "buffer", tuple(buffer.shape), (0, buffer.numel()), buffer.detach().reshape(-1))
 

@@ -1,22 +1,16 @@
-"""``zeroshard import-config``: somebody else's settings as ours, and what became of each of them.
-
-    zeroshard import-config nanogpt config/train_gpt2.py --batch_size=8 > run.toml
-    zeroshard import-config deepspeed ds_config.json > run.toml
-
-What is printed is TOML that `zeroshard train --config` takes, under a table of comments: each of their keys with what
-it became, and why where that is not the same. Files are read and never executed.
-"""
+"""What somebody else's settings became: a run of ours in the making, and the table that says so key by key."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from zeroshard.errors import ExitStatus, UserError
+import tomli_w
+
+from zeroshard.columns import columns
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.toml import toml_of
-from zeroshard.train.config.validate import nearest, validate
+from zeroshard.train.config.validate import validate
 
 Fate = Literal["mapped", "changed", "ignored"]
 
@@ -75,31 +69,8 @@ class Migration:
         lines = [f"# From {self.source}, by `zeroshard import-config`.", "#"]
         cells = [("", "theirs", "value", "ours", "")]
         cells += [(row.fate, row.key, _short(row.value), row.ours, row.why) for row in self.rows]
-        widths = [max(len(row[column]) for row in cells) for column in range(4)]
-        for row in cells:
-            padded = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
-            lines.append(f"# {padded}  {row[4]}".rstrip())
-        return "\n".join(lines) + "\n\n" + toml_of(self.values)
-
-
-def run_import_config(words: Sequence[str]) -> int:
-    """``KIND FILE [--key=value ...]``: print what it becomes; returns the exit status.
-
-    Raises:
-        UserError: no such kind, no such file, or one that cannot be read; values that do not go together.
-    """
-    from zeroshard.interop.deepspeed import read_deepspeed
-    from zeroshard.interop.nanogpt import read_nanogpt
-
-    kinds: dict[str, Callable[[Sequence[str]], Migration]] = {"nanogpt": read_nanogpt, "deepspeed": read_deepspeed}
-    if not words or words[0] not in kinds:
-        given = words[0] if words else "KIND"
-        todo = nearest(given, kinds, f"choose one of {', '.join(kinds)}")
-        raise UserError("import-config", f"{given!r} is none of what is read", todo)
-    migration = kinds[words[0]](words[1:])
-    migration.config()
-    print(migration.text(), end="")
-    return int(ExitStatus.OK)
+        lines += [f"# {line}".rstrip() for line in columns(cells)]
+        return "\n".join(lines) + "\n\n" + tomli_w.dumps(self.values)
 
 
 def _short(value: Any) -> str:

@@ -1,0 +1,90 @@
+"""Data sources by name: what ``--data`` may choose beside data sets of the Hugging Face hub.
+
+A new source is one file in this folder and one row of `SOURCES`. Messages, ``--help`` and shell completion read the
+rows, which needs neither torch nor numpy. ``--data module:name`` is a source of a user's own, which has no row, and all
+properties at their defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zeroshard.lazily import at_address
+
+
+@dataclass(frozen=True)
+class SyntheticSize:
+    """What the synthetic source needs to know."""
+
+    vocab_size: int
+    num_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRequest:
+    """What a source is made from.
+
+    Attributes:
+        name: that was asked for.
+        paths: of ``--data.path``.
+        synthetic: what the source ``synthetic`` needs to know.
+        column: of tables, that holds the text.
+        vocab_size: of tokens which others wrote, where it is known.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    synthetic: SyntheticSize
+    column: str = "text"
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceEntry:
+    """A row; calling it makes the source.
+
+    Attributes:
+        factory: ``module:name`` of a class or function, or itself, that takes a `SourceRequest` and returns a source: a
+            `TextSource`, or `Tables`.
+        paths: how many ``--data.path`` it takes: none, at most one, at least one ("some"), or as it likes ("any").
+        has_text: False for token ids, which no tokenizer makes here.
+        hub: the data set of the Hugging Face hub that the name stands for; empty: none.
+    """
+
+    factory: str | Callable[[SourceRequest], Any]
+    paths: Literal["none", "one", "some", "any"] = "any"
+    has_text: bool = True
+    hub: str = ""
+
+    def __call__(self, asked: SourceRequest) -> Any:
+        """Make the source."""
+        return at_address(self.factory, "data.source")(asked)
+
+
+HUB = "zeroshard.data.hub:hub_source"
+SOURCES: dict[str, SourceEntry] = {
+    "python-stdlib": SourceEntry("zeroshard.data.sources:python_stdlib", "none"),
+    "text": SourceEntry("zeroshard.data.sources:text_or_tables", "some"),
+    "tinyshakespeare": SourceEntry("zeroshard.data.sources:tiny_shakespeare", "one"),
+    "synthetic": SourceEntry("zeroshard.data.sources:synthetic_tokens", "none", has_text=False),
+    "bin": SourceEntry("zeroshard.data.sources:token_bins", "some", has_text=False),
+    "fineweb-edu": SourceEntry(HUB, "none", hub="HuggingFaceFW/fineweb-edu:sample-10BT"),
+    "openwebtext": SourceEntry(HUB, "none", hub="Skylion007/openwebtext"),
+}
+
+
+def source_entry(name: str) -> SourceEntry:
+    """The row of ``name``; one with all defaults for ``module:name``, the hub's for its data sets."""
+    if name in SOURCES:
+        return SOURCES[name]
+    return SourceEntry(HUB, "none") if is_hub_name(name) else SourceEntry(name)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether ``name`` is one of the hub's: a row with ``hub``, ``OWNER/NAME``, or anything after ``hf:``."""
+    if name in SOURCES:
+        return bool(SOURCES[name].hub)
+    return name.startswith("hf:") or name.partition(":")[0].count("/") == 1

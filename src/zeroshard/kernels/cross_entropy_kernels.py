@@ -1,0 +1,249 @@
+"""Triton kernels of cross-entropy, and what launches them; `zeroshard.kernels.cross_entropy` has the formulas.
+
+[Note: One more factor]
+    In place, the gradient is written before the upstream gradient is known. Backward multiplies it in place unless the
+    factor is 1, and decides that on the device: a host that asked would wait for all that is queued.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zeroshard.kernels.launch import accumulator, jit, next_power_of_2, opaque, tl
+
+BLOCK = 8192  # logits at a time; 16 in each of 512 threads
+
+# ------------------------------------------------------------------------------------------------------ kernels
+
+
+@jit
+def _gradient(x, cols, target, highest, factor, scale, SMOOTHING: tl.constexpr, VOCAB: tl.constexpr):
+    grad = tl.exp(x - highest) * factor - SMOOTHING / VOCAB
+    return (grad - tl.where(cols == target, 1.0 - SMOOTHING, 0.0)) * scale
+
+
+@jit
+def _write_gradient(
+    logits_ptr, grad_ptr, target, highest, log_sum, scale, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+    VOCAB: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One row; ``grad_ptr`` may be ``logits_ptr``. WHOLE columns come in full blocks, whose loads need no mask."""
+    dtype = grad_ptr.dtype.element_ty
+    # Not exp(x - lse): of a large lse fp32 has no digits left after the point.
+    factor = tl.exp(-log_sum) * (1.0 + 2.0 * Z_LOSS * (highest + log_sum))
+    if WHOLE > 0:
+        # Fetched ahead: where gradient and logits are one, no compiler may move a load over a store.
+        x_next = tl.load(logits_ptr + tl.arange(0, BLOCK), eviction_policy="evict_first")
+        for start in range(0, WHOLE, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            x = x_next.to(ACC)
+            x_next = tl.load(
+                logits_ptr + BLOCK + cols, mask=start + BLOCK < WHOLE, other=0.0, eviction_policy="evict_first"
+            )
+            grad = _gradient(x, cols, target, highest, factor, scale, SMOOTHING, VOCAB)
+            tl.store(grad_ptr + cols, grad.to(dtype), eviction_policy="evict_first")
+    if TAIL > 0:
+        cols = WHOLE + tl.arange(0, TAIL)
+        x = tl.load(logits_ptr + cols, mask=cols < VOCAB, other=0.0).to(ACC)
+        grad = _gradient(x, cols, target, highest, factor, scale, SMOOTHING, VOCAB)
+        tl.store(grad_ptr + cols, grad.to(dtype), mask=cols < VOCAB)
+
+
+@jit
+def _fill_zeros(ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    for start in range(0, VOCAB, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        tl.store(ptr + cols, tl.zeros((BLOCK,), ptr.dtype.element_ty), mask=cols < VOCAB)
+
+
+@jit
+def _loss_kernel(
+    logits_ptr, targets_ptr, grad_ptr, losses_ptr, stats_ptr, scale_ptr, logits_stride, grad_stride, ignore_index,
+    KEEPS_STATS: tl.constexpr, WRITES_GRAD: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+    VOCAB: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    logits_ptr += row * logits_stride
+    grad_ptr += row * grad_stride
+    if target == ignore_index:
+        tl.store(losses_ptr + row, tl.full([], 0.0, ACC))
+        if WRITES_GRAD:
+            _fill_zeros(grad_ptr, VOCAB, BLOCK)
+    else:
+        highest = tl.full([], float("-inf"), ACC)
+        sum_exp = tl.full([], 0.0, ACC)
+        sum_x = tl.full([], 0.0, ACC)
+        if WHOLE > 0:
+            sums = tl.zeros((BLOCK,), ACC)
+            totals = tl.zeros((BLOCK,), ACC)
+            x_next = tl.load(logits_ptr + tl.arange(0, BLOCK), eviction_policy="evict_last")
+            for start in range(0, WHOLE, BLOCK):
+                x = x_next.to(ACC)
+                following = logits_ptr + BLOCK + start + tl.arange(0, BLOCK)
+                x_next = tl.load(following, mask=start + BLOCK < WHOLE, other=0.0, eviction_policy="evict_last")
+                higher = tl.maximum(highest, tl.max(x, axis=0))
+                shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf minus -inf would be NaN
+                sums = sums * tl.exp(highest - shift) + tl.exp(x - shift)
+                highest = higher
+                if SMOOTHING > 0:
+                    totals += x
+            sum_exp = tl.sum(sums, axis=0)
+            sum_x = tl.sum(totals, axis=0)
+        if TAIL > 0:
+            cols = WHOLE + tl.arange(0, TAIL)
+            x = tl.load(logits_ptr + cols, mask=cols < VOCAB, other=float("-inf")).to(ACC)
+            higher = tl.maximum(highest, tl.max(x, axis=0))
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            sum_exp = sum_exp * tl.exp(highest - shift) + tl.sum(tl.exp(x - shift), axis=0)
+            highest = higher
+            if SMOOTHING > 0:
+                sum_x += tl.sum(tl.where(cols < VOCAB, x, 0.0), axis=0)
+        log_sum = tl.log(sum_exp)
+        # A target that is none makes loss and gradient NaN: there is no right number.
+        exists = (target >= 0) & (target < VOCAB)
+        x_target = tl.load(logits_ptr + target, mask=exists, other=float("nan")).to(ACC)
+        loss = (highest - x_target) + log_sum
+        if SMOOTHING > 0:
+            loss += SMOOTHING * (x_target - sum_x / VOCAB)
+        if Z_LOSS > 0:
+            loss += Z_LOSS * (highest + log_sum) * (highest + log_sum)
+        tl.store(losses_ptr + row, loss)
+        if KEEPS_STATS:
+            tl.store(stats_ptr + 2 * row, highest)
+            tl.store(stats_ptr + 2 * row + 1, log_sum)
+        if WRITES_GRAD:
+            tl.debug_barrier()  # every thread has the target's logit before one of them writes over it
+            scale = tl.where(exists, tl.load(scale_ptr), float("nan"))
+            _write_gradient(
+                logits_ptr, grad_ptr, target, highest, log_sum, scale, SMOOTHING, Z_LOSS, VOCAB, WHOLE, BLOCK, TAIL, ACC
+            )
+
+
+@jit
+def _gradient_kernel(
+    logits_ptr, targets_ptr, stats_ptr, grad_ptr, scale_ptr, logits_stride, ignore_index, SMOOTHING: tl.constexpr,
+    Z_LOSS: tl.constexpr, VOCAB: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    logits_ptr += row * logits_stride
+    grad_ptr += row * VOCAB
+    if target == ignore_index:
+        _fill_zeros(grad_ptr, VOCAB, BLOCK)
+    else:
+        exists = (target >= 0) & (target < VOCAB)
+        scale = tl.where(exists, tl.load(scale_ptr), float("nan"))
+        highest = tl.load(stats_ptr + 2 * row)
+        log_sum = tl.load(stats_ptr + 2 * row + 1)
+        _write_gradient(
+            logits_ptr, grad_ptr, target, highest, log_sum, scale, SMOOTHING, Z_LOSS, VOCAB, WHOLE, BLOCK, TAIL, ACC
+        )
+
+
+@jit
+def _scale_kernel(grad_ptr, factor_ptr, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        grad_ptr += tl.program_id(0).to(tl.int64) * stride
+        for start in range(0, VOCAB, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            grad = tl.load(grad_ptr + cols, mask=cols < VOCAB, other=0.0).to(ACC) * factor
+            tl.store(grad_ptr + cols, grad.to(grad_ptr.dtype.element_ty), mask=cols < VOCAB)
+
+
+# ---------------------------------------------------------------------------------------------------- launchers
+
+
+def _blocks(vocab: int) -> dict[str, int]:
+    whole = vocab // BLOCK * BLOCK
+    tail = next_power_of_2(vocab - whole) if vocab > whole else 0
+    # A vocabulary below one block is all tail; the block is then what zeros are written by.
+    return {"VOCAB": vocab, "WHOLE": whole, "TAIL": tail, "BLOCK": BLOCK if whole else tail}
+
+
+def _num_warps(blocks: dict[str, int]) -> int:
+    return max(1, min(16, blocks["BLOCK"] // 512))
+
+
+@opaque("cross_entropy_forward", "losses", "stats", "grad")
+def losses_and_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    stats: Tensor | None,
+    grad: Tensor | None,
+    scale: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> None:
+    """logits, grad [rows, vocab], rows strided, perhaps the same memory; targets, losses [rows]; scale 0-dim.
+
+    stats [rows, 2]: each row's maximum, and the logarithm of its sum of exponentials above that.
+    """
+    num_rows, vocab = logits.shape
+    if num_rows == 0:
+        return
+    blocks, written = _blocks(vocab), logits if grad is None else grad
+    _loss_kernel[(num_rows,)](
+        logits,
+        targets,
+        written,
+        losses,
+        losses if stats is None else stats,
+        losses if scale is None else scale,
+        logits.stride(0),
+        written.stride(0),
+        ignore_index,
+        KEEPS_STATS=stats is not None,
+        WRITES_GRAD=grad is not None,
+        SMOOTHING=label_smoothing,
+        Z_LOSS=z_loss,
+        **blocks,
+        ACC=accumulator(logits.dtype),
+        num_warps=_num_warps(blocks),
+    )
+
+
+@opaque("cross_entropy_backward", "grad")
+def gradient_of_logits(
+    logits: Tensor,
+    targets: Tensor,
+    stats: Tensor,
+    scale: Tensor,
+    grad: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> None:
+    """As `losses_and_gradient`; grad contiguous."""
+    num_rows, vocab = logits.shape
+    if num_rows == 0:
+        return
+    blocks = _blocks(vocab)
+    _gradient_kernel[(num_rows,)](
+        logits,
+        targets,
+        stats,
+        grad,
+        scale,
+        logits.stride(0),
+        ignore_index,
+        SMOOTHING=label_smoothing,
+        Z_LOSS=z_loss,
+        **blocks,
+        ACC=accumulator(logits.dtype),
+        num_warps=_num_warps(blocks),
+    )
+
+
+def scale_in_place(grad: Tensor, factor: Tensor) -> None:
+    """grad [rows, vocab] *= factor (0-dim); nothing moves where that is 1. See [Note: One more factor]."""
+    if grad.shape[0]:
+        block = min(BLOCK, next_power_of_2(grad.shape[1]))
+        acc = accumulator(grad.dtype)
+        _scale_kernel[(grad.shape[0],)](
+            grad, factor, grad.stride(0), VOCAB=grad.shape[1], BLOCK=block, ACC=acc, num_warps=max(1, block // 512)
+        )

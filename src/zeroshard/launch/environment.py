@@ -1,0 +1,220 @@
+"""Where this process stands among the ranks, as its environment says, and what it tells the processes that it starts.
+
+The only reader of the environment in the package; `zeroshard.process` sets what others read. Worlds are recognised as
+torchrun and torch's elastic agent announce them (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), else as srun
+does (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.process import num_cpus
+
+_LAUNCHER = "ZEROSHARD_LAUNCHER_PID"  # set for the workers of `launch_workers`
+_RESTARTS = "ZEROSHARD_NUM_RESTARTS"  # set there too, after the first
+_NODES = "ZEROSHARD_NODES"  # theirs too, where they are put in network namespaces
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One process among `world_size`; ``world_size == 1`` needs no address."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    master_addr: str = ""
+    master_port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Network namespaces of this machine that stand for nodes.
+
+    Attributes:
+        names: of the namespaces, by node, as ``ip netns`` lists them.
+        interface: what each of them has, and its ranks talk through.
+        address: at which this process is reached from all of them.
+        node_size: neighbouring ranks in each.
+    """
+
+    names: tuple[str, ...]
+    interface: str
+    address: str
+    node_size: int
+
+
+def world_from_env(env: Mapping[str, str] | None = None) -> World | None:
+    """The world that a launcher has put this process in; None where nobody did.
+
+    Args:
+        env: variables to read; the process's own where None.
+
+    Raises:
+        UserError: a variable that is half there, is no number, or contradicts another.
+    """
+    env = os.environ if env is None else env
+    if "RANK" in env or "WORLD_SIZE" in env:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        addr, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "0")
+    elif env.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in env:
+        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+        addr = env.get("MASTER_ADDR") or _first_host(env.get("SLURM_JOB_NODELIST", ""))
+        # every rank must choose alike, and two jobs on one machine differently
+        port = env.get("MASTER_PORT") or str(20_000 + _number(env, "SLURM_JOB_ID", "0") % 40_000)
+    else:
+        return None
+    rank, world_size = _number(env, names[0]), _number(env, names[2])
+    # where nobody says otherwise, one machine holds all ranks
+    local_rank = _number(env, names[1], str(rank))
+    if not 0 <= rank < world_size:
+        raise UserError(names[0], f"{rank} is outside a world of {world_size}", f"set it below {names[2]}")
+    if world_size > 1 and not addr:
+        raise UserError("MASTER_ADDR", "is not set", "start with `zeroshard train --nproc N`, torchrun or srun")
+    return World(rank, local_rank, world_size, addr, _number({"MASTER_PORT": port}, "MASTER_PORT"))
+
+
+def variable(name: str) -> str:
+    """The value of an environment variable; empty where it is not set."""
+    return os.environ.get(name, "")
+
+
+def child_environment(world: World | None) -> dict[str, str]:
+    """The environment for a rank that this process starts, and that ends with it.
+
+    Args:
+        world: where the rank is to stand; None: where this process does.
+    """
+    env = os.environ | {_LAUNCHER: str(os.getpid())}
+    if world is None or world.world_size == 1:
+        return env
+    return env | {
+        "RANK": str(world.rank),
+        "LOCAL_RANK": str(world.local_rank),
+        "WORLD_SIZE": str(world.world_size),
+        "MASTER_ADDR": world.master_addr,
+        "MASTER_PORT": str(world.master_port),
+    }
+
+
+def preempt_with(number: signal.Signals) -> None:
+    """Have submitit ask for, and jobs that it starts answer, that signal. Call it before submitit is imported."""
+    os.environ["SUBMITIT_PREEMPT_SIGNAL"] = number.name.removeprefix("SIG")
+
+
+def num_restarts() -> int:
+    """How often an elastic agent has started this rank's world anew; 0 without one.
+
+    A machine that came later has seen fewer of them than the others.
+    """
+    return int(os.environ.get(_RESTARTS, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+def count_restart() -> None:
+    """In a launcher: the ranks that it starts from now on are a world started anew, for whatever reason.
+
+    torch's agent counts those after a failure alone, not those after a machine has come or gone.
+    """
+    os.environ[_RESTARTS] = str(int(os.environ.get(_RESTARTS, "0")) + 1)
+
+
+def set_for_workers(nproc: int, *, nodes: Nodes | None, interface: str, several_hosts: bool) -> None:
+    """Set what the ranks that this process starts will read, and torch's agent in this process. Call it before torch.
+
+    Args:
+        nproc: ranks on this machine.
+        nodes: where they enter by `enter_node`; None: nowhere.
+        interface: that gloo talks through where nobody has said another; empty: gloo chooses.
+        several_hosts: whether ranks of other machines take part.
+    """
+    if nodes is not None:
+        os.environ[_NODES] = json.dumps(asdict(nodes))
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    hang_up = "" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ",SIGHUP"  # nohup has it ignored
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = f"SIGTERM,SIGINT,SIGQUIT,SIGUSR1{hang_up}"
+    if several_hosts:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # [Note: A store of the ranks' own] in `elastic`
+    os.environ[_LAUNCHER] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus() // nproc)))  # before torch, which reads it then
+
+
+def has_launcher() -> bool:
+    """Whether a launcher of ours has started this process."""
+    return _LAUNCHER in os.environ
+
+
+def enter_node(local_rank: int) -> None:
+    """Bring this process into its node's network namespace, for good; call it before anything is connected.
+
+    Threads that are there already stay outside.
+
+    Raises:
+        UserError: no launcher of ours has made namespaces.
+    """
+    if _NODES not in os.environ:
+        what = "netns is set up by the launcher, and another one has started this rank"
+        raise UserError("link.mode", what, "start the ranks with --nproc")
+    nodes = Nodes(**json.loads(os.environ[_NODES]))
+    clone_newnet = 0x40000000
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
+    with open(f"/run/netns/{nodes.names[local_rank // nodes.node_size]}", "rb") as namespace:
+        if libc.setns(namespace.fileno(), clone_newnet):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace.name}")
+    use_interface(nodes.interface)
+
+
+def use_interface(name: str) -> None:
+    """Have gloo talk through a network interface of this host.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    known = [interface for _, interface in socket.if_nameindex()]
+    if name not in known:
+        raise UserError("link.device", f"there is no interface {name!r}", f"choose one of {', '.join(known)}")
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def end_with_starter() -> None:
+    """In a process that `start_child` or `launch_workers` has started: die with who did, by the kernel's hand."""
+    starter = os.environ.get(_LAUNCHER)
+    if starter and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != int(starter):  # it died before the line above
+            os._exit(ExitStatus.PEER_LOST)
+
+
+def tell_launcher(line: str) -> bool:
+    """Leave `line` for `launch_workers` to print once; False where it did not start this process."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not has_launcher() or not path:
+        return False
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": line, "timestamp": int(time.time())}, file)
+    return True
+
+
+def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
+    text = env.get(name, default)
+    if not re.fullmatch(r"\d+", text):
+        what = f"{text!r} is not a number" if name in env else "is not set"
+        raise UserError(name, what, "start with `zeroshard train --nproc N`, torchrun or srun")
+    return int(text)
+
+
+def _first_host(nodelist: str) -> str:
+    """The first host of SLURM's ``node[03-04,07],other`` notation: ``node03``."""
+    match = re.match(r"([^,\[]*)(?:\[(\d+))?", nodelist)
+    return "" if match is None else match[1] + (match[2] or "")

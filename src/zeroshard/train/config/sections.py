@@ -1,0 +1,237 @@
+"""The tables of a run's settings: ``[model]``, ``[data]``, ``[optim]``, ``[profile]``, ``[plan]``, ``[link]``,
+``[track]``.
+
+Each checks its own values; `zeroshard.train.config.config` holds them, and checks what must fit between them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from zeroshard.data.registry import SOURCES
+from zeroshard.errors import UserError
+from zeroshard.models.presets import PRESETS
+from zeroshard.train.config.registered import ModelName, SourceName
+from zeroshard.train.config.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
+
+# `model = "NAME"` stands for `model.name = "NAME"`
+SHORTHANDS = {"model": "name", "data": "source", "track": "to"}
+TRACKERS = ("tensorboard", "wandb", "trackio")
+UNNAMED = "unnamed"  # the data of an imported run: only its user knows which they are
+Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M
+
+
+class Config(BaseModel):
+    """Settings: every key is known, and none changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Config):
+    """Which model: a preset by name, and sizes that replace the preset's."""
+
+    name: ModelName = Field(
+        "gpt2-demo",
+        min_length=1,
+        description=f"Preset: {', '.join(PRESETS)}; or module:Class, a configuration class of your own.",
+    )
+    n_layer: int = Field(0, ge=0, description="Transformer blocks; 0: the preset's.")
+    n_head: int = Field(0, ge=0, description="Attention heads; 0: the preset's.")
+    n_kv_head: int = Field(0, ge=0, description="Key and value heads; 0: the preset's.")
+    n_embd: int = Field(0, ge=0, description="Width in features; 0: the preset's.")
+    vocab_size: int = Field(0, ge=0, description="Token ids; 0: as many as the tokenizer has.")
+    seq_len: int = Field(0, ge=0, description="Longest sequence in tokens; 0: the preset's.")
+    ffn_hidden: int = Field(0, ge=0, description="Width of LLaMA's feed-forward layer; 0: the preset's.")
+    rope_theta: float = Field(0.0, ge=0, allow_inf_nan=False, description="Base of rotary waves; 0: the preset's.")
+    norm_eps: float = Field(0.0, ge=0, allow_inf_nan=False, description="Epsilon of LLaMA's norms; 0: the preset's.")
+    tie_embeddings: Literal["preset", "yes", "no"] = Field(
+        "preset", description="LLaMA: one matrix for embedding and output head."
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="Probability that an activation is dropped.")
+    bias: bool = Field(True, description="Biases in GPT-2's linear layers and norms.")
+    activation_checkpointing: str = Field(
+        "none",
+        description="Recompute in backward: none, full, every:N (N-th block), or selective (all but matrix products).",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, raw: Any) -> Any:
+        return {SHORTHANDS["model"]: raw} if isinstance(raw, str) else raw
+
+    @model_validator(mode="after")
+    def _recomputation_is_known(self) -> Self:
+        if not re.fullmatch(r"none|full|selective|every:[1-9]\d*", self.activation_checkpointing):
+            raise UserError(
+                "model.activation_checkpointing",
+                f"{self.activation_checkpointing!r} is not a choice",
+                "choose none, full, selective, or every:N for every N-th block",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.n_embd and self.n_head and self.n_embd % self.n_head:
+            raise UserError(
+                "model.n_head",
+                f"{self.n_head} heads do not divide a width of {self.n_embd}",
+                "choose n_head so that n_embd is a multiple of it",
+            )
+        if self.n_head and self.n_kv_head and self.n_head % self.n_kv_head:
+            raise UserError(
+                "model.n_kv_head",
+                f"{self.n_kv_head} key heads do not divide {self.n_head} heads",
+                "choose n_kv_head so that n_head is a multiple of it",
+            )
+        return self
+
+
+class DataConfig(Config):
+    """Which text, cut into tokens how, kept where."""
+
+    source: SourceName = Field(
+        "python-stdlib",
+        min_length=1,
+        description=f"{', '.join(SOURCES)}; OWNER/NAME[:CONFIGURATION][@SPLIT] of the Hugging Face hub; or module:name "
+        "of your own. bin: tokens of nanoGPT or llm.c.",
+    )
+    path: tuple[str, ...] = Field(
+        (), description="Files, folders, globs or addresses to read: text, .parquet, .jsonl[.gz|.zst], .bin."
+    )
+    column: str = Field("text", min_length=1, description="Of .parquet and .jsonl, that holds the text.")
+    tokenizer: str = Field(
+        "bytes",
+        min_length=1,
+        description="bytes, gpt2, another of tiktoken's, bpe:N (N trained tokens), json:PATH of a tokenizer.json.",
+    )
+    val_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the text kept for validation.")
+    max_tokens: Count = Field(0, ge=0, description="Tokens to keep at most, as 500000 or 1B; 0: all.")
+    dir: str = Field("", description="Folder of the prepared tokens; empty: named after the rest, in data/.")
+    streaming: bool = Field(
+        False, description="Train straight from .parquet, .jsonl or the hub, and prepare nothing before."
+    )
+    document_mask: bool = Field(False, description="Attention stays inside a document; the tokenizer must end them.")
+    workers: int = Field(0, ge=0, description="Processes that encode text; 0: one per core, as far as there is work.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, raw: Any) -> Any:
+        return {SHORTHANDS["data"]: raw} if isinstance(raw, str) else raw
+
+
+class OptimConfig(Config):
+    """Which steps are taken."""
+
+    max_not_finite: int = Field(
+        10, ge=1, description="Steps in a row whose loss or gradient is not finite that end the run; each is skipped."
+    )
+    skip_spikes: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Skip a step whose loss is this many standard deviations above the last ones; 0: never.",
+    )
+
+
+class ProfileConfig(Config):
+    """What a run measures of itself, beyond each step's record."""
+
+    trace_steps: int = Field(
+        0, ge=0, description="Steps to trace, into OUT/trace/trace.json, from the third on; 0: none."
+    )
+    memory: bool = Field(
+        False, description="Find the peak of memory by category, from every operation of the second step."
+    )
+    overlap: bool = Field(False, description="Time each collective to its end: what was hidden, in summary.json.")
+
+
+class ContractConfig(Config):
+    """What a run makes of its plan."""
+
+    enforce: bool = Field(
+        False, description="End with status 3 where held bytes or counted messages are not those planned."
+    )
+    device: str = Field("", description="File of `zeroshard bench device`, to predict the time of a step; empty: none.")
+
+
+class LinkConfig(Config):
+    """A slower network than there is, between nodes; quantities carry their unit."""
+
+    mode: Literal["none", "simulated", "netns", "tc"] = Field(
+        "none",
+        description="simulated: by our communicator. netns: a network namespace for each node, as root. tc: an "
+        "interface that `zeroshard lab tc apply` has shaped. none: the network as it is.",
+    )
+    bandwidth: str = Field("", description="Of a node's link in each direction, as 1Gbit/s; empty: as it is.")
+    latency: str = Field("", description="Of a link, one way, as 50us; empty: as it is.")
+    burst: str = Field(
+        "",
+        description="What passes at once after a pause, as 64KiB; empty: simulated none, else what the shaper needs.",
+    )
+    node_size: int = Field(1, ge=1, description="Neighbouring ranks that are a node, and share its link.")
+    inside_bandwidth: str = Field("", description="Within a node, simulated only; empty: as it is.")
+    inside_latency: str = Field("", description="Within a node, simulated only; empty: as it is.")
+    device: str = Field("", description="Network interface of this host that tc has shaped, as eth1.")
+
+    @model_validator(mode="after")
+    def _says_what_is_slow(self) -> Self:
+        bandwidths, durations = ("bandwidth", "inside_bandwidth"), ("latency", "inside_latency")
+        given = [name for name in (*bandwidths, *durations, "burst", "device") if getattr(self, name)]
+        if self.mode == "none" and (given or self.node_size > 1):
+            what = "is given, and no link is slowed"
+            raise UserError(f"link.{(given or ['node_size'])[0]}", what, "add --link.mode simulated, netns or tc")
+        for names, parse in ((bandwidths, parse_bandwidth), (durations, parse_duration), (("burst",), parse_size)):
+            for name in names:
+                if getattr(self, name):
+                    parse(f"link.{name}", getattr(self, name))
+        if self.mode == "simulated" and not given:
+            raise UserError("link.mode", "simulated does not say what", "add --link.bandwidth 1Gbit/s, or a latency")
+        if self.mode in ("netns", "tc"):
+            self._can_be_shaped()
+        if (self.mode == "tc") != bool(self.device):
+            raise UserError("link.device", f"{self.device!r} with mode {self.mode}", "give one with tc, and only then")
+        return self
+
+    def _can_be_shaped(self) -> None:
+        if not self.bandwidth:
+            raise UserError("link.bandwidth", f"{self.mode} shapes a bandwidth", "give one, as 1Gbit/s")
+        for name in ("inside_bandwidth", "inside_latency"):
+            if getattr(self, name):
+                what = f"{self.mode} shapes what leaves a node, and nothing in it"
+                raise UserError(f"link.{name}", what, "leave it out, or use --link.mode simulated")
+
+
+class TrackConfig(Config):
+    """Who is told of the run's numbers, beside its own log."""
+
+    to: tuple[str, ...] = Field((), description="tensorboard, wandb, trackio; none: metrics.jsonl alone.")
+    project: str = Field("zeroshard", min_length=1, description="Under which wandb and trackio file the run.")
+    name: str = Field("", description="Of the run there; empty: the run folder's.")
+    mode: Literal["online", "offline"] = Field("online", description="wandb: send, or write into the run folder.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, raw: Any) -> Any:
+        if isinstance(raw, str):
+            return {"to": [raw]}
+        if isinstance(raw, Mapping) and isinstance(raw.get("to"), str):
+            return {**raw, "to": [raw["to"]]}
+        return raw
+
+    @model_validator(mode="after")
+    def _trackers_are_known(self) -> Self:
+        for name in self.to:
+            if name not in TRACKERS:
+                raise UserError("track.to", f"{name!r} is not a tracker", f"choose of {', '.join(TRACKERS)}")
+        return self
+
+
+def require_data(data: DataConfig) -> None:
+    """Raise UserError where the data of an imported run were not named yet."""
+    if data.source == UNNAMED:
+        what = "the run was imported, and only you know what it is to be trained on"
+        raise UserError("data", what, "add --data text --data.path FILES, or another source, see --help")

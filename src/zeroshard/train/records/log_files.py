@@ -1,0 +1,166 @@
+"""``metrics.jsonl`` and ``summary.json``.
+
+JSON has no NaN and no infinity: they are written as null, so that every line of ``metrics.jsonl`` is valid JSON
+whatever the run came to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from zeroshard.comm import by_kind
+from zeroshard.regular_files import LOG_BYTES, open_regular, read_bytes
+from zeroshard.train.records.records import StepRecord, warn
+
+
+class JsonlWriter:
+    """``metrics.jsonl``: one object a line, written at once, appended to where a run goes on.
+
+    A log that cannot be written ends no run: the first lost line is told on stderr, and the number of them when lines
+    can be written again. There is never a part of a line. Where the file was removed, it is made anew.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(path)
+        self._path, self._num_lost = path, 0
+        self._file = _for_appending(path)
+
+    def on_start(self, info: Mapping[str, Any]) -> None:
+        """Write a ``start`` line."""
+        self._write("start", info)
+
+    def on_step(self, record: StepRecord) -> None:
+        """Write a ``step`` line; exposed communication by kind, all units together."""
+        self._write("step", asdict(record) | {"exposed_s": by_kind(record.exposed_s)})
+
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
+        """Write an ``eval`` line."""
+        average = {} if ema_loss is None else {"ema_loss": ema_loss}
+        self._write("eval", {"step": step, "loss": loss, **average})
+
+    def on_saving(self, done_bytes: int, num_bytes: int) -> None:
+        """Nothing: the log has what came of it."""
+
+    def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
+        """Write a ``checkpoint`` line."""
+        self._write("checkpoint", {"step": step, "path": str(path), **(facts or {})})
+
+    def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
+        """Write a ``checkpoint`` line with an ``error`` in it."""
+        self._write("checkpoint", {"step": step, "path": str(path), "error": error})
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """Write an ``end`` line."""
+        self._write("end", summary)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, event: str, values: Mapping[str, Any]) -> None:
+        line = json.dumps(finite_or_null({"event": event, **values}), allow_nan=False).encode() + b"\n"
+        try:
+            self._append(line)
+        except OSError as error:
+            self._num_lost += 1
+            if self._num_lost == 1:
+                warn(f"{self._path} cannot be written ({error.strerror}); the run goes on without its log")
+        else:
+            if self._num_lost:
+                warn(f"{self._path} is written again; {self._num_lost} lines are missing in it")
+            self._num_lost = 0
+
+    def _append(self, line: bytes) -> None:
+        """Write a whole line or nothing."""
+        if not os.fstat(self._file.fileno()).st_nlink:  # removed in mid-run
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file.close()
+            self._file = _for_appending(self._path)
+        before, written = os.fstat(self._file.fileno()).st_size, 0
+        try:
+            while written < len(line):
+                written += os.write(self._file.fileno(), line[written:])
+        except OSError:
+            os.ftruncate(self._file.fileno(), before)
+            raise
+
+
+class SummaryWriter:
+    """``summary.json``: what came out, written when the run is done."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._exposed_s: defaultdict[str, float] = defaultdict(float)
+        self._num_steps = 0
+
+    def on_start(self, info: Mapping[str, Any]) -> None:
+        """Nothing yet."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """Add up the communication that nothing hid; the first step, which warms up, is left out."""
+        for label, seconds in record.exposed_s.items() if self._num_steps else ():
+            self._exposed_s[label] += seconds
+        self._num_steps += 1
+
+    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
+        """Nothing yet."""
+
+    def on_saving(self, done_bytes: int, num_bytes: int) -> None:
+        """Nothing yet."""
+
+    def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
+        """Nothing yet."""
+
+    def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
+        """Nothing yet."""
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """Write the file whole, or leave the old one; with the exposed seconds a step, by unit, kind and phase."""
+        largest_first = sorted(self._exposed_s.items(), key=lambda item: -item[1])
+        exposed = {label: seconds / (self._num_steps - 1) for label, seconds in largest_first}
+        whole = {**summary, "exposed_s_per_step": exposed}
+        text = json.dumps(finite_or_null(whole), indent=2, allow_nan=False) + "\n"
+        unfinished = self._path.with_suffix(".tmp")
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(self._path)
+        except OSError as error:
+            warn(f"{self._path} cannot be written ({error.strerror})")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def finite_or_null(value: Any) -> Any:
+    """`value` with every NaN and infinity in it, however deep, replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite_or_null(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_null(item) for item in value]
+    return value
+
+
+def _drop_torn_line(path: Path) -> None:
+    """A process that was killed in the middle of a line leaves a piece of one: cut it off."""
+    if not path.exists():
+        return
+    whole = read_bytes(path, LOG_BYTES)
+    end = whole.rfind(b"\n") + 1
+    if end != len(whole):
+        with path.open("r+b") as file:
+            file.truncate(end)
+
+
+def _for_appending(path: Path) -> FileIO:
+    return FileIO(path, "ab", opener=open_regular)

@@ -1,0 +1,50 @@
+"""What a run's plan is asked for, and who holds the run to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from zeroshard.comm import Communicator
+from zeroshard.models import LanguageModel
+from zeroshard.parallel import strategy_entry
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.records.plan_contract import Contract, Job, Predict
+from zeroshard.train.setup.assemble import DTYPES
+from zeroshard.train.setup.links import Links
+from zeroshard.zero import STAGES
+
+
+def contract_of(
+    config: TrainConfig,
+    model: LanguageModel,
+    comm: Communicator,
+    device: torch.device,
+    grad_accum_steps: int,
+    predict: Predict | None,
+    saves_passes: bool,
+) -> Contract | None:
+    """The plan of a run that can be planned, from ``predict``; None: of another, or where nobody predicts."""
+    entry = strategy_entry(config.strategy)
+    if predict is None or not entry.planned or config.optimizer != "adamw":
+        return None
+    job = Job(
+        model=model,
+        row=replace(STAGES[entry.stage], reshard_after_forward=config.reshard_after_forward),
+        rank=comm.rank,
+        world_size=comm.world_size,
+        shard_size=config.shard_size or comm.world_size,
+        compute_dtype=DTYPES[config.dtype],
+        num_micro=grad_accum_steps,
+        micro_batch_size=config.micro_batch_size,
+        seq_len=config.seq_len,
+        uniform_order=comm.uniform_order,
+        device_type=device.type,
+        keeps_ema=config.ema_decay > 0,
+        saves_passes=saves_passes,
+        calibration=config.plan.device,
+        estimates=comm.rank == 0,  # who reports
+        links=Links.of(config.link),
+    )
+    return Contract(predict(job), config.plan.enforce)

@@ -1,0 +1,95 @@
+"""Parameters that know that their values are from before the last step.
+
+[Note: Read between steps]
+    Between an optimizer's step and the next forward a parameter that is refreshed lazily holds old numbers, or NaN. In
+    that time its class is a subclass of its own with a ``__torch_function__``, so whoever asks it for values, however
+    he came by it, is seen first: the weights are gathered then and there, as the next forward would have done, and the
+    class is the old one again. What does not ask for values (shape, dtype, ``grad``, flags, hooks) goes through
+    untouched. A view or a ``.data`` that was taken before the step is another tensor, and not seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+_READ = "_zeroshard_read"  # on outdated parameters: what brings their values
+_PLAIN = torch._C._disabled_torch_function_impl
+
+
+def mark(params: Iterable[nn.Parameter], read: Callable[[], None]) -> None:
+    """Have ``read`` called before the first of these parameters is read; it must end in `unmark`."""
+    for param in params:
+        kind = type(param)
+        if kind.__torch_function__ is _PLAIN:  # else the user's own class, which hears of reads itself
+            param.__class__ = _outdated(kind)
+        if isinstance(param, _Outdated):
+            vars(param)[_READ] = read
+
+
+def unmark(params: Iterable[nn.Parameter]) -> None:
+    """Values are there, or nobody need be told of them any more: these are ordinary parameters again."""
+    for param in params:
+        if isinstance(param, _Outdated):
+            param.__class__ = type(param).__mro__[2]
+            del vars(param)[_READ]
+
+
+class _Outdated:
+    """In front of a parameter's own class."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _NO_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, _Outdated):  # not any more where it came by the read of another
+                vars(leaf)[_READ]()
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        vars(self)[_READ]()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        vars(self)[_READ]()
+        return self.__reduce_ex__(protocol)
+
+
+@functools.cache
+def _outdated(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """``kind``, by the same name, whose instances tell of being read."""
+    return type(kind.__name__, (_Outdated, kind), {"__module__": kind.__module__})
+
+
+def _attribute(name: str) -> list[Any]:
+    """The functions by which torch tells of an attribute that is read, set or deleted."""
+    member = getattr(Tensor, name)
+    return [getattr(member, method) for method in ("__get__", "__set__", "__delete__") if hasattr(member, method)]
+
+
+_ATTRIBUTES = """
+    _backward_hooks _post_accumulate_grad_hooks _version device dtype grad grad_dtype grad_fn is_cpu is_cuda is_leaf
+    is_meta is_nested is_quantized is_sparse itemsize layout nbytes ndim output_nr requires_grad retains_grad shape
+"""
+_METHODS = """
+    dim element_size is_complex is_contiguous is_floating_point ndimension nelement numel register_hook
+    register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride __len__
+"""
+_NO_VALUES = frozenset(
+    [
+        *(function for name in _ATTRIBUTES.split() for function in _attribute(name)),
+        *(getattr(Tensor, name) for name in _METHODS.split()),
+        *(torch.is_complex, torch.is_floating_point, torch.numel),
+    ]
+)

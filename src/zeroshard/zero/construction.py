@@ -1,0 +1,85 @@
+"""How an engine comes to be: which models it takes, and how their parameters become units of flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zeroshard.comm import Communicator, scope
+from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
+from zeroshard.zero.buffers.unit import Unit, build_groups
+from zeroshard.zero.levels import Levels
+from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.runtime.module_methods import has_engine
+from zeroshard.zero.strategy import ShardingStrategy
+from zeroshard.zero.transfer import as_bytes, put_bytes
+
+_OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def check_arguments(model: nn.Module, prefetch: int, accumulate: str | None) -> None:
+    """Raise TypeError or ValueError for a model that no engine can take, or a setting that none knows."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {type(model).__name__} is not an nn.Module")
+    around = next((part for part in model.modules() if isinstance(part, _OTHER_WRAPPERS)), None)
+    if around is not None:
+        raise ValueError(
+            f"model: a {type(around).__name__} averages gradients itself; give Zero() the module inside of it"
+        )
+    if any(is_traceable_wrapper_subclass(param) for param in model.parameters()):
+        raise ValueError(
+            "model: its parameters are sharded already (DTensor, as of fully_shard); give an ordinary module"
+        )
+    if has_engine(model):
+        raise ValueError("model: it, or a part of it, has an engine already; call remove() on that one first")
+    if prefetch < 0:
+        raise ValueError(f"prefetch: {prefetch} units ahead; give 0 or more")
+    if accumulate not in (None, "local", "sharded"):
+        raise ValueError(f"accumulate: {accumulate!r} is unknown; choose 'local' or 'sharded'")
+
+
+def build_units(
+    model: nn.Module,
+    units: Iterable[nn.Module] | None,
+    strategy: ShardingStrategy,
+    levels: Levels,
+    precision: MixedPrecision,
+    init: Init | None,
+    device: torch.device | str | None,
+) -> tuple[Unit, list[Unit]]:
+    """The root unit and the others, of rank 0's parameters, with rank 0's buffers in the model. Collective.
+
+    Arguments and errors are those of `zeroshard.Zero`.
+    """
+    on_meta = any(param.is_meta for param in model.parameters())
+    if on_meta and init is None:
+        raise ValueError("init: the model has parameters on the meta device; give a function that fills them")
+    any_meta = on_meta or any(buffer.is_meta for buffer in model.buffers())
+    meta = materialise(model, _default_device(device), init) if any_meta else set()
+    fill = dict.fromkeys(meta, init) if init is not None else {}
+    root_spec, specs = partition(model, units)
+
+    def build(spec: UnitSpec) -> Unit:
+        groups = build_groups(spec.name, spec.params, strategy, levels, precision, fill)
+        return Unit(spec.name, spec.module, groups)
+
+    root = build(root_spec)
+    _broadcast_buffers(model, levels.world)
+    return root, [build(spec) for spec in specs]
+
+
+def _broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
+    with scope("buffers/start"):
+        for _, buffer in model.named_buffers():
+            content = as_bytes(buffer)
+            comm.broadcast(content, src=0).wait()
+            put_bytes(buffer, content)
+
+
+def _default_device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,313 @@
+"""The scope of an optimizer class that nobody has declared, by experiment.
+
+No list of names could answer for a user's own class, or for a class that works element by element with one setting
+and not with another. So the class is run on tiny tensors, on the CPU wherever the parameters live, and watched:
+
+| trial                                                    | what a change in the result means                    |
+|----------------------------------------------------------|------------------------------------------------------|
+| beside other tensors, with gradients a thousand times    | tensors influence each other: *cross-tensor*         |
+| as large, in front and behind; other random seeds        | (or, if the seed alone does it, it is *random*)      |
+| permuted and cut into one-dimensional pieces             | elements of a tensor do: *per-tensor*                |
+| none of these                                            | *element-wise*: pieces of any tensor will do         |
+
+A closure that is called again after weights have moved makes it *closure-driven*. Gradients jump by factors of 1000
+and have zeros in them, so that clipping inside the optimizer and its treatment of zeros show. Learning rates are
+replaced by one that moves weights: a run may start from 0.
+
+The proof is by example: a class that changes its ways after `NUM_STEPS` steps, or for tensors beyond the largest one
+here, is not found out. Nor can a class be tried that runs on GPUs alone: such a class declares its scope.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroshard.zero.optimizers.scope import OptimizerKind, Scope
+
+NUM_STEPS = 6
+SCALES = (1.0, 0.01, 30.0, 1.0, 0.03, 3.0)  # of the gradients, step by step
+LEARNING_RATE = 0.01
+SHAPES: tuple[tuple[int, ...], ...] = ((), (37,), (5, 7), (2, 3, 4), (3, 2, 3, 2))
+LARGE = (136, 160)  # some factor only matrices of 128 rows, or quantise only from 4096 elements on
+ON_CPU = "tried on the CPU; a class that runs on other devices only declares its scope by the attribute zero_scope"
+# Relative to the largest update. Bits are not asked for: fused and vectorised kernels round an element in the body of a
+# tensor otherwise than one in its tail, and pieces have other tails. What one element does to another is far larger.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+class _TrialError(Exception):
+    """The class was not to be built with these tensors, or it was and its step raised."""
+
+    def __init__(self, cause: Exception, *, built: bool) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.cause, self.built = cause, built
+
+
+@dataclass
+class _Trial:
+    """Weights after `NUM_STEPS`, how far they went, and the optimizer with its state."""
+
+    weights: list[Tensor]
+    optimizer: Optimizer
+    closure_calls: int  # most in one step, counting only calls after weights have moved
+
+
+class _Subject:
+    """One class with its settings, in one dtype, on the CPU in place of ``device``."""
+
+    def __init__(
+        self,
+        optimizer_cls: type[Optimizer],
+        settings: Mapping[str, Any],
+        group: Mapping[str, Any],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.optimizer_cls, self.settings, self.group = optimizer_cls, settings, group
+        self.elsewhere, self.dtype = device.type != "cpu", dtype
+        self.with_closure = False
+
+    def history(self, shape: Sequence[int], seed: int, scale: float = 1.0) -> Tensor:
+        """``[1 + NUM_STEPS, *shape]``: weights to start from, then a gradient for each step."""
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn((1 + NUM_STEPS, *shape), generator=generator, dtype=torch.float64)
+        gone = torch.rand((1 + NUM_STEPS, *shape), generator=generator, dtype=torch.float64) < 0.2
+        values[1:] *= scale * torch.tensor(SCALES, dtype=torch.float64).view(-1, *[1] * len(shape))
+        values[1:][gone[1:]] = 0.0
+        return values.to(self.dtype)
+
+    def run(self, histories: Sequence[Tensor], seed: int = 0) -> _Trial:
+        """Take `NUM_STEPS` with a new optimizer over tensors of these histories."""
+        params = [nn.Parameter(history[0].clone()) for history in histories]
+        group, settings = copy.deepcopy(dict(self.group)), copy.deepcopy(dict(self.settings))
+        if self.elsewhere:
+            group, settings = _with_tensors(group, Tensor.cpu), _with_tensors(settings, Tensor.cpu)
+        try:
+            optimizer = self.optimizer_cls([{**group, "params": params}], **settings)
+        except Exception as error:
+            raise _TrialError(error, built=False) from error
+        for given in optimizer.param_groups:
+            if self.elsewhere and given.get("capturable"):
+                # Numbers are kept in tensors on a GPU, which torch refuses on the CPU; what is computed is the same.
+                numbers = {name: _with_tensors(value, Tensor.item) for name, value in given.items() if name != "params"}
+                given.update(numbers, capturable=False)
+            rate = given.get("lr")
+            if isinstance(rate, Tensor):
+                rate.fill_(LEARNING_RATE)
+            elif isinstance(rate, int | float):
+                given["lr"] = LEARNING_RATE
+        _seed(seed)
+        closure_calls = 0
+        for step in range(1, 1 + NUM_STEPS):
+            for param, history in zip(params, histories, strict=True):
+                param.grad = history[step].clone()
+            closure = _Closure(params)
+            try:
+                cast("Any", optimizer).step(*([closure] if self.with_closure else []))
+            except Exception as error:
+                raise _TrialError(error, built=True) from error
+            closure_calls = max(closure_calls, closure.num_late)
+        return _Trial([param.detach() for param in params], optimizer, closure_calls)
+
+    def same(self, found: Tensor, whole: Tensor, start: Tensor) -> bool:
+        """Whether two results agree, measured by the distance from where they started."""
+        update = float((whole - start).abs().nan_to_num().max()) if whole.numel() else 0.0
+        return torch.allclose(found, whole, rtol=0.0, atol=TOLERANCES[self.dtype] * update, equal_nan=True)
+
+
+class _Closure:
+    """Returns a loss, and counts the calls that come after weights have moved."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self.before = [param.detach().clone() for param in params]
+        self.num_late = 0
+
+    def __call__(self) -> Tensor:
+        moved = any(not torch.equal(now, then) for now, then in zip(self.params, self.before, strict=True))
+        self.num_late += moved
+        return torch.ones(())
+
+
+def probe(
+    optimizer_cls: type[Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], device: torch.device
+) -> OptimizerKind:
+    """What ``optimizer_cls`` with these settings does to tiny tensors on the CPU.
+
+    Random generators are left as they were, and settings are copied before the class sees them. Not to be called by
+    several threads at once, which share those generators.
+
+    Args:
+        optimizer_cls: any optimizer class.
+        settings: keyword arguments for it.
+        group: settings of the param group in question, which go before.
+        device: where the parameters live; settings that fit it alone (``capturable``, tensors there) are translated.
+
+    Raises:
+        Exception: whatever the class itself raises when it is built with these settings for any tensor.
+    """
+    with _borrowed_generators(), torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
+        subject, alone, failures = _meet(optimizer_cls, settings, group, device)
+        if not alone:
+            failure = next((failure for failure in failures if failure.built), None)
+            if failure is None:
+                cause = failures[0].cause  # the class does not accept these settings
+                if subject.elsewhere:
+                    cause.add_note(f"{optimizer_cls.__name__} was {ON_CPU}")
+                raise cause
+            where = f" ({ON_CPU})" if subject.elsewhere else ""
+            return OptimizerKind(Scope.UNUSABLE, f"it fails on dense gradients: {failure}{where}")
+        scope, reason = _watch(subject, alone)
+        return OptimizerKind(scope, reason, tuple(len(shape) for shape in alone))
+
+
+def _with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Settings with each tensor in them changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) is dict:
+        return {key: _with_tensors(each, change) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(each, change) for each in value)
+    return value
+
+
+def _meet(
+    optimizer_cls: type[Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], device: torch.device
+) -> tuple[_Subject, dict[tuple[int, ...], _Trial], list[_TrialError]]:
+    """A trial alone for each shape that the class accepts, in the first dtype and form of step that works for any."""
+    failures: list[_TrialError] = []
+    for dtype in TOLERANCES:  # float64 shows smaller influences; kernels of one's own may know float32 alone
+        subject = _Subject(optimizer_cls, settings, group, device, dtype)
+        for subject.with_closure in (False, True):
+            alone: dict[tuple[int, ...], _Trial] = {}
+            for shape in SHAPES:
+                try:
+                    alone[shape] = subject.run([subject.history(shape, len(shape))])
+                except _TrialError as error:
+                    failures.append(error)
+            if alone:
+                return subject, alone, failures
+    return subject, {}, failures
+
+
+def _watch(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> tuple[Scope, str]:
+    if any(trial.closure_calls for trial in alone.values()):
+        return (
+            Scope.CLOSURE_DRIVEN,
+            "it calls the closure again at weights that it has moved, and ranks gather weights between steps only",
+        )
+    histories = [subject.history(shape, len(shape)) for shape in alone]
+    expected = [trial.weights[0] for trial in alone.values()]
+    starts = [history[0] for history in histories]
+    if all(torch.equal(weight, start) for weight, start in zip(expected, starts, strict=True)):
+        return Scope.UNUSABLE, f"it moves no weight in {NUM_STEPS} steps, so what it would do cannot be told"
+
+    def as_alone(found: Sequence[Tensor]) -> bool:
+        return all(subject.same(*three) for three in zip(found, expected, starts, strict=True))
+
+    partners = [subject.history(tuple(size + 1 for size in shape), 9, scale=1000.0) for shape in alone]
+    together = (
+        lambda: subject.run([*histories, *partners], seed=1).weights[: len(histories)],
+        lambda: subject.run([*partners, *histories], seed=2).weights[len(partners) :],
+    )
+    for trial in together:
+        found = _or_none(trial)
+        if found is None or not as_alone(found):
+            if not as_alone([subject.run([history], seed=3).weights[0] for history in histories]):
+                return Scope.RANDOM, "it draws random numbers, which differ between ranks and between layouts"
+            return (
+                Scope.CROSS_TENSOR,
+                "it lets the gradients of one tensor change the update of another, and no rank has all of them",
+            )
+    reason = _not_element_wise(subject, alone)
+    if reason:
+        return Scope.PER_TENSOR, reason
+    return Scope.ELEMENT_WISE, "it updates each element from that element's own history"
+
+
+def _not_element_wise(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> str:
+    """Why pieces will not do; "" where they do."""
+    for shape, trial in alone.items():
+        for state in trial.optimizer.state.values():
+            for kind, value in state.items():
+                if isinstance(value, Tensor) and value.numel() > 1 and tuple(value.shape) != shape:
+                    return f"it keeps a state {kind!r} of shape {tuple(value.shape)} for a tensor of shape {shape}"
+    expected = {shape: (subject.history(shape, len(shape)), trial.weights[0]) for shape, trial in alone.items()}
+    try:
+        if not _pieces_do(subject, expected):
+            return "it updates pieces of a tensor otherwise than the whole"
+        history = subject.history(LARGE, 2)
+        if not _pieces_do(subject, {LARGE: (history, subject.run([history]).weights[0])}):
+            return "it updates pieces of a large tensor otherwise than the whole"
+    except _TrialError as error:
+        return f"it does not take one-dimensional pieces: {error}"
+    return ""
+
+
+def _pieces_do(subject: _Subject, expected: Mapping[tuple[int, ...], tuple[Tensor, Tensor]]) -> bool:
+    """Whether permuted tensors, cut at odd places, come to the same weights."""
+    pieces: list[Tensor] = []
+    cuts: list[tuple[Tensor, int]] = []  # of each tensor: its permutation and how many pieces it has
+    for history, _ in expected.values():
+        flat = history.reshape(1 + NUM_STEPS, -1)
+        numel = flat.shape[1]
+        order = torch.randperm(numel, generator=torch.Generator().manual_seed(numel))
+        first = numel * 3 // 7
+        sizes = [size for size in (first, 1, numel - first - 1) if size]
+        pieces += flat[:, order].split(sizes, dim=1)
+        cuts.append((order, len(sizes)))
+    weights = iter(subject.run(pieces).weights)
+    for (order, num_pieces), (history, whole) in zip(cuts, expected.values(), strict=True):
+        found = torch.empty_like(whole).view(-1)
+        found[order] = torch.cat([next(weights) for _ in range(num_pieces)])
+        if not subject.same(found.view_as(whole), whole, history[0]):
+            return False
+    return True
+
+
+def _or_none(run: Callable[[], list[Tensor]]) -> list[Tensor] | None:
+    """What a trial gives; None where the class takes such tensors alone only."""
+    try:
+        return run()
+    except _TrialError:
+        return None
+
+
+@contextmanager
+def _borrowed_generators() -> Generator[None]:
+    """Give every random generator that an optimizer may draw from back as it was."""
+    numpy = _numpy_random()
+    python_state, numpy_state = random.getstate(), numpy.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng([]):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy:
+            numpy.set_state(numpy_state)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    numpy = _numpy_random()
+    if numpy:
+        numpy.seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device
+
+
+def _numpy_random() -> Any:
+    try:
+        import numpy
+    except ImportError:  # torch runs without it
+        return None
+    return numpy.random

@@ -1,0 +1,95 @@
+"""The weights of a forward: gathered ahead of their use, in one order on every rank, and freed after it.
+
+[Note: The turn]
+    What runs last in forward is needed first in backward. So the weights of the order's last unit stay in between, on
+    every rank, whether it ran there or not: one gather less, and the one that nothing could have hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.runtime.schedule import Cursor, Op, forward_ops
+from zeroshard.zero.runtime.unsharded_weights import WholeWeights
+
+
+class ForwardPass:
+    """The model's call that is running, or the last one: which units it has reached, and what it gathers and frees.
+
+    Args:
+        root, units: the root unit, and the others in order of registration.
+        weights: of all of them.
+        prefetch: how many units ahead sharded weights are gathered.
+
+    Attributes:
+        order: of the units but the root, in which their weights are gathered.
+        ran: units in order of their first call in this forward.
+        by_parts: units of which parts alone were called, and nobody frees.
+        unseen: units whose weights came after the forward that may have read them.
+        at_the_turn: whose weights stay until its backward: [Note: The turn].
+    """
+
+    def __init__(self, root: Unit, units: Sequence[Unit], weights: WholeWeights, prefetch: int) -> None:
+        self._root, self._weights, self._prefetch = root, weights, prefetch
+        self.take_order(list(units))
+        self.ran: dict[Unit, None] = {}
+        self.by_parts: dict[Unit, None] = {}
+        self.unseen: set[Unit] = set()
+        self.at_the_turn: Unit | None = None
+        self._frees_after_use = True
+        self._cursor = Cursor([], lambda op: None)
+
+    def take_order(self, units: list[Unit]) -> None:
+        """Gather in this order from now on."""
+        self.order = units
+        self._place = {unit: place for place, unit in enumerate(units)}
+
+    def begin(self, *, reshard_after_forward: bool) -> None:
+        """The model is called: have the root's weights on their way, and those of the first units, or of all."""
+        self.ran, self.by_parts, self.unseen = {}, {}, set()
+        # One answer for all units, run or skipped: what is whole must be so on every rank.
+        self._frees_after_use = reshard_after_forward or not torch.is_grad_enabled()
+        self.at_the_turn = self.order[-1] if self.order and torch.is_grad_enabled() else None
+        self._weights.gather(self._root)
+        if self._weights.shard_params:
+            self._weights.show_as_current()
+            self._cursor = Cursor(forward_ops(len(self.order)), lambda op: self._weights.gather(self.order[op.place]))
+            self._cursor.through(Op("gather", min(self._prefetch, len(self.order)) - 1))
+        else:
+            for unit in self.order:
+                self._weights.gather(unit)
+
+    def reach(self, unit: Unit) -> None:
+        """Gather everything up to this unit, and as far ahead as is wished."""
+        self.ran.setdefault(unit)
+        self.unseen.discard(unit)
+        self._cursor.through(Op("gather", min(self._place[unit] + self._prefetch, len(self.order) - 1)))
+
+    def gather_the_rest(self) -> None:
+        """The model's call is over: gather what other ranks may have run and this one has not."""
+        self._cursor.finish()
+
+    def free_what_nobody_frees(self) -> None:
+        """Free units that were skipped, and those of which parts alone were called."""
+        for unit in self.order:
+            if unit not in self.ran:
+                self._skipped(unit)
+                self.free(unit)
+        for unit in self.by_parts:
+            self.free(unit)
+
+    def free(self, unit: Unit) -> None:
+        """Free the unit's weights, unless backward needs them at once."""
+        if self._frees_after_use and unit is not self.at_the_turn:
+            self._weights.reshard(unit)
+
+    def _skipped(self, unit: Unit) -> None:
+        """Wait for weights that nobody asked for; only then may they be gathered anew."""
+        if unit.on_its_way and not self._weights.shard_params and torch.is_grad_enabled():
+            # Who has read them without a module's call has read old ones: let autograd see that they have changed.
+            torch.autograd.graph.increment_version([p for group in unit.groups for p in group.params.params])
+            self.unseen.add(unit)
+        unit.wait()

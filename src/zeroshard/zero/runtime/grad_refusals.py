@@ -1,0 +1,58 @@
+"""Gradients that are not what a user takes them for: which these are, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from zeroshard.zero.buffers.unit import FlatGroup, Unit
+from zeroshard.zero.runtime.backward_pass import BackwardPass
+
+
+def require_usable(
+    what: str, backward: BackwardPass | None, *, removed: bool, has_graph: bool, unreduced: bool
+) -> None:
+    """Raise RuntimeError where gradients are gone, incomplete, not yet reduced, or were never reduced.
+
+    Args:
+        what: was called, with which the message begins.
+        backward: the one that is running, or that an exception has ended.
+        removed: whether the engine has given its model back.
+        has_graph: whether gradients are wanted of a backward that has made a graph of its own.
+        unreduced: whether they were accumulated without communication.
+    """
+    if removed:
+        raise RuntimeError(
+            f"{what}: zero.remove() has given the model back, and this changes nothing in it; "
+            "make an optimizer over model.parameters()"
+        )
+    if backward is not None and backward.failed:
+        raise RuntimeError(
+            f"{what}: the last backward ended in an exception, and its gradients are incomplete; "
+            "call zero_grad() and take the step again"
+        )
+    if backward is not None:
+        raise RuntimeError(
+            f"{what}: inside backward a gradient is this rank's own and not yet reduced over ranks; "
+            "use it after backward()"
+        )
+    if has_graph and what.endswith(".grad"):
+        raise RuntimeError(
+            f"{what}: it has no graph of its own after backward(create_graph=True); "
+            "use torch.autograd.grad(), or read it under torch.no_grad()"
+        )
+    if unreduced:
+        raise RuntimeError(
+            f"{what}: gradients accumulated under no_sync() were never reduced; "
+            "run the last backward of a step outside no_sync()"
+        )
+
+
+def refuse_unseen(group: FlatGroup, unseen: Iterable[Unit]) -> None:
+    """Raise RuntimeError if the group is of a unit whose weights came after the forward that may have read them."""
+    unit = next((unit for unit in unseen if group in unit.groups), None)
+    if unit is not None:
+        raise RuntimeError(
+            f"{unit.name}: its parameters have gradients, but neither it nor a module in it was called while its "
+            "weights were on their way, so forward may have read those from before the step; call the module, or "
+            "leave it out of Zero(units=...)"
+        )

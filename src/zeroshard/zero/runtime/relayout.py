@@ -1,0 +1,53 @@
+"""Between steps: weights and gradients laid out anew, for an optimizer that needs whole tensors or by another row.
+
+Neither may happen while gradients wait for a step, which would be lost, or while all weights are promised to stay.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.strategy import ShardingStrategy
+
+
+def groups_to_leave(runtime: Runtime, params: set[nn.Parameter]) -> list[FlatGroup]:
+    """The groups of ``params`` that do not keep tensors whole."""
+    return [group for group in runtime.groups() if not group.whole and not params.isdisjoint(group.params.params)]
+
+
+def keep_whole(runtime: Runtime, params: set[nn.Parameter]) -> None:
+    """Lay ``params`` out so that each tensor has one owner; see [Note: Laid out anew] in `unit`. Collective.
+
+    Raises:
+        RuntimeError: inside `Runtime.pinned`, or while gradients of these parameters or their neighbours wait for a
+            step.
+    """
+    leaving = groups_to_leave(runtime, params)
+    if runtime.is_pinned:
+        raise RuntimeError("optimizer: it lays weights out anew; make it outside full_params()")
+    if runtime.unreduced or any(any(group.grads.used) for group in leaving):
+        raise RuntimeError(
+            "optimizer: gradients wait for a step, and would be lost where weights are laid out anew; "
+            "make it before backward, or after zero_grad()"
+        )
+    loads = [0] * runtime.levels.shard.world_size
+    for unit in runtime.all_units():
+        unit.keep_whole(params, loads)
+    runtime.laid_out_anew(leaving)
+
+
+def require_rest(runtime: Runtime, what: str) -> None:
+    """Raise RuntimeError inside `Runtime.pinned`, or while gradients wait for a step."""
+    if runtime.is_pinned:
+        raise RuntimeError(f"{what}: it lays weights out anew; call it outside full_params()")
+    if runtime.unreduced or any(any(group.grads.used) for group in runtime.groups()):
+        raise RuntimeError(f"{what}: gradients wait for a step, and would be lost; call it after zero_grad()")
+
+
+def take_row(runtime: Runtime, strategy: ShardingStrategy) -> None:
+    """Move weights and gradients as this row says from now on; the groups are laid out by it already."""
+    runtime.read_row(strategy)
+    runtime.forget_calls()
+    runtime.laid_out_anew(runtime.groups())

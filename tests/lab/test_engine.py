@@ -1,0 +1,88 @@
+"""The engine that a plan drives, over tensors without memory: what it is seen to do, by hand."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from zeroshard.lab.predict.actions import Settings
+from zeroshard.lab.predict.buffers import buffers_of
+from zeroshard.lab.predict.engine import Change, Sent, Waited, recorded
+from zeroshard.lab.predict.spans import Event
+from zeroshard.zero import STAGES, MixedPrecision
+
+BYTES = 16 * 16 * 4  # of one unit's weights
+
+
+def _told(stage, world_size, *, num_replicas=1, syncs=(True,)):
+    """Of a root and two units: by event, what the engine does in the last micro-batch."""
+    net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+    buffers = tuple(buffers_of(net, world_size, [net[0], net[1]]))
+    events = (
+        Event("forward_begins"),
+        *(event for p in (0, 1) for event in (Event("forward_begins", p), Event("forward_ends", p, grads_flow=True))),
+        Event("forward_ends", grads_flow=True),
+        Event("backward_begins"),
+        Event("grad", param="2.weight"),
+        *(
+            event
+            for p in (1, 0)
+            for event in (Event("backward_begins", p), Event("grad", p, "weight"), Event("backward_ends", p))
+        ),
+        Event("backward_over"),
+    )
+    settings = Settings(STAGES[stage], MixedPrecision(), num_replicas=num_replicas)
+    micro_batches = recorded(events, ("0", "1"), buffers, settings, syncs)
+    return list(zip(events, micro_batches[-1], strict=True))
+
+
+def _sent(told):
+    return [(e.message.op, e.message.buffer, e.replicas) for _, done in told for e in done if isinstance(e, Sent)]
+
+
+def _sum(told, category):
+    return sum(e.num_bytes for _, done in told for e in done if isinstance(e, Change) and e.category == category)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_world_is_a_number(stage):
+    few, many = _told(stage, 4), _told(stage, 100_000)
+    assert _sent(few) == _sent(many)
+    assert {e.message.world_size for _, done in many for e in done if isinstance(e, Sent)} == {100_000}
+
+
+def test_weights_on_their_way_are_in_use_once_they_are_waited_for():
+    told = _told(3, 4)
+    begins, first = told[0], told[1]
+    changes = [e.num_bytes for e in begins[1] if isinstance(e, Change) and e.category == "prefetch"]
+    assert changes == [BYTES, BYTES, -BYTES]  # the root and unit 0 set out, the root has come
+    assert _sum([first], "prefetch") == BYTES - BYTES  # unit 0 has come, unit 1 sets out
+    assert _sum([first], "unit_buffers") == BYTES
+    assert _sum(told, "prefetch") == _sum(told, "unit_buffers") == 0  # all are freed in the end
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_add_up_what_this_rank_s_group_has_reduced(stage):
+    reductions = [each for each in _sent(_told(stage, 2, num_replicas=3)) if each[0] != "all_gather"]
+    assert reductions == [
+        ("reduce_scatter", "1", False),
+        ("reduce_scatter", "0", False),
+        ("all_reduce", "1", True),
+        ("reduce_scatter", "root", False),
+        ("all_reduce", "0", True),
+        ("all_reduce", "root", True),
+        ("all_reduce", "control", False),
+        *([("all_reduce", "control", False)]),  # the gathers' digest, of those that gather together
+    ]
+
+
+def test_each_collective_is_waited_for():
+    told = [each for _, done in _told(2, 4) for each in done]
+    assert {e.number for e in told if isinstance(e, Sent)} == {e.number for e in told if isinstance(e, Waited)}
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [(4, []), (3, [BYTES, -BYTES] * 3)])
+def test_what_comes_and_goes_within_one_event_is_temporary(world_size, expected):
+    told = _told(0, world_size, syncs=(False, True))  # a mean over 3 ranks is rounded before it is added
+    changes = [e for _, done in told for e in done if isinstance(e, Change) and e.category == "temporaries"]
+    assert [e.num_bytes for e in changes if abs(e.num_bytes) > 64] == expected  # but for control messages

@@ -1,0 +1,356 @@
+"""Weights read between a step and the next forward: right at stages 0 to 2, a warning where they are sharded."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from nets import Net, rows
+from zeroshard.comm import NullCommunicator, run_threads
+from zeroshard.zero import STAGES, MixedPrecision, Zero
+
+PRECISIONS = {"fp32": None, "bf16": MixedPrecision(param_dtype=torch.bfloat16)}
+WHOLE = [0, 1, 2]
+
+
+def trained(stage, comm, precision=None):
+    """A model right after a step, its engine, its optimizer."""
+    net = Net()
+    zero = Zero(net, stage, comm=comm, precision=precision)
+    optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+    step(net, optim, comm.rank)
+    return net, zero, optim
+
+
+def step(net, optim, rank=0):
+    net(rows(rank)).float().square().sum().backward()
+    optim.step()
+    optim.zero_grad()
+
+
+def unpickled(weight):
+    return torch.load(io.BytesIO(saved(weight)))
+
+
+def saved(weight):
+    file = io.BytesIO()
+    torch.save(weight, file)
+    return file.getvalue()
+
+
+READS = {
+    "attribute": lambda net: net.last.weight + 0,
+    "data": lambda net: net.last.weight.data,
+    "detach": lambda net: net.last.weight.detach(),
+    "a part's parameters": lambda net: next(iter(net.last.parameters())).clone(),
+    "a wrapper's parameters": lambda net: dict(nn.Sequential(net).named_parameters())["0.last.weight"].clone(),
+    "in a list": lambda net: torch.stack([net.last.weight, net.last.weight])[1],
+    "foreach": lambda net: torch._foreach_mul([net.last.weight], 1.0)[0],
+    "by keyword": lambda net: torch.add(torch.zeros(()), other=net.last.weight),
+    "deepcopy": lambda net: copy.deepcopy(net.last.weight),
+    "pickle": lambda net: unpickled(net.last.weight),
+    "to": lambda net: net.last.weight.to(torch.float64).to(net.last.weight.dtype),
+    "items": lambda net: torch.tensor(net.last.weight.tolist()).to(net.last.weight.dtype),
+    "copied into another": lambda net: torch.zeros_like(net.last.weight).copy_(net.last.weight),
+    "matmul": lambda net: net.last.weight @ torch.eye(net.last.weight.shape[1], dtype=net.last.weight.dtype),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", WHOLE)
+@pytest.mark.parametrize("read", READS)
+def test_weights_that_are_read_after_a_step_are_those_of_the_step(read, stage, precision):
+    def go(comm):
+        net, zero, _ = trained(stage, comm, PRECISIONS[precision])
+        found = READS[read](net).detach().clone()
+        with zero.full_params():
+            return found, net.last.weight.detach().clone(), type(net.last.weight)
+
+    for found, right, kind in run_threads(go, 2):
+        assert torch.equal(found, right)
+        assert kind is nn.Parameter
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_reference_from_before_the_step_reads_what_the_step_made(stage):
+    def go(comm):
+        net, zero, optim = trained(stage, comm)
+        kept = list(net.parameters())
+        step(net, optim, comm.rank)
+        assert "Parameter containing" in repr(kept[0])
+        norms = [param.norm().item() for param in kept]
+        with zero.full_params():
+            return norms, [param.norm().item() for param in net.parameters()]
+
+    for found, right in run_threads(go, 2):
+        assert found == right
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_rank_may_read_alone_and_waits_for_the_others_next_forward(stage):
+    def go(comm):
+        net, zero, optim = trained(stage, comm)
+        step(net, optim, comm.rank)
+        norm = net.last.weight.norm().item() if comm.rank == 0 else None
+        step(net, optim, comm.rank)
+        return norm, zero.state_dict()
+
+    def together(comm):
+        net, zero, optim = trained(stage, comm)
+        step(net, optim, comm.rank)
+        with zero.full_params():
+            norm = net.last.weight.norm().item()
+        step(net, optim, comm.rank)
+        return norm, zero.state_dict()
+
+    (norm, state), (_, other) = run_threads(go, 2)
+    right, weights = run_threads(together, 2)[0]
+    assert norm == right
+    assert all(torch.equal(state[name], weights[name]) and torch.equal(other[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_asks_for_no_values_gathers_nothing(stage):
+    net, zero, _ = trained(stage, NullCommunicator(2))
+    for param in net.parameters():
+        assert param.grad is None
+        assert param.requires_grad
+        assert param.is_leaf
+        assert (param.shape, param.numel(), param.dim(), param.dtype, param.device) is not None
+        assert isinstance(param, nn.Parameter)
+        assert type(param).__name__ == "Parameter"
+        assert param in {param}
+    net.zero_grad()
+    net.requires_grad_(True)
+    sum(param.numel() for param in nn.Sequential(net).parameters())
+    assert not zero._runtime.weights_readable
+
+
+@pytest.mark.parametrize("write", ["data", "no_grad"])
+@pytest.mark.parametrize("stage", WHOLE)
+def test_clipping_weights_after_each_step_is_what_one_process_does(stage, write):
+    """A critic's loop as it stands in the paper's code."""
+
+    def clip(net):
+        for param in net.parameters():
+            if write == "data":
+                param.data.clamp_(-0.1, 0.1)
+            else:
+                with torch.no_grad():
+                    param.clamp_(-0.1, 0.1)
+
+    def go(comm):
+        net, zero, optim = trained(stage, comm)
+        clip(net)
+        for _ in range(2):
+            step(net, optim, comm.rank)
+            clip(net)
+        return zero.state_dict()
+
+    def alone():
+        net = Net()
+        optim = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            losses = [net(rows(rank)).square().sum() for rank in range(2)]
+            (sum(losses) / 2).backward()
+            optim.step()
+            optim.zero_grad()
+            clip(net)
+        return net.state_dict()
+
+    right = alone()
+    for state in run_threads(go, 2):
+        for name, value in right.items():
+            torch.testing.assert_close(state[name], value)
+
+
+def assign(net):
+    for param in net.parameters():
+        param.data = param.data.clamp(-0.1, 0.1)
+
+
+def by_vector(net):
+    clipped = nn.utils.parameters_to_vector(net.parameters()).detach().clamp(-0.1, 0.1)
+    nn.utils.vector_to_parameters(clipped, net.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:model. weights are read between step")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+@pytest.mark.parametrize("write", [assign, by_vector])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_assigned_to_data_is_taken_over_or_refused_where_weights_are_sharded(stage, write, when, precision):
+    def train(net, optim, backward):
+        for _ in range(3):
+            backward()
+            if when == "before the step":
+                write(net)
+            optim.step()
+            optim.zero_grad()
+            if when == "after the step":
+                write(net)
+        return net
+
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage, comm=comm, precision=PRECISIONS[precision])
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        train(net, optim, lambda: net(rows(comm.rank)).float().square().sum().backward())
+        net(rows(comm.rank))
+        return zero.state_dict()
+
+    if stage == 3:
+        with pytest.raises(
+            RuntimeError, match=r"first\.weight: its \.data was assigned to .*full_params\(write_back=True\)"
+        ):
+            run_threads(go, 2)
+        return
+    plain = Net()
+    optim = torch.optim.SGD(plain.parameters(), lr=0.1)
+    train(plain, optim, lambda: (sum(plain(rows(rank)).square().sum() for rank in range(2)) / 2).backward())
+    for state in run_threads(go, 2):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5 if precision == "fp32" else 0.05)
+
+
+def test_another_shape_assigned_to_data_is_refused():
+    net, _, optim = trained(2, NullCommunicator(2))
+    net(rows(0)).sum().backward()
+    net.last.bias.data = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"^last\.bias: its \.data is a tensor of shape \(3,\) now; .*\(6,\)$"):
+        optim.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_assigned_inside_full_params_is_written_back(stage):
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage, comm=comm)
+        with zero.full_params(write_back=True):
+            assign(net)
+        return zero.state_dict()
+
+    plain = Net()
+    assign(plain)
+    for state in run_threads(go, 2):
+        assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("optimizer_cls", [torch.optim.SGD, "FusedAdamW"])
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+@pytest.mark.parametrize("stage", WHOLE)
+def test_a_write_that_leaves_no_trace_is_kept_where_another_dtype_computes(stage, when, optimizer_cls):
+    from zeroshard.optim import FusedAdamW
+
+    optimizer_cls = FusedAdamW if optimizer_cls == "FusedAdamW" else optimizer_cls
+
+    def go(comm, through_data):
+        net = Net()
+        zero = Zero(net, stage, comm=comm, precision=PRECISIONS["bf16"])
+        optim = zero.optimizer(optimizer_cls, lr=0.01)
+        for _ in range(3):
+            net(rows(comm.rank)).float().square().sum().backward()
+            if when == "after the step":
+                optim.step()
+            with torch.no_grad():
+                for param in net.parameters():
+                    (param.data if through_data else param).mul_(0.5)
+            if when == "before the step":
+                optim.step()
+            optim.zero_grad()
+        return zero.state_dict()
+
+    right = run_threads(lambda comm: go(comm, False), 2)
+    found = run_threads(lambda comm: go(comm, True), 2)
+    for rank in range(2):
+        for name, value in right[rank].items():
+            assert torch.equal(found[rank][name], value)
+    untouched = Net().state_dict()
+    assert all(value.abs().max() < 0.3 * untouched[name].abs().max() + 0.1 for name, value in right[0].items())
+
+
+@pytest.mark.parametrize("read", READS)
+def test_sharded_weights_read_as_nan_and_a_warning_says_so_once(read):
+    net, zero, optim = trained(3, NullCommunicator(2))
+    with pytest.warns(
+        UserWarning, match=r"^model: weights are read between step\(\) and .*zero.full_params\(\)"
+    ) as told:
+        assert READS[read](net).isnan().all()
+    assert len(told) == 1
+    assert told[0].filename == __file__ or read not in ("attribute", "data", "detach")
+    step(net, optim)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert READS[read](net).isnan().all()
+        with zero.full_params():
+            READS[read](net)
+
+
+def test_nobody_is_told_inside_of_a_forward_or_after_the_engine_is_gone():
+    for stage in (1, 2, 3):
+        net, zero, optim = trained(stage, NullCommunicator(2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(net, optim)
+            with zero.full_params():
+                assert type(net.last.weight) is nn.Parameter
+            step(net, optim)
+            zero.remove()
+        assert type(net.last.weight) is nn.Parameter
+        assert net.last.weight.isfinite().all()
+
+
+class Scaled(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+class Heard(nn.Parameter):
+    """One that hears of its own reads."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Scaled, Heard])
+def test_parameters_of_other_classes_keep_them(kind):
+    net = Net()
+    net.last.weight = kind(net.last.weight.data)
+    zero = Zero(net, 2, comm=NullCommunicator(2))
+    optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+    step(net, optim)
+    assert isinstance(net.last.weight, kind)
+    net.last.weight.norm()
+    assert type(net.last.weight) is kind
+    step(net, optim)
+    net(rows(0))
+    assert type(net.last.weight) is kind
+    assert pickle.loads(pickle.dumps(kind)) is kind
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:Dynamo does not know")
+@pytest.mark.parametrize("stage", [1, 2])
+def test_compiled_models_are_not_compiled_again_after_a_step(stage):
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    net = Net()
+    zero = Zero(net, stage, comm=NullCommunicator(2), units=list(net.blocks))
+    optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+    whole = torch.compile(net, backend=backend)
+    counts = []
+    for _ in range(4):
+        step(whole, optim)
+        counts.append(len(compiled))
+    assert counts[0] > 0
+    assert counts[1:] == counts[1:2] * 3
