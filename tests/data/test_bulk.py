@@ -1,10 +1,8 @@
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -20,16 +18,29 @@ from zeroshard.data.tokenizer import load_tokenizer
 from zeroshard.data.tokens import TokenDataset, verify
 from zeroshard.errors import UserError
 
-# A process of its own, with parts small enough that a small set has many.
+# A process of its own, with parts small enough that a small set has many. It counts what it does to files, prints how
+# many that were, and kills itself at the one that it is told.
 PREPARE = """
-import sys
+import os, signal, sys
 from pathlib import Path
 from zeroshard.data import bulk, tables
 tables.PART_BYTES, bulk._SAVE_S = 2000, 0.05
 from zeroshard.data.prepare import DataSpec, prepare
+num_events = 0
+
+def count(event, args):
+    global num_events
+    if event in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir", "shutil.rmtree"):
+        num_events += f".{Path(sys.argv[2]).name}.partial" in str(args[0])
+        if num_events == int(sys.argv[5]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
 if __name__ == "__main__":
     spec = DataSpec("text", (sys.argv[1],), sys.argv[4])
+    if sys.argv[5:]:
+        sys.addaudithook(count)
     prepare(spec, Path(sys.argv[2]), shard_tokens=7001, num_workers=int(sys.argv[3]))
+    print(num_events)
 """
 
 
@@ -82,26 +93,17 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(folder, tmp_path, max_
 
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_bytes_of_one_that_was_not(folder, tmp_path):
-    def start(out, workers):
-        command = [sys.executable, "-c", PREPARE, str(folder), str(out), str(workers), "bpe:300"]
-        return forked.Popen(command, env=dict(os.environ))
+    def start(out, killed_at=-1):
+        command = [sys.executable, "-c", PREPARE, str(folder), str(out), "1", "bpe:300", str(killed_at)]
+        return forked.run(command, stdout=subprocess.PIPE, text=True)
 
-    assert start(tmp_path / "first", 1).wait() == 0  # the server that forks starts with it, which is not to be timed
-    began = time.monotonic()
-    assert start(tmp_path / "whole", 1).wait() == 0
-    whole_s = time.monotonic() - began
-    draw, kills = random.Random(7), 0
+    whole = start(tmp_path / "whole")
+    assert whole.returncode == 0
+    num_events, draw = int(whole.stdout), random.Random(7)
+    assert num_events > 100
     for _ in range(6):
-        process = start(tmp_path / "killed", 1)
-        try:
-            process.wait(draw.uniform(0.5, 1.0) * whole_s)
-            break
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-            kills += 1
-    assert start(tmp_path / "killed", 1).wait() == 0
-    assert kills
+        assert start(tmp_path / "killed", draw.randint(1, num_events // 4)).returncode == -signal.SIGKILL
+    assert start(tmp_path / "killed").returncode == 0
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
     assert not list(tmp_path.glob(".*partial"))
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from fake_time import Clock
+from zeroshard.comm.base import PeerError
 from zeroshard.train.loop import watchdog
 from zeroshard.train.loop.watchdog import Watchdog
 
@@ -31,6 +32,30 @@ def test_a_step_that_takes_too_long_leaves_its_stacks(tmp_path, monkeypatch):
     stacks = (tmp_path / "stacks" / "rank-00002.txt").read_text()
     assert "test_a_step_that_takes_too_long" in stacks
     assert "in _watch" in stacks
+
+
+def _lose_a_peer(tmp_path, clock, after_s):
+    """What a watchdog of 5 s says where a collective fails so long after the last step."""
+    heard = Heard()
+
+    def train():
+        with Watchdog(tmp_path, 2, 5.0, heard) as watch:
+            watch.alive()
+            clock.pass_by(after_s)
+            raise PeerError("rank 0, or the launcher, is gone")
+
+    with pytest.raises(PeerError, match="is gone"):
+        train()
+    return heard.lines
+
+
+def test_a_rank_whose_peers_have_left_a_step_that_hangs_says_that_it_hung(tmp_path, clock):
+    where = f"where each rank stands is in {tmp_path / 'stacks'}; start again with --resume auto"
+    assert _lose_a_peer(tmp_path, clock, 5.5) == [(f"a step has taken 5 s (step_timeout_s): {where}", True)]
+
+
+def test_a_rank_whose_peer_is_lost_within_a_step_says_what_it_was_told(tmp_path, clock):
+    assert _lose_a_peer(tmp_path, clock, 4.5) == []
 
 
 def test_ranks_give_each_other_time_to_write_their_stacks(tmp_path, monkeypatch):

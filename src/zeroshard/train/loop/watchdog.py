@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from zeroshard.comm.base import PeerError
 from zeroshard.regular_files import open_regular
 
 LOOKS_PER_LIMIT = 20
@@ -71,20 +72,27 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._limit_s / LOOKS_PER_LIMIT):
-            since_s, limit_s = self._alive or (0.0, math.inf)
-            if time.monotonic() - since_s > limit_s + TIME_TO_DUMP_S:
-                what = f"a step has taken {limit_s:g} s (step_timeout_s)"
-                if limit_s > self._limit_s:
-                    what = f"nothing has been computed or written for {limit_s:g} s"
-                line = f"{what}: where each rank stands is in"
-                self._on_hang(f"{line} {self._path.parent}; start again with --resume auto", self._rank == 0)
+            if line := self._overdue(TIME_TO_DUMP_S):
+                self._on_hang(line, self._rank == 0)
                 return
+
+    def _overdue(self, by_s: float) -> str:
+        """What to say where the limit has passed, and ``by_s`` more; else nothing."""
+        since_s, limit_s = self._alive or (0.0, math.inf)
+        if time.monotonic() - since_s <= limit_s + by_s:
+            return ""
+        what = f"a step has taken {limit_s:g} s (step_timeout_s)"
+        if limit_s > self._limit_s:
+            what = f"nothing has been computed or written for {limit_s:g} s"
+        return f"{what}: where each rank stands is in {self._path.parent}; start again with --resume auto"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._limit_s:
             return
+        if isinstance(error, PeerError) and (line := self._overdue(0.0)):
+            self._on_hang(line, True)  # the peers have ended because the step hangs, some moments before this rank
         faulthandler.cancel_dump_traceback_later()
         self._closed.set()
         self._thread.join()
