@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import PeerError, SocketTransport, TorchTransport, run_threads, thread_transports
-
-OVER_GROUPS = pytest.mark.parametrize("transport", [TorchTransport, SocketTransport])
+from zeroshard.comm import PeerError, SocketTransport, run_threads, thread_transports
 
 
 def _three_messages_to_the_right(transport):
@@ -32,33 +30,15 @@ def test_threads_get_messages_in_the_order_sent(world_size):
     assert got == [_expected(rank, world_size) for rank in range(world_size)]
 
 
-def _over_group(comm, make):
-    transport = make(comm.group)
+def _over_group(comm):
+    transport = SocketTransport(comm.group)
     got = _three_messages_to_the_right(transport)
     transport.close()
     return got
 
 
-@OVER_GROUPS
-def test_processes_get_messages_in_the_order_sent(gloo_ranks, transport):
-    assert gloo_ranks(3).run(_over_group, transport) == [_expected(rank, 3) for rank in range(3)]
-
-
-def _second_topic_first(comm):
-    """Rank 0 sends under two topics; rank 1 asks for the second first, and its buffer is too small for the first."""
-    transport = TorchTransport(comm.group)
-    large, small = torch.full((1000,), 1.0), torch.full((3,), 2.0)
-    works, order = [], [(1, large), (2, small)]
-    for transport.topic, tensor in order if comm.rank == 0 else reversed(order):
-        works.append(transport.send(tensor, 1) if comm.rank == 0 else transport.recv(tensor.zero_(), 0))
-    for work in reversed(works) if comm.rank == 0 else works:
-        work.wait()
-    transport.close()
-    return large.unique().tolist(), small.unique().tolist()
-
-
-def test_over_gloo_a_message_waits_for_whoever_expects_its_topic(gloo_ranks):
-    assert gloo_ranks(2).run(_second_topic_first) == [([1.0], [2.0])] * 2
+def test_processes_get_messages_in_the_order_sent(gloo_ranks):
+    assert gloo_ranks(3).run(_over_group) == [_expected(rank, 3) for rank in range(3)]
 
 
 def test_threads_that_expect_another_topic_say_so():
@@ -69,9 +49,9 @@ def test_threads_that_expect_another_topic_say_so():
         right.recv(torch.zeros(2), 0).wait()
 
 
-def _two_transports_and_the_group(comm, make):
+def _two_transports_and_the_group(comm):
     """The same peers talk three ways at once; receives are posted in another order than sends."""
-    ways = [make(comm.group), make(comm.group)]
+    ways = [SocketTransport(comm.group), SocketTransport(comm.group)]
     peer = 1 - comm.rank
     inbox = [torch.zeros(4) for _ in range(3)]
     works = [dist.irecv(inbox[2], peer), ways[1].recv(inbox[1], peer), ways[0].recv(inbox[0], peer)]
@@ -84,19 +64,17 @@ def _two_transports_and_the_group(comm, make):
     return [message[0].item() for message in inbox]
 
 
-@OVER_GROUPS
-def test_messages_never_mix_with_other_traffic(gloo_ranks, transport):
-    assert gloo_ranks(2).run(_two_transports_and_the_group, transport) == [[0.0, 1.0, 2.0]] * 2
+def test_messages_never_mix_with_other_traffic(gloo_ranks):
+    assert gloo_ranks(2).run(_two_transports_and_the_group) == [[0.0, 1.0, 2.0]] * 2
 
 
-def _made_and_closed(comm, make):
+def _made_and_closed(comm):
     for _ in range(10):
-        make(comm.group).close()
+        SocketTransport(comm.group).close()
 
 
-@OVER_GROUPS
-def test_a_transport_may_be_closed_as_soon_as_it_is_made(gloo_ranks, transport):
-    gloo_ranks(3).run(_made_and_closed, transport)
+def test_a_transport_may_be_closed_as_soon_as_it_is_made(gloo_ranks):
+    gloo_ranks(3).run(_made_and_closed)
 
 
 def test_a_thread_that_is_not_answered_says_who_was_silent():
@@ -107,8 +85,8 @@ def test_a_thread_that_is_not_answered_says_who_was_silent():
         lonely.send(torch.empty(1), 1).wait()
 
 
-def _silent_peer(comm, make):
-    transport = make(comm.group, timeout_s=0.3)
+def _silent_peer(comm):
+    transport = SocketTransport(comm.group, timeout_s=0.3)
     buffer = torch.empty(4)
     if comm.rank == 0:
         with pytest.raises(PeerError, match="rank 0: rank 1 is gone or did not answer"):
@@ -121,14 +99,11 @@ def _silent_peer(comm, make):
             transport.recv(buffer, 0).wait()
 
 
-@OVER_GROUPS
-def test_a_peer_that_does_not_answer_in_time_is_named_and_the_transport_closed(gloo_ranks, transport):
-    gloo_ranks(2).run(_silent_peer, transport)
+def test_a_peer_that_does_not_answer_in_time_is_named_and_the_transport_closed(gloo_ranks):
+    gloo_ranks(2).run(_silent_peer)
 
 
 def test_without_torch_distributed_there_is_one_line_that_says_so():
-    with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) first"):
-        TorchTransport()
     with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) first"):
         SocketTransport()
     with pytest.raises(ValueError, match="world_size: 0 ranks; give at least 1"):

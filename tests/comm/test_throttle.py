@@ -81,8 +81,8 @@ def test_operations_follow_each_other_whoever_is_waited_for_first(clock):
 def test_who_asks_is_told_in_the_wait_when_the_links_had_delivered(clock):
     comm, told = null(2), []
     first, second = (comm.all_gather(whole(20_000), whole(10_000)) for _ in range(2))  # 11 ms each
-    first.tell(lambda at_s: told.append(("first", at_s)))
-    second.tell(lambda at_s: told.append(("second", at_s)))
+    first.add_done_callback(lambda at_s: told.append(("first", at_s)))
+    second.add_done_callback(lambda at_s: told.append(("second", at_s)))
     clock.now += 15e-3
     assert told == []
     first.wait()
@@ -90,7 +90,7 @@ def test_who_asks_is_told_in_the_wait_when_the_links_had_delivered(clock):
     clock.now += 30e-3
     second.wait()
     assert told[1:] == [("second", pytest.approx(100 + 22e-3, abs=1e-9))]
-    second.tell(lambda at_s: told.append(("again", at_s)))
+    second.add_done_callback(lambda at_s: told.append(("again", at_s)))
     assert told[2:] == [("again", told[1][1])]
 
 
@@ -99,7 +99,7 @@ def test_bytes_that_come_later_than_the_links_would_have_brought_them_end_then(c
         def all_gather(self, output, input):
             return self
 
-        def tell(self, ended):
+        def add_done_callback(self, ended):
             ended(clock.perf_counter() + 50e-3)
 
         def wait(self):
@@ -107,7 +107,7 @@ def test_bytes_that_come_later_than_the_links_would_have_brought_them_end_then(c
 
     told = []
     work = ThrottledCommunicator(Late(2), SLOW).all_gather(whole(20_000), whole(10_000))
-    work.tell(told.append)
+    work.add_done_callback(told.append)
     work.wait()
     assert told == [pytest.approx(100 + 50e-3, abs=1e-9)]
 

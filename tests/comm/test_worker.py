@@ -68,7 +68,7 @@ def test_a_worker_that_is_forgotten_ends_its_thread():
 def test_who_asks_is_told_of_the_end_on_the_workers_thread_or_at_once(worker):
     go, told = threading.Event(), []
     work = worker.submit(lambda: go.wait(10) or pytest.fail("never told to go"))
-    work.tell(lambda at_s: told.append((threading.current_thread().name, at_s)))
+    work.add_done_callback(lambda at_s: told.append((threading.current_thread().name, at_s)))
     assert told == []
     before_s = time.perf_counter()
     go.set()
@@ -76,5 +76,5 @@ def test_who_asks_is_told_of_the_end_on_the_workers_thread_or_at_once(worker):
     (there,) = told
     assert there[0] == "test"
     assert before_s < there[1] < time.perf_counter()
-    work.tell(lambda at_s: told.append((threading.current_thread().name, at_s)))
+    work.add_done_callback(lambda at_s: told.append((threading.current_thread().name, at_s)))
     assert told == [there, (threading.current_thread().name, there[1])]

@@ -15,22 +15,18 @@ if TYPE_CHECKING:
     from zeroshard.comm.backends.threads import ThreadCommunicator, run_threads
     from zeroshard.comm.backends.torch_dist import TorchCommunicator
     from zeroshard.comm.base import (
-        Allocator,
-        Buffered,
         Communicator,
         Done,
         Groups,
         PeerError,
         ReduceOp,
-        Splittable,
-        Tells,
         Work,
         buffer_bytes,
         empty_for,
         split,
     )
     from zeroshard.comm.labels import CONTROL, current_scope, scope
-    from zeroshard.comm.queued.messages import ThreadTransport, TorchTransport, Transport, thread_transports
+    from zeroshard.comm.queued.messages import ThreadTransport, Transport, thread_transports
     from zeroshard.comm.ring.ring import RingCommunicator
     from zeroshard.comm.ring.sockets import SocketTransport
     from zeroshard.comm.shm.shm import SharedMemoryCommunicator, ranks_share_host
@@ -40,15 +36,11 @@ if TYPE_CHECKING:
     from zeroshard.comm.wrappers.throttle import Link, ThrottledCommunicator
 
 _HOME = {
-    "Allocator": "base",
-    "Buffered": "base",
     "Communicator": "base",
     "Done": "base",
     "Groups": "base",
     "PeerError": "base",
     "ReduceOp": "base",
-    "Splittable": "base",
-    "Tells": "base",
     "Work": "base",
     "buffer_bytes": "base",
     "empty_for": "base",
@@ -64,7 +56,6 @@ _HOME = {
     "current_scope": "labels",
     "scope": "labels",
     "ThreadTransport": "queued.messages",
-    "TorchTransport": "queued.messages",
     "Transport": "queued.messages",
     "thread_transports": "queued.messages",
     "RingCommunicator": "ring.ring",
@@ -80,9 +71,7 @@ _HOME = {
 
 __all__ = [
     "CONTROL",
-    "Allocator",
     "BlockingCommunicator",
-    "Buffered",
     "CommRecord",
     "Communicator",
     "Done",
@@ -97,13 +86,10 @@ __all__ = [
     "RingCommunicator",
     "SharedMemoryCommunicator",
     "SocketTransport",
-    "Splittable",
-    "Tells",
     "ThreadCommunicator",
     "ThreadTransport",
     "ThrottledCommunicator",
     "TorchCommunicator",
-    "TorchTransport",
     "Transport",
     "Work",
     "buffer_bytes",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,13 +37,21 @@ class Work(Protocol):
         ...
 
 
-@runtime_checkable
-class Tells(Protocol):
-    """A `Work` that tells at what moment its operation ended, be it long before anybody waited for it."""
+def add_done_callback(work: Work, ended: Callable[[float], None]) -> bool:
+    """Have ``ended`` called with the moment at which an operation ended, be it long before anybody waited for it.
 
-    def tell(self, ended: Callable[[float], None]) -> None:
-        """Call ``ended`` with that moment, by `time.perf_counter`, once it is known; on any thread, and briefly."""
-        ...
+    A handle that knows it has a method of this name, as futures have.
+
+    Args:
+        work: what a collective returned.
+        ended: given the moment by `time.perf_counter`; called on any thread, at once where it has ended. To be brief.
+
+    Returns: whether this handle knows the moment; else ``ended`` is never called.
+    """
+    add = getattr(work, "add_done_callback", None)
+    if add is not None:
+        add(ended)
+    return add is not None
 
 
 class Done:
@@ -52,7 +60,7 @@ class Done:
     def wait(self) -> None:
         """Return at once."""
 
-    def tell(self, ended: Callable[[float], None]) -> None:
+    def add_done_callback(self, ended: Callable[[float], None]) -> None:
         """Call ``ended`` at once."""
         ended(time.perf_counter())
 
@@ -62,7 +70,14 @@ DONE = Done()
 
 @runtime_checkable
 class Communicator(Protocol):
-    """Collectives among ``world_size`` ranks; see the module's docstring for the rules."""
+    """Collectives among ``world_size`` ranks; see the module's docstring for the rules.
+
+    Three more members are used where a communicator has them:
+
+    * ``empty(numel, dtype) -> Tensor``: memory on the CPU that it reaches faster than other. See `empty_for`.
+    * ``buffer_bytes: int``: memory of its own on this rank, its parts' among it. See the function `buffer_bytes`.
+    * ``split(groups) -> Communicator``: some ranks among themselves. See the function `split`, which is what to call.
+    """
 
     @property
     def rank(self) -> int:
@@ -105,48 +120,21 @@ class Communicator(Protocol):
         ...
 
 
-@runtime_checkable
-class Allocator(Protocol):
-    """A communicator that reaches some memory faster than other; what it computes is the same."""
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """``[numel]`` of such memory on the CPU, not filled."""
-        ...
-
-
 def empty_for(comm: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """``[numel]`` on ``device``, not filled, where ``comm`` reaches it best."""
-    if device.type == "cpu" and isinstance(comm, Allocator):
-        return comm.empty(numel, dtype)
+    own: Callable[[int, torch.dtype], Tensor] | None = getattr(comm, "empty", None)
+    if own is not None and device.type == "cpu":
+        return own(numel, dtype)
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-@runtime_checkable
-class Buffered(Protocol):
-    """A communicator that holds memory of its own, beside the tensors that it is given."""
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of it on this rank now, its parts' among them."""
-        ...
-
-
-def buffer_bytes(comm: object) -> int:
+def buffer_bytes(comm: Any) -> int:
     """Memory that ``comm``, or the communicator in it, holds for itself on this rank; 0 where none says so."""
     while comm is not None:
-        if isinstance(comm, Buffered):
+        if hasattr(comm, "buffer_bytes"):
             return comm.buffer_bytes
         comm = getattr(comm, "inner", None)
     return 0
-
-
-@runtime_checkable
-class Splittable(Protocol):
-    """A communicator some of whose ranks can talk among themselves."""
-
-    def split(self, groups: Groups) -> Communicator:
-        """See the function `split`, which is what to call."""
-        ...
 
 
 def split(comm: Communicator, groups: Groups) -> Communicator:
@@ -167,9 +155,10 @@ def split(comm: Communicator, groups: Groups) -> Communicator:
         raise ValueError(f"groups: {groups} do not share out a world of {comm.world_size}; name each rank once")
     if len(groups) == 1:
         return comm
-    if not isinstance(comm, Splittable):
+    own: Callable[[Groups], Communicator] | None = getattr(comm, "split", None)
+    if own is None:
         raise ValueError(f"groups: a {type(comm).__name__} cannot be split; give it a method split(groups)")
-    return comm.split(groups)
+    return own(groups)
 
 
 def own_group(groups: Groups, rank: int) -> tuple[int, list[int]]:

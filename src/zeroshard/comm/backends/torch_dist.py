@@ -37,7 +37,7 @@ class _TorchWork:
         self._handle = handle
         self._copy = copy
 
-    def tell(self, ended: Callable[[float], None]) -> None:
+    def add_done_callback(self, ended: Callable[[float], None]) -> None:
         """Call ``ended`` when gloo is done, on a thread of its own. (NCCL's handles know it on the device alone.)"""
         if self._handle is None:
             ended(time.perf_counter())

@@ -3,26 +3,16 @@
 A transport moves bytes from one rank's tensor into another's and promises nothing but this: messages from one rank to
 another arrive whole and in the order in which they were sent, and neither side's tensor may be touched until its
 handle has been waited on. Messages have a topic, and one whose topic the receiver does not expect is never taken for
-one that it does: it waits, or fails. Three carry our rings: TCP connections of our own (`zeroshard.comm.ring.sockets`),
-a gloo process group of our own (`TorchTransport`), and queues in the memory of one process (`ThreadTransport`), for
-tests and for rings in a debugger.
-
-[Note: One connection, one direction]
-    gloo has one connection for two ranks, which hardly sends while it receives: two ranks that exchange halves over it
-    came to 475 Mbit/s on a link of 1 Gbit/s each way, and to 990 over two connections. In a larger ring a rank's
-    neighbours are two, and each connection carries one direction anyway.
+one that it does: it waits, or fails. Two carry our rings: TCP connections of our own (`zeroshard.comm.ring.sockets`),
+and queues in the memory of one process (`ThreadTransport`), for tests and for rings in a debugger.
 """
 
 from __future__ import annotations
 
 import queue
-import re
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any, Protocol, Self
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +21,6 @@ from torch import Tensor
 from zeroshard.comm.base import Groups, PeerError, Work, own_group
 
 CPU = torch.device("cpu")
-_GLOO_LINE = re.compile(r"^(?:\[[^]]*:\d+\] )?(.*?)(?:\. .*)?$")  # [file:line] what. advice
 _num_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -68,139 +57,6 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give the connections back; messages under way are lost."""
         ...
-
-
-class GroupTransport(ABC):
-    """Messages among the members of a process group: where they meet, what each is called, and whom they blame.
-
-    To build one is collective over ``group``. Nothing of it is registered with torch.distributed: it goes when it is
-    closed or forgotten.
-
-    Args:
-        group: a process group that this rank belongs to; None: the default group. Its backend does not matter.
-        timeout_s: after which a message that never came fails.
-
-    Raises:
-        RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
-        parent, rank, world_size = members(group)
-        self._join(own_store(parent), rank, range(world_size), timeout_s)
-
-    def _join(self, store: dist.Store, rank: int, names: Sequence[int], timeout_s: float) -> None:
-        """``names``: what each rank is called in messages to the user."""
-        self.rank, self.world_size = rank, len(names)
-        self.topic = 0
-        self._store, self._names, self._timeout_s, self._num_splits = store, names, timeout_s, 0
-        self._open()
-
-    def split(self, groups: Groups) -> Self:
-        """A transport for each group of ranks, which meets in a corner of the same store."""
-        index, ranks = own_group(groups, self.rank)
-        part = object.__new__(type(self))
-        store = dist.PrefixStore(f"part/{self._num_splits}/{index}", self._store)
-        self._num_splits += 1
-        part._join(store, ranks.index(self.rank), [self._names[rank] for rank in ranks], self._timeout_s)
-        return part
-
-    def lost(self, peer: int, error: Exception) -> PeerError:
-        """What to raise after ``error`` in a message to or from ``peer``; tells the other ranks."""
-        if isinstance(error, PeerError):
-            return error
-        peer, own = self._names[peer], self._names[self.rank]
-        reason = self._reason(error)
-        # Only a neighbour sees that a rank is gone; the next one sees that neighbour leave. The store knows the first.
-        try:
-            first = int(self._store.compare_set("lost", "", str(peer)).decode())
-        except (RuntimeError, ValueError):  # the store went with the rank that kept it
-            first = peer
-        self.close()  # our neighbours wait for us in vain, and learn it so
-        if first == own:
-            return PeerError(f"rank {own}: rank {peer} gave this rank up, which did not answer ({reason})")
-        return PeerError(f"rank {own}: rank {first} is gone or did not answer; see what it printed ({reason})")
-
-    def name_of(self, rank: int) -> int:
-        """What the user calls ``rank``: its number before any split."""
-        return self._names[rank]
-
-    def closed(self) -> PeerError:
-        """What to raise where somebody asks for more."""
-        return PeerError(f"rank {self._names[self.rank]}: the transport is closed")
-
-    @abstractmethod
-    def _open(self) -> None:
-        """Get ready to talk; collective, and no connections where there is one rank."""
-
-    @abstractmethod
-    def _reason(self, error: Exception) -> str:
-        """``error`` in a few words."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give the connections back; messages under way are lost."""
-
-
-class _Message:
-    """A gloo message under way to or from one peer; the tensor lives as long as it."""
-
-    __slots__ = ("_handle", "_peer", "_tensor", "_transport")
-
-    def __init__(self, handle: Any, tensor: Tensor, peer: int, transport: TorchTransport) -> None:
-        self._handle = handle
-        self._tensor = tensor
-        self._peer = peer
-        self._transport = transport
-
-    def wait(self) -> None:
-        try:
-            self._handle.wait()
-        except RuntimeError as error:
-            raise self._transport.lost(self._peer, error) from None
-
-
-class TorchTransport(GroupTransport):
-    """Messages over a gloo process group of its own, which never mix with other traffic; see `GroupTransport`."""
-
-    def _open(self) -> None:
-        self._groups: dict[str, Any] | None = None  # ProcessGroupGloo, whose stub lacks send and recv, by direction
-        if self.world_size > 1:
-            timeout = timedelta(seconds=self._timeout_s)
-            up = dist.ProcessGroupGloo(self._store, self.rank, self.world_size, timeout)
-            down = up  # [Note: One connection, one direction]
-            if self.world_size == 2:
-                down = dist.ProcessGroupGloo(dist.PrefixStore("down", self._store), self.rank, 2, timeout)
-            self._groups = {"up": up, "down": down}
-            # who has connected may not leave before all have: the others would find it gone
-            self._store.set(f"connected/{self.rank}", "")
-            self._store.wait([f"connected/{rank}" for rank in range(self.world_size)])
-
-    def send(self, message: Tensor, to: int) -> Work:
-        """Send ``message`` to rank ``to``; gloo reads it where it lies."""
-        try:
-            return _Message(self._way(self.rank, to).send([message], to, self.topic), message, to, self)
-        except RuntimeError as error:
-            raise self.lost(to, error) from None
-
-    def recv(self, buffer: Tensor, source: int) -> Work:
-        """Fill ``buffer`` from rank ``source``; gloo writes it where it lies."""
-        try:
-            return _Message(self._way(source, self.rank).recv([buffer], source, self.topic), buffer, source, self)
-        except RuntimeError as error:
-            raise self.lost(source, error) from None
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._groups = None
-
-    def _reason(self, error: Exception) -> str:
-        return _GLOO_LINE.sub(r"\1", str(error).splitlines()[0])
-
-    def _way(self, source: int, to: int) -> Any:
-        """The group that carries messages from ``source`` to ``to``."""
-        if self._groups is None:
-            raise self.closed()
-        return self._groups["up" if source < to else "down"]
 
 
 class _Parcel:

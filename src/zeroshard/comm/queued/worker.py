@@ -33,13 +33,13 @@ class Ticket:
         self._ended_at_s = 0.0  # once it is done
         self._listeners: list[Callable[[float], None]] = []
 
-    def tell(self, ended: Callable[[float], None]) -> None:
+    def add_done_callback(self, ended: Callable[[float], None]) -> None:
         """Call ``ended`` once the operation has ended, on the worker's thread; here where it has."""
         self._listeners.append(ended)
         if self._done.is_set():
-            self._tell()
+            self._call_back()
 
-    def _tell(self) -> None:
+    def _call_back(self) -> None:
         while self._listeners:
             try:
                 ended = self._listeners.pop()  # both threads may come here: one of them gets it
@@ -66,7 +66,7 @@ class Ticket:
         self._operation = None  # so are the tensors it was given
         self._ended_at_s = time.perf_counter()
         self._done.set()
-        self._tell()
+        self._call_back()
 
 
 class Worker:

@@ -5,9 +5,8 @@ once; what arrives is read by whoever waits for it, from the kernel straight int
 
 [Note: Few large calls]
     The kernel moves a whole chunk in one call, and who is in it sleeps until it is done. gloo's event loop is told that
-    a few more kilobytes came, and copies those. On two cores that shows: with the next note, 16 to 64 MiB between two
-    ranks take 26 to 36 % less time than over gloo, 64 KiB among four about half of it (``zeroshard bench collectives
-    --comms ring-gloo ring``).
+    a few more kilobytes came, and copies those. On two cores that showed: with the last note here, 16 to 64 MiB between
+    two ranks took 26 to 36 % less time than a ring over gloo's messages, 64 KiB among four about half of it.
 
 [Note: Who may connect]
     A port is open to whoever reaches it. So each rank leaves a secret where the ranks meet, and a connection is kept
@@ -32,14 +31,15 @@ import socket
 import struct
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import PeerError, Work
-from zeroshard.comm.queued.messages import GroupTransport
+from zeroshard.comm.base import Groups, PeerError, Work, own_group
+from zeroshard.comm.queued.messages import members, own_store
 from zeroshard.comm.ring.handshake import MOST_STRANGERS, SECRET_BYTES, Listener, introduce
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import variable
@@ -48,25 +48,50 @@ AT_ONCE_BYTES = 64 << 10  # up to it a message leaves without its thread, as far
 _HEADER = struct.Struct("!qq")  # topic and bytes of a message
 
 
-class SocketTransport(GroupTransport):
-    """Messages over TCP, between machines and within one; see `GroupTransport`.
+class SocketTransport:
+    """Messages over TCP among the members of a process group, between machines and within one.
 
     A rank is called at the address of the interface that ``GLOO_SOCKET_IFNAME`` names, else at the one on the way to
-    the store at which the ranks have met.
+    the store at which the ranks have met. To build one is collective over ``group``. Nothing of it is registered with
+    torch.distributed: it goes when it is closed or forgotten.
+
+    Args:
+        group: a process group that this rank belongs to; None: the default group. Its backend does not matter.
+        timeout_s: after which a message that never came fails.
+
+    Raises:
+        RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
     """
 
-    def _open(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
+        parent, rank, world_size = members(group)
+        self._join(own_store(parent), rank, range(world_size), timeout_s)
+
+    def _join(self, store: dist.Store, rank: int, names: Sequence[int], timeout_s: float) -> None:
+        """``names``: what each rank is called in messages to the user: its number before any split."""
+        self.rank, self.world_size = rank, len(names)
+        self.topic = 0
+        self._store, self._names, self._timeout_s, self._num_splits = store, names, timeout_s, 0
         self._lines: _Lines | None = None
         if self.world_size > 1:
-            self._lines = _Lines(*own_address(self._store), self.rank, self.world_size, self._timeout_s)
+            self._lines = _Lines(*own_address(store), rank, self.world_size, timeout_s)
             self._forget = weakref.finalize(self, self._lines.close)
-            self._store.set(_key(self.rank), json.dumps([*self._lines.address, self._lines.secret.hex()]))
-            self._store.wait([_key(rank) for rank in range(self.world_size)])
+            store.set(_key(rank), json.dumps([*self._lines.address, self._lines.secret.hex()]))
+            store.wait([_key(each) for each in range(self.world_size)])
+
+    def split(self, groups: Groups) -> SocketTransport:
+        """A transport for each group of ranks, which meets in a corner of the same store."""
+        index, ranks = own_group(groups, self.rank)
+        part = object.__new__(SocketTransport)
+        store = dist.PrefixStore(f"part/{self._num_splits}/{index}", self._store)
+        self._num_splits += 1
+        part._join(store, ranks.index(self.rank), [self._names[rank] for rank in ranks], self._timeout_s)
+        return part
 
     def send(self, message: Tensor, to: int) -> Work:
         """Send ``message`` to rank ``to``, from where it lies."""
         if self._lines is None:
-            raise self.closed()
+            raise self._closed()
         try:
             line = self._lines.outgoing.get(to)
             if line is None:
@@ -79,7 +104,7 @@ class SocketTransport(GroupTransport):
     def recv(self, buffer: Tensor, source: int) -> Work:
         """Fill ``buffer`` from rank ``source`` when waited on."""
         if self._lines is None:
-            raise self.closed()
+            raise self._closed()
         return _Arriving(self, self._lines, buffer, source)
 
     def close(self) -> None:
@@ -87,6 +112,28 @@ class SocketTransport(GroupTransport):
         if self._lines is not None:
             self._lines = None
             self._forget()
+
+    def lost(self, peer: int, error: Exception) -> PeerError:
+        """What to raise after ``error`` in a message to or from ``peer``; tells the other ranks."""
+        if isinstance(error, PeerError):
+            return error
+        peer, own, reason = self._names[peer], self._names[self.rank], self._reason(error)
+        # Only a neighbour sees that a rank is gone; the next one sees that neighbour leave. The store knows the first.
+        try:
+            first = int(self._store.compare_set("lost", "", str(peer)).decode())
+        except (RuntimeError, ValueError):  # the store went with the rank that kept it
+            first = peer
+        self.close()  # our neighbours wait for us in vain, and learn it so
+        if first == own:
+            return PeerError(f"rank {own}: rank {peer} gave this rank up, which did not answer ({reason})")
+        return PeerError(f"rank {own}: rank {first} is gone or did not answer; see what it printed ({reason})")
+
+    def made_another_call(self, peer: int) -> PeerError:
+        """What to raise where a message of ``peer`` belongs to another call than this rank's."""
+        return PeerError(f"rank {self._names[peer]} made another call than this rank")
+
+    def _closed(self) -> PeerError:
+        return PeerError(f"rank {self._names[self.rank]}: the transport is closed")
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, BlockingIOError | TimeoutError):
@@ -228,7 +275,7 @@ class _Arriving:
             _fill(line, memoryview(header))
             topic, num_bytes = _HEADER.unpack(header)
             if (topic, num_bytes) != (self._topic, self._buffer.nbytes):
-                raise PeerError(f"rank {self._transport.name_of(self._source)} made another call than this rank")
+                raise self._transport.made_another_call(self._source)
             _fill(line, _bytes_of(self._buffer))
         except (OSError, PeerError) as error:
             raise self._transport.lost(self._source, error) from None

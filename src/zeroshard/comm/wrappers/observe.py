@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from zeroshard.comm.base import Communicator, Tells, Work
+from zeroshard.comm.base import Communicator, Work, add_done_callback
 from zeroshard.comm.labels import CONTROL, current_scope
 from zeroshard.comm.wrappers.exposed import Exposed, with_phase
 from zeroshard.comm.wrappers.wrapper import WrappedWork, Wrapper
@@ -97,8 +97,8 @@ class ObservedCommunicator(Wrapper):
         self.records.append(record)
         if self.timed:
             record.label = with_phase(label)
-            if whole.device.type == "cpu" and isinstance(work, Tells):
-                work.tell(record.end)
+            if whole.device.type == "cpu":
+                add_done_callback(work, record.end)
         return _ObservedWork(work, record, self.exposed, whole.device)
 
     def barrier(self) -> None:

@@ -40,7 +40,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import Communicator, Groups, Tells, Work, own_group
+from zeroshard.comm.base import Communicator, Groups, Work, add_done_callback, own_group
 from zeroshard.comm.labels import CONTROL, scope
 from zeroshard.comm.queued.messages import require_cpu
 from zeroshard.comm.wrappers.wrapper import Wrapper
@@ -224,13 +224,12 @@ class _Delayed:
             )
         return start_ns / _NS
 
-    def tell(self, ended: Callable[[float], None]) -> None:
+    def add_done_callback(self, ended: Callable[[float], None]) -> None:
         """Call ``ended`` in `wait`: until then nobody has compared the ranks' clocks."""
         if self._ended_at_s is not None:
             ended(self._ended_at_s)
             return
-        if isinstance(self._work, Tells):
-            self._work.tell(self._arrive)
+        add_done_callback(self._work, self._arrive)
         self._listeners.append(ended)
 
     def _arrive(self, at_s: float) -> None:

@@ -15,11 +15,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, Communicator, Groups, ReduceOp, Tells, Work, empty_for, split
+from zeroshard.comm.base import DONE, Communicator, Groups, ReduceOp, Work, add_done_callback, empty_for, split
 
 
 class WrappedWork:
-    """``work``, as it is; it tells where that does."""
+    """``work``, as it is."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -28,14 +28,13 @@ class WrappedWork:
         """Wait for the inner one."""
         self._work.wait()
 
-    def tell(self, ended: Callable[[float], None]) -> None:
+    def add_done_callback(self, ended: Callable[[float], None]) -> None:
         """Have the inner one call ``ended``, if it ever does."""
-        if isinstance(self._work, Tells):
-            self._work.tell(ended)
+        add_done_callback(self._work, ended)
 
 
 class Wrapper:
-    """``inner``, as it is; a `Communicator`, an `Allocator` and `Splittable`."""
+    """``inner``, as it is."""
 
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from zeroshard.comm import Communicator, LocalCommunicator, RingCommunicator, TorchTransport
+from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.comm.registry import comm_entry
 
 T = TypeVar("T")
@@ -68,10 +68,8 @@ def _rank_main(
 
 
 def communicator(name: str) -> Communicator:
-    """One of `zeroshard.comm.registry`, or ``ring-gloo``, over the default group; in a world of one, the local one."""
-    if not dist.is_initialized():
-        return LocalCommunicator()
-    return RingCommunicator(transport=TorchTransport()) if name == "ring-gloo" else comm_entry(name)()
+    """One of `zeroshard.comm.registry` over the default group; in a world of one, the local one."""
+    return comm_entry(name)() if dist.is_initialized() else LocalCommunicator()
 
 
 def close(comm: Communicator) -> None:

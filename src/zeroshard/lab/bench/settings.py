@@ -11,7 +11,6 @@ from zeroshard.train.config.sections import Config
 
 Dtype = Literal["float32", "bfloat16"]
 CommName = Annotated[str, one_of(communicators())]
-RingOverGloo = Annotated[str, one_of(communicators("ring-gloo"))]
 
 
 class MemoryBench(Config):
@@ -50,10 +49,8 @@ class CollectivesBench(Config):
     worlds: tuple[int, ...] = Field((2, 4), min_length=1, description="Ranks, as processes of this machine.")
     sizes: tuple[str, ...] = Field(("64KiB", "1MiB", "16MiB", "64MiB"), min_length=1, description="Of the tensor.")
     dtypes: tuple[Dtype, ...] = Field(("float32", "bfloat16"), min_length=1, description="Of its elements.")
-    comms: tuple[RingOverGloo, ...] = Field(
-        ("torch", "ring", "shm"),
-        min_length=1,
-        description="Communicators; others are held against the first. ring-gloo: the ring over gloo's messages.",
+    comms: tuple[CommName, ...] = Field(
+        ("torch", "ring", "shm"), min_length=1, description="Communicators; others are held against the first."
     )
     rounds: int = Field(9, ge=1, description="Rounds.")
     device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="Where tensors lie; auto: GPUs where any are.")
