@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from zeroshard.comm import NullCommunicator
-from zeroshard.lab.planner.fit import fitting_stage, stage_bytes
+from zeroshard.lab.planner.lowest_stage import fitting_stage, stage_bytes
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES
+from zeroshard.lab.predict.model_trace import tokens_and_targets, trace_language_model
 from zeroshard.lab.predict.step import Settings, step_of
-from zeroshard.lab.predict.trace import tokens_and_targets, trace_language_model
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 

@@ -10,8 +10,8 @@ import torch
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES
+from zeroshard.lab.predict.model_trace import tokens_and_targets, trace_language_model, trace_model
 from zeroshard.lab.predict.step import Settings, step_of
-from zeroshard.lab.predict.trace import tokens_and_targets, trace_language_model, trace_model
 from zeroshard.lab.predict.traffic import messages
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, MixedPrecision, Placement, ShardingStrategy

@@ -8,7 +8,7 @@ from torch import nn
 from zeroshard.lab.predict.actions import Settings
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.engine import Change, Sent, Waited, recorded
-from zeroshard.lab.predict.spans import Event
+from zeroshard.lab.predict.model_spans import Event
 from zeroshard.zero import STAGES, MixedPrecision
 
 BYTES = 16 * 16 * 4  # of one unit's weights

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from run_folders import LINK, write_run
-from zeroshard.lab.report.material import gather
+from zeroshard.lab.report.entries import gather
 from zeroshard.lab.run_folders import find_runs, read_run, spread
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.loop import run_training

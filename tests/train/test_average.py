@@ -13,7 +13,7 @@ from zeroshard.comm import LocalCommunicator
 from zeroshard.errors import UserError
 from zeroshard.inference.generate import load_for_text, run_generate
 from zeroshard.parallel import STRATEGIES
-from zeroshard.train.config.commands import GenerateConfig
+from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.loop.loop import take_step, train
 from zeroshard.train.loop.saving import Saving
 from zeroshard.train.setup.build import build_run

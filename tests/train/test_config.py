@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.errors import UserError
-from zeroshard.train.config.commands import GenerateConfig
+from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig, load_config, merge
 from zeroshard.train.config.toml import dump_toml, read_toml
 from zeroshard.train.config.validate import fields_by_name, validate

@@ -14,7 +14,7 @@ from zeroshard.data.lanes import Lanes
 from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.errors import UserError
 from zeroshard.inference.evaluation import _warn_of_overlap, local_score
-from zeroshard.train.config.commands import EvalConfig
+from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.loop.loop import run_training, train
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.build import build_run

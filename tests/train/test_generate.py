@@ -11,7 +11,7 @@ from zeroshard.inference.generate import decoded, run_generate, sample
 from zeroshard.interop.hf_export import run_export
 from zeroshard.models import build_model
 from zeroshard.models.cache import KVCache
-from zeroshard.train.config.commands import ExportConfig, GenerateConfig
+from zeroshard.train.config.command_settings import ExportConfig, GenerateConfig
 from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.assemble import make_model
 

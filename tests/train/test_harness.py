@@ -9,7 +9,7 @@ from zeroshard.errors import UserError
 from zeroshard.inference.generate import sample
 from zeroshard.inference.harness import harness_model, loglikelihoods, run_tasks
 from zeroshard.models import build_model
-from zeroshard.train.config.commands import EvalConfig
+from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.loop.loop import run_training
 
 

@@ -19,7 +19,7 @@ from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.inference.evaluation import local_score, score
 from zeroshard.inference.generate import load_for_text
 from zeroshard.models import InitialValues, build_model, gpt2
-from zeroshard.train.config.commands import EvalConfig
+from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.assemble import sharded
 from zeroshard.train.setup.build import build_run

@@ -28,7 +28,7 @@ from zeroshard.checkpoint import manifest as manifests
 from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import MANIFEST, FileEntry, Manifest, Piece, TensorEntry
 from zeroshard.checkpoint.reader import CheckpointReader
-from zeroshard.checkpoint.together import first_words, together
+from zeroshard.checkpoint.shared_outcome import first_words, together
 from zeroshard.checkpoint.verify import damage_of, share
 from zeroshard.comm import Communicator
 from zeroshard.errors import UserError

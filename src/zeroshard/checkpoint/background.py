@@ -6,7 +6,7 @@
 The loop stops for the copy alone; the copy's memory is kept for the next save. Where a save is wanted while one is
 still being written, the loop waits for that one first: there is never more than one copy.
 
-State on the CPU need not be copied at all where it may be lent (`zeroshard.checkpoint.loan`):
+State on the CPU need not be copied at all where it may be lent (`zeroshard.checkpoint.copy_on_write`):
 
     step loop   forward, backward | copy what is not read yet | update | forward, ...
     writer      hash and write, flush ...
@@ -32,9 +32,9 @@ import torch
 
 from zeroshard.checkpoint import api, store
 from zeroshard.checkpoint.api import Facts, Saveable
+from zeroshard.checkpoint.copy_on_write import HostMemory, Loan
 from zeroshard.checkpoint.folder import prune
-from zeroshard.checkpoint.loan import HostMemory, Loan
-from zeroshard.checkpoint.together import first_words, together
+from zeroshard.checkpoint.shared_outcome import first_words, together
 from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.zero.state.named_shards import NamedShard
 

@@ -30,7 +30,7 @@ from zeroshard.inference.generate import load_for_text, load_weights, nothing_in
 from zeroshard.launch.environment import World, world_from_env
 from zeroshard.models import LanguageModel
 from zeroshard.parallel import Strategy
-from zeroshard.train.config.commands import EvalConfig
+from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.config.config import TrainConfig, load_config
 from zeroshard.train.config.sections import UNNAMED
 from zeroshard.train.loop.run import checkpoint_folder
@@ -38,7 +38,7 @@ from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.records.log_files import finite_or_null
 from zeroshard.train.setup.assemble import sharded
 from zeroshard.train.setup.build import choose_device
-from zeroshard.train.setup.prepare import data_folder
+from zeroshard.train.setup.prepare_data import data_folder
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ShardReader

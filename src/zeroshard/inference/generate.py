@@ -20,7 +20,7 @@ from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop.hf_import import load_hf
 from zeroshard.models import LanguageModel, materialize
 from zeroshard.models.cache import KVCache
-from zeroshard.train.config.commands import GenerateConfig
+from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig, load_config
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import make_model, separating_id

@@ -20,7 +20,7 @@ from zeroshard.data import Tokenizer
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.inference.generate import load_for_text, sample
 from zeroshard.models import LanguageModel
-from zeroshard.train.config.commands import EvalConfig
+from zeroshard.train.config.command_settings import EvalConfig
 
 
 def run_tasks(config: EvalConfig) -> int:

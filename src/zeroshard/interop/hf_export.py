@@ -29,7 +29,7 @@ from zeroshard.data.portable import portable
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop.hf_config import HFWeight, hf_config, hf_weights, published
 from zeroshard.models import GPT2Config, LlamaConfig, model_config
-from zeroshard.train.config.commands import ExportConfig
+from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sizes import parse_size
 from zeroshard.train.config.validate import validate

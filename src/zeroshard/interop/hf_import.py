@@ -27,7 +27,7 @@ from zeroshard.interop.hf_config import find_weights, from_hf_config
 from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
 from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig
 from zeroshard.regular_files import read_text, require_regular
-from zeroshard.train.config.commands import ImportConfig
+from zeroshard.train.config.command_settings import ImportConfig
 from zeroshard.train.config.config import FINE_TUNING, TrainConfig
 from zeroshard.train.config.sections import UNNAMED, DataConfig
 from zeroshard.train.config.toml import dump_toml

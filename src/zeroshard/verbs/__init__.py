@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.submit import SubmitConfig
-from zeroshard.train.config.commands import EvalConfig, ExportConfig, GenerateConfig, ImportConfig, PrepareConfig
+from zeroshard.train.config.command_settings import (
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    ImportConfig,
+    PrepareConfig,
+)
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.verbs.base import Verb, read_file, say, show_help

@@ -63,7 +63,7 @@ def sweep(config: None, words: Sequence[str]) -> int:
     from zeroshard.lab.sweep.sweep import run_sweep
 
     def predicted(*asked: Any) -> int:
-        from zeroshard.lab.planner.fill import largest_micro_batch  # with torch, which no other sweep needs
+        from zeroshard.lab.planner.micro_batch_size import largest_micro_batch  # with torch, which no other sweep needs
 
         return largest_micro_batch(*asked)
 
@@ -133,7 +133,7 @@ def _folders_and_out(words: Sequence[str]) -> tuple[list[str], str]:
 
 def lab(config: None, words: Sequence[str]) -> int:
     """Networks: removed, or shaped."""
-    from zeroshard.lab.network.commands import OPTIONS, WORDS, run_lab
+    from zeroshard.lab.network.command import OPTIONS, WORDS, run_lab
 
     flags = {"--yes": Flag(("yes",), "switch"), **{f"--{name}": Flag((name,), "one") for name in OPTIONS}}
     return run_lab(read_flags(words, flags, WORDS))

@@ -16,7 +16,13 @@ from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import flags_of, read_flags, take_option
 from zeroshard.parallel.registry import STRATEGIES
 from zeroshard.submit import SubmitConfig
-from zeroshard.train.config.commands import EvalConfig, ExportConfig, GenerateConfig, ImportConfig, PrepareConfig
+from zeroshard.train.config.command_settings import (
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    ImportConfig,
+    PrepareConfig,
+)
 from zeroshard.train.config.config import TrainConfig, merge, parse_nnodes
 from zeroshard.train.config.sections import SHORTHANDS, require_data
 from zeroshard.train.config.validate import validate
@@ -111,7 +117,7 @@ def _nodes(config: TrainConfig) -> AbstractContextManager[Nodes | None]:
 
 
 def _choose_stage(*facts: Any) -> tuple[int, str]:
-    from zeroshard.lab.planner.fit import fitting_stage
+    from zeroshard.lab.planner.lowest_stage import fitting_stage
 
     return fitting_stage(*facts)
 
@@ -124,7 +130,7 @@ def _predict(job: Any) -> Any:
 
 def prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
     """Tokens on disk."""
-    from zeroshard.train.setup.prepare import run_prepare
+    from zeroshard.train.setup.prepare_data import run_prepare
 
     return written(config.data.dir or "data", lambda: run_prepare(config.data))
 

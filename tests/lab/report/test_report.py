@@ -16,8 +16,8 @@ from run_folders import FACTORS, LINK, write_run, write_sweep
 from zeroshard.cli import main
 from zeroshard.errors import UserError
 from zeroshard.lab.report.command import run_report
+from zeroshard.lab.report.entries import gather
 from zeroshard.lab.report.figures import figures_of
-from zeroshard.lab.report.material import gather
 from zeroshard.lab.report.page import render
 
 pytest.importorskip("matplotlib", reason="the extra `report` is not installed")

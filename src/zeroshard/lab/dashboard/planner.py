@@ -14,12 +14,12 @@ from zeroshard.lab.planner.advice import GIB, MICRO_BATCHES
 from zeroshard.lab.planner.command import arguments
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.plan import plan
-from zeroshard.lab.planner.rows import Plan, Row
+from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.show import COLUMNS, cells, heading
 from zeroshard.lab.predict.hardware import DEVICES, LINKS
 from zeroshard.lab.report.figure import BLACK, GREEN, GREY, VERMILLION, Axis, Figure, Series
-from zeroshard.lab.report.insides import CATEGORY_COLOURS
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
+from zeroshard.lab.report.run_figures import CATEGORY_COLOURS
 from zeroshard.models.presets import PRESETS
 from zeroshard.train.config.validate import validate
 

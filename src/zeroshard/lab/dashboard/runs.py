@@ -11,11 +11,11 @@ from dash import dcc, html
 
 from zeroshard.lab.dashboard import live
 from zeroshard.lab.planner.show import size
+from zeroshard.lab.report.entries import entries_of_runs, pair_of, plan_of
 from zeroshard.lab.report.figure import Axis, Figure
-from zeroshard.lab.report.insides import memory
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
 from zeroshard.lab.report.marks import LeftOutError
-from zeroshard.lab.report.material import entries_of_runs, pair_of, plan_of
+from zeroshard.lab.report.run_figures import memory
 from zeroshard.lab.run_folders import RunResult
 from zeroshard.lab.sweep.cases import in_words
 from zeroshard.lab.sweep.results import SWEEP

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
-from zeroshard.lab.planner.rows import Row
 from zeroshard.models import LanguageModel
 from zeroshard.zero import ShardingStrategy
 

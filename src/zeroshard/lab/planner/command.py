@@ -21,8 +21,8 @@ from zeroshard.lab.planner.inverse import (
     lowest_bandwidth,
 )
 from zeroshard.lab.planner.plan import plan
+from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, planner_for
-from zeroshard.lab.planner.rows import Plan, Row
 from zeroshard.lab.planner.show import seconds, size, text
 from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.hardware import find_device, this_machine
@@ -177,7 +177,7 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
 
 
 def _require_memory(device: torch.device, num_bytes: int) -> None:
-    from zeroshard.lab.planner.fit import num_free_bytes
+    from zeroshard.lab.planner.lowest_stage import num_free_bytes
 
     free = num_free_bytes(device, 1)
     if num_bytes > free:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zeroshard.lab.planner.advice import describe
+from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
-from zeroshard.lab.planner.rows import Row
 from zeroshard.lab.planner.show import seconds, size
 from zeroshard.lab.predict.actions import Compute, Issue, Step
 from zeroshard.lab.predict.timeline import TimedSpan, simulate

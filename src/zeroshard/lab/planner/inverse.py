@@ -10,8 +10,8 @@ from typing import cast
 
 from zeroshard.errors import UserError
 from zeroshard.lab.planner.advice import describe, fewest_gpus
+from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
-from zeroshard.lab.planner.rows import Row
 from zeroshard.lab.predict.workload import Workload
 from zeroshard.models import LanguageModel
 

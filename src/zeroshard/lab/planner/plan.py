@@ -16,8 +16,8 @@ from torch import nn
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.lab.planner.advice import MICRO_BATCHES, nearest_change, reason, recommended
+from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import HEADROOM, Planner, planner_for
-from zeroshard.lab.planner.rows import Plan, Row
 from zeroshard.lab.predict.actions import Accumulate
 from zeroshard.lab.predict.hardware import Calibration, Device, Link
 from zeroshard.zero import STAGES, ShardingStrategy

@@ -11,7 +11,7 @@ from torch import nn
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
-from zeroshard.lab.planner.rows import Row, what_binds
+from zeroshard.lab.planner.plan_rows import Row, what_binds
 from zeroshard.lab.predict.actions import Accumulate, Settings, Step
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
 from zeroshard.lab.predict.step import step_of

@@ -11,9 +11,9 @@ from zeroshard.errors import UserError
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.hardware import Calibration, Link, read_calibration
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, state_bytes
+from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.step import Settings, Step, step_of
 from zeroshard.lab.predict.timeline import Cluster, Timing, simulate
-from zeroshard.lab.predict.trace import trace_language_model
 from zeroshard.lab.predict.traffic import messages
 from zeroshard.models import LanguageModel
 from zeroshard.train.records.plan_contract import Job, Planned, Sent

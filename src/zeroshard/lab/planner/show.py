@@ -6,7 +6,7 @@ from operator import add
 
 from zeroshard.columns import columns
 from zeroshard.lab.planner.advice import GIB
-from zeroshard.lab.planner.rows import Plan, Row
+from zeroshard.lab.planner.plan_rows import Plan, Row
 
 COLUMNS = (
     "stage",

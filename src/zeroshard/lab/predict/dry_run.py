@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.comm import CONTROL, CommRecord, NullCommunicator, ObservedCommunicator
-from zeroshard.lab.predict.trace import Inputs
+from zeroshard.lab.predict.model_trace import Inputs
 from zeroshard.profiling.memory import AllocationRecorder
 from zeroshard.zero import MixedPrecision, ShardingStrategy, Zero, loaded_later
 from zeroshard.zero.engine import Accumulate

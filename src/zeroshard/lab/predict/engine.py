@@ -2,8 +2,8 @@
 
 `zeroshard.zero.runtime.runtime.Runtime` is built over parameters on the meta device, which have shapes and dtypes and
 no memory, and over a communicator that sends nothing. It is told the events of a traced micro-batch
-(`zeroshard.lab.predict.spans`) in the place of a model's hooks. What it allocates, frees, computes, issues and waits
-for at each event is written down, so a plan and a run cannot differ in it.
+(`zeroshard.lab.predict.model_spans`) in the place of a model's hooks. What it allocates, frees, computes, issues and
+waits for at each event is written down, so a plan and a run cannot differ in it.
 
 [Note: Inside autograd]
     The engine asks autograd whether a backward is running, and has it call the end of one. So the events of a backward
@@ -24,8 +24,8 @@ from zeroshard.comm import CONTROL, Groups, ReduceOp, current_scope
 from zeroshard.comm.base import own_group
 from zeroshard.lab.predict.actions import Message, Settings
 from zeroshard.lab.predict.buffers import Buffer
+from zeroshard.lab.predict.model_spans import ROOT, Event
 from zeroshard.lab.predict.recorder import StorageEvents
-from zeroshard.lab.predict.spans import ROOT, Event
 from zeroshard.lab.predict.work import Work, work_of
 from zeroshard.zero import loaded_later
 from zeroshard.zero.buffers.holdings import holdings

@@ -1,7 +1,7 @@
 """One training step as the engine would take it: what it computes, sends, waits for and holds, in order.
 
-A traced micro-batch (`zeroshard.lab.predict.trace`) says what the model computes and allocates between the events that
-the engine hears of. What the engine does at each event is written down while it does it
+A traced micro-batch (`zeroshard.lab.predict.model_trace`) says what the model computes and allocates between the events
+that the engine hears of. What the engine does at each event is written down while it does it
 (`zeroshard.lab.predict.engine`). Laid together they are the step, of which memory is a running sum and time a
 simulation (`zeroshard.lab.predict.timeline`).
 
@@ -33,7 +33,7 @@ from zeroshard.lab.predict.actions import (
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.engine import Change, Told, Waited, recorded
 from zeroshard.lab.predict.memory import OptimizerState, state_bytes
-from zeroshard.lab.predict.spans import ROOT, Span, Trace
+from zeroshard.lab.predict.model_spans import ROOT, Span, Trace
 from zeroshard.lab.predict.work import Work, dtype_name
 from zeroshard.zero.strategy import SHARD
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from zeroshard.lab.predict.actions import Accumulate, Message, Settings
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.memory import OptimizerState
-from zeroshard.lab.predict.spans import Event, Span, Trace
+from zeroshard.lab.predict.model_spans import Event, Span, Trace
 from zeroshard.lab.predict.step import step_of
 from zeroshard.zero import MixedPrecision, ShardingStrategy
 

@@ -14,8 +14,8 @@ from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState
-from zeroshard.lab.predict.spans import Trace
-from zeroshard.lab.predict.trace import Inputs, tokens_and_targets, trace_language_model, trace_model
+from zeroshard.lab.predict.model_spans import Trace
+from zeroshard.lab.predict.model_trace import Inputs, tokens_and_targets, trace_language_model, trace_model
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.presets import model_config, nearest_preset
 from zeroshard.train.config.validate import nearest

@@ -1,9 +1,9 @@
 """`zeroshard report`: one page that opens offline, and the same figures as PNGs.
 
-    material.py     run folders and sweeps -> entries, one for each configuration, and what is wrong with any of them
+    entries.py      run folders and sweeps -> entries, one for each configuration, and what is wrong with any of them
     figure.py       a figure as data: axes with their units, and marks
     figures.py      entries -> figures, or why there is none
-    spans.py        a trace -> what each rank did when
+    rank_spans.py   a trace -> what each rank did when
     interactive.py  a figure as plotly has it
     png.py          the same as matplotlib draws it
     page.py         all of it in one HTML file

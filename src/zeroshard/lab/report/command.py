@@ -11,8 +11,8 @@ from pathlib import Path
 
 import zeroshard
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.lab.report.entries import Material, gather
 from zeroshard.lab.report.figures import figures_of
-from zeroshard.lab.report.material import Material, gather
 from zeroshard.lab.sweep.sweep import write_whole
 
 NEEDED = ("matplotlib", "plotly", "jinja2")  # of the extra `report`

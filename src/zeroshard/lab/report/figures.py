@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from zeroshard.lab.report.entries import Material
 from zeroshard.lab.report.figure import Figure
-from zeroshard.lab.report.insides import loss, memory, predictions, timelines
 from zeroshard.lab.report.marks import LeftOutError
-from zeroshard.lab.report.material import Material
+from zeroshard.lab.report.run_figures import loss, memory, predictions, timelines
 from zeroshard.lab.report.speed import communication, relative, searched, throughput
 
 _LOG_FROM = 5.0  # the largest over the smallest value

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from zeroshard.lab.report.entries import STRATEGIES, Entry
 from zeroshard.lab.report.figure import (
     BLACK,
     BLUE,
@@ -23,7 +24,6 @@ from zeroshard.lab.report.figure import (
     Series,
     bandwidth_in_words,
 )
-from zeroshard.lab.report.material import STRATEGIES, Entry
 from zeroshard.lab.run_folders import Spread
 
 MOST_GROUPS = 4  # figures of one kind, for combinations of what is on no axis

@@ -12,9 +12,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from zeroshard.lab.planner.show import size
+from zeroshard.lab.report.entries import OF_LINKS, Entry, Material, Notice, pair_of
 from zeroshard.lab.report.figure import Figure, bandwidth_in_words
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
-from zeroshard.lab.report.material import OF_LINKS, Entry, Material, Notice, pair_of
 from zeroshard.lab.run_folders import Spread
 from zeroshard.lab.sweep.cases import in_words
 

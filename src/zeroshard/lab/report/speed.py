@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from zeroshard.lab.report.entries import OF_LINKS, Crossing, Entry
 from zeroshard.lab.report.figure import SKY, VERMILLION, Axis, Figure, Series, bandwidth_in_words
 from zeroshard.lab.report.marks import (
     MOST_BARS,
@@ -24,7 +25,6 @@ from zeroshard.lab.report.marks import (
     style,
     titled,
 )
-from zeroshard.lab.report.material import OF_LINKS, Crossing, Entry
 from zeroshard.lab.run_folders import Spread
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint import BackgroundSaver, Keep, Saved, is_complete, step_name
-from zeroshard.checkpoint.together import largest
+from zeroshard.checkpoint.shared_outcome import largest
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.run import Run, checkpoint_folder
 from zeroshard.train.loop.watchdog import PATIENCE_S, Alive

@@ -1,10 +1,10 @@
 """``--strategy auto``: the lowest stage whose step fits, and one more whenever memory ran out all the same.
 
-Lower stages send less, higher ones hold less. What fits is predicted before the run (by `zeroshard.lab.planner.fit`,
-which the command line hands in); fragments and neighbours are not, so a rank may still run out. It may do so alone, in
-the middle of a collective, where no rank can be asked to take another turn. So that rank leaves word in the run folder
-and ends, and the next start, at once under our launcher, goes on from the last checkpoint a stage higher: checkpoints
-know no stage.
+Lower stages send less, higher ones hold less. What fits is predicted before the run (by
+`zeroshard.lab.planner.lowest_stage`, which the command line hands in); fragments and neighbours are not, so a rank may
+still run out. It may do so alone, in the middle of a collective, where no rank can be asked to take another turn. So
+that rank leaves word in the run folder and ends, and the next start, at once under our launcher, goes on from the last
+checkpoint a stage higher: checkpoints know no stage.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zeroshard import checkpoint
-from zeroshard.checkpoint.together import largest
+from zeroshard.checkpoint.shared_outcome import largest
 from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.errors import UserError
 from zeroshard.kernels import describe
@@ -48,9 +48,9 @@ from zeroshard.train.setup.assemble import (
     sharded,
 )
 from zeroshard.train.setup.auto import ChooseStage, automatic_stage
-from zeroshard.train.setup.contract import contract_of
 from zeroshard.train.setup.corpus import Corpus, open_corpus
 from zeroshard.train.setup.links import Links
+from zeroshard.train.setup.plan_check import contract_of
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import claim_folder, describe_run
 from zeroshard.train.state import resume

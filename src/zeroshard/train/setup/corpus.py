@@ -21,7 +21,7 @@ from zeroshard.data.tokenizer import keep_tokenizer, make_tokenizer, tokenizer_i
 from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.agree import agree_on, first_rank_does, gather_bytes
-from zeroshard.train.setup.prepare import data_folder, prepare_data
+from zeroshard.train.setup.prepare_data import data_folder, prepare_data
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from zeroshard.errors import UserError
-from zeroshard.lab.predict.spans import repeat_blocks
-from zeroshard.lab.predict.trace import tokens_and_targets, trace_language_model, trace_model
+from zeroshard.lab.predict.model_spans import repeat_blocks
+from zeroshard.lab.predict.model_trace import tokens_and_targets, trace_language_model, trace_model
 from zeroshard.models import build_model
 from zeroshard.zero import MixedPrecision
 

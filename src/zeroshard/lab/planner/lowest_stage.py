@@ -9,8 +9,8 @@ import torch
 
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes
+from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.step import Settings, step_of
-from zeroshard.lab.predict.trace import trace_language_model
 from zeroshard.models import LanguageModel
 from zeroshard.zero import STAGES, MixedPrecision
 

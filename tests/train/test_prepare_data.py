@@ -6,10 +6,10 @@ from rich.console import Console
 import small_tables as made
 from zeroshard.data.bulk import Told
 from zeroshard.errors import UserError
-from zeroshard.train.config.commands import PrepareConfig
+from zeroshard.train.config.command_settings import PrepareConfig
 from zeroshard.train.config.sections import DataConfig
 from zeroshard.train.config.validate import validate
-from zeroshard.train.setup.prepare import Teller, data_folder, facts_of, run_prepare
+from zeroshard.train.setup.prepare_data import Teller, data_folder, facts_of, run_prepare
 
 
 def test_what_was_prepared_is_said(tmp_path, capsys):

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from zeroshard.lab.planner.fit import fitting_stage, num_free_bytes, stage_bytes
+from zeroshard.lab.planner.lowest_stage import fitting_stage, num_free_bytes, stage_bytes
 from zeroshard.lab.predict.dry_run import dry_run
-from zeroshard.lab.predict.trace import tokens_and_targets
+from zeroshard.lab.predict.model_trace import tokens_and_targets
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES
 

@@ -1,4 +1,4 @@
-from zeroshard.lab.planner.fill import largest_micro_batch
+from zeroshard.lab.planner.micro_batch_size import largest_micro_batch
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.train.config.config import TrainConfig
 

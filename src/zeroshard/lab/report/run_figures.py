@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from zeroshard.lab.report.entries import OF_LINKS, Entry, pair_of, plan_of
 from zeroshard.lab.report.figure import (
     BLACK,
     BLUE,
@@ -22,8 +23,7 @@ from zeroshard.lab.report.figure import (
     Series,
 )
 from zeroshard.lab.report.marks import MOST_BARS, LeftOutError, numbered, only_first, rank_of_strategy, style
-from zeroshard.lab.report.material import OF_LINKS, Entry, pair_of, plan_of
-from zeroshard.lab.report.spans import TRACE, TraceError, read_spans
+from zeroshard.lab.report.rank_spans import TRACE, TraceError, read_spans
 from zeroshard.lab.run_folders import RunResult
 
 MOST_LINES = 12

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.errors import UserError
 from zeroshard.kernels.launch import traced
+from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
 from zeroshard.lab.predict.recorder import StorageEvents
-from zeroshard.lab.predict.spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
 from zeroshard.lab.predict.work import Work, bytes_read, dtype_name, work_of, work_of_projected_loss
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.presets import nearest_preset

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from zeroshard.checkpoint.loan import HostMemory, Loan
+from zeroshard.checkpoint.copy_on_write import HostMemory, Loan
 
 
 def _lent(*tensors):
