@@ -36,8 +36,8 @@ _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLUR
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Half as many again as there are processors, for ``-n auto``: tests of launchers and ranks mostly wait."""
-    return max(1, num_cpus() * 3 // 2)
+    """Two for each processor, for ``-n auto``: tests of launchers and ranks mostly wait."""
+    return 2 * num_cpus()
 
 
 def pytest_configure(config):

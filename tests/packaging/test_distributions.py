@@ -1,6 +1,6 @@
 """What the wheel and the sdist hold, and that nothing outside the core is needed where it should not be.
 
-``.ci/clean-install`` goes on where these tests stop: it installs both into an empty environment and trains there.
+``.ci/clean-install`` goes on where these tests stop: it installs the wheel into an empty environment and trains there.
 """
 
 from __future__ import annotations
