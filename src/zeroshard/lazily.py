@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from zeroshard.errors import UserError
@@ -59,6 +60,35 @@ def at_address(address: str | Callable[..., Any], field: str) -> Any:
     if not hasattr(module, name):
         raise UserError(field, f"{module_name} has no {name!r}", "write module:name")
     return getattr(module, name)
+
+
+def made_at(address: str | Callable[..., Any], field: str, has: Sequence[str], /, *args: Any, **kwargs: Any) -> Any:
+    """What the factory at ``address`` makes of the arguments.
+
+    Args:
+        address: as `at_address` takes it.
+        field: the setting that an error is about.
+        has: attributes of what it must make.
+
+    Raises:
+        UserError: `at_address`'s, it cannot be called so, or it makes something else.
+    """
+    factory = at_address(address, field)
+    if not callable(factory):
+        raise UserError(field, f"{address} is no class or function", "name one; see docs/how-to/extend.md")
+    try:
+        signature(factory).bind(*args, **kwargs)
+    except TypeError as error:
+        given = ", ".join([*(type(value).__name__ for value in args), *kwargs]) or "no arguments"
+        what = f"{address} cannot be called with {given} ({error})"
+        raise UserError(field, what, "see docs/how-to/extend.md") from None
+    except ValueError:  # what is written in C may have no signature
+        pass
+    made = factory(*args, **kwargs)
+    if missing := [name for name in has if not hasattr(made, name)]:
+        what = f"{address} has made a {type(made).__name__}, which has no {', '.join(missing)}"
+        raise UserError(field, what, "see docs/how-to/extend.md")
+    return made
 
 
 @contextmanager

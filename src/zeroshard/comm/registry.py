@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zeroshard.errors import UserError
-from zeroshard.lazily import at_address, is_address
+from zeroshard.lazily import is_address, made_at
 
 if TYPE_CHECKING:
     from zeroshard.comm.base import Communicator
@@ -37,7 +37,7 @@ class CommEntry:
 
     def __call__(self) -> Communicator:
         """Make the communicator."""
-        return at_address(self.factory, "comm")()
+        return made_at(self.factory, "comm", ("rank", "world_size", "all_reduce", "reduce_scatter", "all_gather"))
 
 
 COMMUNICATORS: dict[str, CommEntry] = {

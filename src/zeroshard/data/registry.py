@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zeroshard.lazily import at_address
+from zeroshard.lazily import made_at
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SourceEntry:
 
     def __call__(self, asked: SourceRequest) -> Any:
         """Make the source."""
-        return at_address(self.factory, "data.source")(asked)
+        return made_at(self.factory, "data.source", (), asked)
 
 
 HUB = "zeroshard.data.hub:hub_source"

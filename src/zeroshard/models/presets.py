@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import UserError
-from zeroshard.lazily import at_address, is_address
+from zeroshard.lazily import is_address, made_at
 from zeroshard.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Preset:
     @property
     def config(self) -> ModelConfig:
         """The configuration, made anew; it checks itself."""
-        return at_address(self.factory, "model")(**self.sizes)
+        return made_at(self.factory, "model", ("build", "vocab_size", "n_layer", "__dataclass_fields__"), **self.sizes)
 
 
 def _gpt2(**sizes: object) -> Preset:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zeroshard.errors import UserError
-from zeroshard.lazily import at_address, is_address
+from zeroshard.lazily import is_address, made_at
 
 if TYPE_CHECKING:
     from zeroshard.parallel.base import Setup, Strategy
@@ -53,7 +53,7 @@ class StrategyEntry:
 
     def __call__(self, setup: Setup) -> Strategy:
         """Build the strategy."""
-        return at_address(self.factory, "strategy")(setup)
+        return made_at(self.factory, "strategy", ("model", "optimizer", "named_shards"), setup)
 
 
 def _stage(stage: int) -> StrategyEntry:

@@ -20,6 +20,11 @@ receive theirs after everything inside has. A hook on each parameter takes its g
     A model may call the modules inside of a unit and not the unit. So every module that owns parameters has a hook,
     which does nothing while its unit runs; else it gathers the unit's weights and waits for them. Nobody will tell when
     backward is done with them: they stay until it is over.
+
+[Note: Transforms]
+    Inside `torch.func.grad`, `vmap` and the like a tensor stands for several, and torch refuses writes into buffers. So
+    a unit that is called there is no call of ours: its weights must be readable already, and gradients are the
+    transform's.
 """
 
 from __future__ import annotations
@@ -76,10 +81,27 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_transform() -> bool:
+    """Whether this is called inside a transform of `torch.func`: grad, vmap, jvp and those that are made of them."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
+
+
+def require_readable(unit: Unit) -> None:
+    """Raise RuntimeError where a unit that is called in a transform would have to gather its weights."""
+    if unit.on_its_way or not unit.readable:
+        raise RuntimeError(
+            f"{unit.name}: weights cannot be gathered inside a transform of torch.func (grad, vmap, jvp); "
+            "call the transform inside zero.full_params()"
+        )
+
+
 def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any]:
     """Hook ``unit.module``; ``cast``: the dtype that floating-point inputs are cast to. Returns removable handles."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if in_transform():
+            require_readable(unit)
+            return _all_cast(args, kwargs, cast)
         listener.forward_begins(unit)
         if torch.is_grad_enabled() and not in_backward():
             # now: the module may change its inputs in place, or put its outputs into the container they came in
@@ -87,15 +109,15 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
             run = listener.forward_run
             index = run.index
             run.hook(inputs, _once_per_pass(listener, lambda: listener.backward_ends(unit, index)))
-        if cast is None:
-            return None
-        return tuple(_cast(value, cast) for value in args), {name: _cast(value, cast) for name, value in kwargs.items()}
+        return _all_cast(args, kwargs, cast)
 
     def begins_nested() -> None:
         listener.backward_begins(unit, None)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: listener.backward_ends(unit, None))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if in_transform():
+            return None
         returned, output = output, _outliving(listener, unit, output)
         if in_backward():
             outputs = [t for t in tensors_in(output) if t.grad_fn is not None]
@@ -138,7 +160,9 @@ def attach_parts(units: Iterable[Unit], model: nn.Module, part_begins: Callable[
 
 def _tells(part_begins: Callable[[Unit], None], unit: Unit) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling() and not unit.inside:
+        if in_transform():
+            require_readable(unit)
+        elif not torch.compiler.is_compiling() and not unit.inside:
             part_begins(unit)
 
     return before
@@ -207,6 +231,13 @@ def _outliving(listener: Listener, unit: Unit, output: Any) -> Any:
             "return a clone"
         )
     return output
+
+
+def _all_cast(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> tuple[Any, Any] | None:
+    """What a pre-hook returns for arguments that are cast; None: they stay."""
+    if dtype is None:
+        return None
+    return tuple(_cast(value, dtype) for value in args), {name: _cast(value, dtype) for name, value in kwargs.items()}
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
