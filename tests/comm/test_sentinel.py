@@ -264,6 +264,7 @@ class _Counting(MemoryBoard):
 def stalled(monkeypatch):
     """`stalled(n)`: sentinels of n ranks that all wait, on a board that counts; their pulses are the test's to give."""
     monkeypatch.setattr(sentinel, "PULSE_S", 1e6)
+    monkeypatch.setattr(sentinel, "LOST_AFTER_S", 1e6)
     made = []
 
     def make(world_size):
