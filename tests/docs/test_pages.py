@@ -35,7 +35,8 @@ FLAGS_OF_OTHERS = {
     "--eval-only",
 }  # of others
 FLAGS_OF_WORDS = {  # of verbs that have no class of settings
-    *("--plot", "--json", "--host", "--out", "--base.SETTING", "--axes.SETTING"),
+    *("--plot", "--json", "--host", "--out"),
+    *("--base.SETTING", "--axes.SETTING", "--base.max-steps", "--axes.strategy"),
     *("--bandwidth", "--latency", "--burst", "--yes"),
 }
 
