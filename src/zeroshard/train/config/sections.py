@@ -150,10 +150,10 @@ class ProfileConfig(Config):
 
 
 class ContractConfig(Config):
-    """What a run makes of its plan."""
+    """Whether a run is held to its plan of memory, collectives and time."""
 
     enforce: bool = Field(
-        False, description="End with status 3 where held bytes or counted messages are not those planned."
+        False, description="End with status 3 where resident bytes or counted collectives are not those planned."
     )
     device: str = Field("", description="File of `zeroshard bench device`, to predict the time of a step; empty: none.")
 
