@@ -82,7 +82,7 @@ def test_units_keep_the_order_given_and_need_parameters():
 @pytest.mark.parametrize(
     ("units", "error", "message"),
     [
-        (["layers.0"], TypeError, "units: str is not an nn.Module"),
+        ([3], TypeError, "units: int is not an nn.Module"),
         ([nn.Linear(2, 2)], ValueError, "units: a Linear is no submodule of the model"),
     ],
 )

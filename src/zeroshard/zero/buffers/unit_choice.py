@@ -20,8 +20,8 @@ def choose_units(model: nn.Module, units: UnitChoice | None) -> list[nn.Module]:
     Args:
         model: whose submodules they are.
         units: None: the elements of the outermost `nn.ModuleList`s. ``"auto"``: `automatic_units`. A class, or the name
-            of one: all modules of it. A path (``"transformer.h"``): the elements of the list there, else the module
-            itself. Or several of these, or modules, in any order. The model, or a container of it: its elements.
+            of one: all modules of it. A path (``"transformer.h"``): the elements of the `nn.ModuleList` there, else
+            the module itself. Or several of these, or modules, in any order. One module: its elements, where it has some.
 
     Raises:
         TypeError: something else.
@@ -33,8 +33,8 @@ def choose_units(model: nn.Module, units: UnitChoice | None) -> list[nn.Module]:
         return automatic_units(model)
     if isinstance(units, (str, type)):
         return _meant(model, units)
-    if isinstance(units, nn.Module) and not _is_list(units):
-        return [units]
+    if isinstance(units, nn.Module):
+        return list(units.children()) if isinstance(units, Iterable) else [units]
     if not isinstance(units, Iterable):
         raise TypeError(f"units: a {type(units).__name__}; give submodules, a class, its name, a path, or 'auto'")
     return [module for each in units for module in _meant(model, each)]
@@ -104,10 +104,6 @@ def is_container(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, Iterable)
-
-
 def _meant(model: nn.Module, each: object) -> list[nn.Module]:
     if isinstance(each, nn.Module):
         return [each]
@@ -124,14 +120,14 @@ def _meant(model: nn.Module, each: object) -> list[nn.Module]:
 
 
 def _at(model: nn.Module, path: str) -> list[nn.Module]:
-    """What lies at a path: the elements of a list, else the module."""
+    """What lies at a path: the elements of a container such as `nn.ModuleList`, else the module, which is called."""
     there, came_to = model, ""
     for part in path.split("."):
         children = dict(there.named_children())
         if part not in children:
             raise ValueError(_no_such(model, path, came_to, children))
         there, came_to = children[part], f"{came_to}.{part}" if came_to else part
-    return list(there.children()) if _is_list(there) else [there]
+    return list(there.children()) if is_container(there) else [there]
 
 
 def _no_such(model: nn.Module, path: str, came_to: str, children: dict[str, nn.Module]) -> str:
