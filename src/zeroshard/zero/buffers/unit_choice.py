@@ -21,7 +21,7 @@ def choose_units(model: nn.Module, units: UnitChoice | None) -> list[nn.Module]:
         model: whose submodules they are.
         units: None: the elements of the outermost `nn.ModuleList`s. ``"auto"``: `automatic_units`. A class, or the name
             of one: all modules of it. A path (``"transformer.h"``): the elements of the `nn.ModuleList` there, else
-            the module itself. Or several of these, or modules, in any order. One module: its elements, where it has some.
+            the module itself. Or several of these, or modules. One module: its elements, where it has some.
 
     Raises:
         TypeError: something else.
