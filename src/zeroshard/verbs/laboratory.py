@@ -24,9 +24,16 @@ SWEEP = "Train once for each combination of settings, and compare."
 
 def plan(config: PlanConfig, argv: Sequence[str]) -> int:
     """What `zeroshard.lab.planner.plan` foresees."""
-    from zeroshard.lab.planner.command import run_plan
+    from zeroshard.lab.planner.plan_cache import PlanAnswer, answered
 
-    return run_plan(config)
+    def compute(config: PlanConfig) -> PlanAnswer:
+        from zeroshard.lab.planner.command import answer_plan  # with torch, which an answer that is kept does not need
+
+        return answer_plan(config)
+
+    answer = answered(config, compute)
+    print(answer.text)
+    return answer.status
 
 
 def bench(config: None, words: Sequence[str]) -> int:
