@@ -18,6 +18,7 @@ from zeroshard.train.config.toml import read_toml
 from zeroshard.train.config.validate import nearest, validate
 from zeroshard.verbs.base import Verb, show_help
 from zeroshard.verbs.training import written
+from zeroshard.verbs.working import working
 
 SWEEP = "Train once for each combination of settings, and compare."
 
@@ -27,9 +28,10 @@ def plan(config: PlanConfig, argv: Sequence[str]) -> int:
     from zeroshard.lab.planner.plan_cache import PlanAnswer, answered
 
     def compute(config: PlanConfig) -> PlanAnswer:
-        from zeroshard.lab.planner.command import answer_plan  # with torch, which an answer that is kept does not need
+        with working("planning"):
+            from zeroshard.lab.planner.command import answer_plan  # with torch; what is kept is answered without
 
-        return answer_plan(config)
+            return answer_plan(config)
 
     answer = answered(config, compute)
     print(answer.text)
