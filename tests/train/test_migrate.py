@@ -237,6 +237,6 @@ def test_a_character_level_set_keeps_its_tokenizer(tmp_path, monkeypatch):
     stoi = {"\n": 0, "a": 1}
     (folder / "meta.pkl").write_bytes(pickle.dumps({"stoi": stoi, "itos": {0: "\n", 1: "a"}, "vocab_size": 2}))
     values = read_nanogpt(["--dataset=shakespeare_char"]).values
-    assert (values["data.source"], values["data.path"]) == ("bin", ["data/shakespeare_char"])
-    assert values["data.tokenizer"] == "json:data/shakespeare_char/meta.pkl"
-    assert "model.vocab_size" not in values
+    tokenizer = "json:data/shakespeare_char/meta.pkl"
+    assert values["data"] == {"source": "bin", "path": ["data/shakespeare_char"], "tokenizer": tokenizer}
+    assert "vocab_size" not in values["model"]
