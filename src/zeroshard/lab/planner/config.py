@@ -58,6 +58,7 @@ class PlanConfig(Config):
     headroom: float = Field(0.05, ge=0, lt=1, description="Share of memory that must stay free.")
 
     json: bool = Field(False, description="Print JSON.")  # ty: ignore[incompatible-attribute-override]
+    cache: bool = Field(True, description="Answer from ~/.cache/zeroshard what the same version has answered before.")
     explain: bool = Field(False, description="Print the step of --stage, else of the row advised, action by action.")
     dry_run: bool = Field(
         False, description="Run a rank's step of --stage here, else of the row advised; prediction beside measurement."
