@@ -1,0 +1,70 @@
+"""What a reader must know before concluding from a figure: how many runs are behind it, and which lines coincide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zeroshard.lab.report.entries import Entry
+from zeroshard.lab.report.figure import Figure, Series
+
+SAME_WITHIN = 0.01  # of the larger value: lines nearer than this lie on each other
+COMPARED = ("throughput", "scaling", "communication", "relative")  # figures whose differences readers conclude from
+_LARGEST, _SMALLEST = 19.0, 7.0  # pixels, of the markers of lines that lie on each other
+
+
+def with_notes(figure: Figure, entries: Sequence[Entry]) -> Figure:
+    """``figure`` with its notes in the caption, and nested markers where lines lie on each other."""
+    notes = []
+    if figure.name.startswith(COMPARED):
+        notes.append(note_of_repeats(entries))
+    groups = coinciding(figure.series)
+    notes += [f"{_listed([series.name for series in group])} lie on each other." for group in groups]
+    series = _nested(figure.series, groups)
+    caption = " ".join(filter(None, [figure.caption, *notes]))
+    return replace(figure, series=series, caption=caption)
+
+
+def note_of_repeats(entries: Sequence[Entry]) -> str:
+    """Whether differences can be told from chance; empty where every configuration ran more than once."""
+    counts = [len(entry.case.done) for entry in entries if entry.case.done]
+    single = counts.count(1)
+    if not single:
+        return "Whiskers: from the lowest to the highest repeat." if counts else ""
+    if single == len(counts):
+        return "One run each: do not conclude from small differences."
+    return f"Whiskers: lowest to highest repeat. {single} of {len(counts)} ran once: do not conclude from those."
+
+
+def coinciding(series: Sequence[Series]) -> list[list[Series]]:
+    """Groups of named lines with markers at the same x whose y differ by less than `SAME_WITHIN` everywhere."""
+    groups: list[list[Series]] = []
+    for line in series:
+        if line.mark != "line" or not line.marker or not line.name:
+            continue
+        home = next((group for group in groups if _coincide(group[0], line)), None)
+        if home is None:
+            groups.append([line])
+        else:
+            home.append(line)
+    return [group for group in groups if len(group) > 1]
+
+
+def _coincide(one: Series, other: Series) -> bool:
+    return one.x == other.x and all(
+        math.isclose(a, b, rel_tol=SAME_WITHIN) for a, b in zip(one.y, other.y, strict=True)
+    )
+
+
+def _nested(series: Sequence[Series], groups: Sequence[Sequence[Series]]) -> tuple[Series, ...]:
+    """The first of a group has the largest marker, and each that is drawn over it a smaller one."""
+    sizes: dict[int, float] = {}
+    for group in groups:
+        step = (_LARGEST - _SMALLEST) / (len(group) - 1)
+        sizes |= {id(each): _LARGEST - step * place for place, each in enumerate(group)}
+    return tuple(replace(each, marker_size=sizes[id(each)]) if id(each) in sizes else each for each in series)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
