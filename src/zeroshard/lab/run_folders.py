@@ -79,6 +79,7 @@ class RunResult:
         summary: ``summary.json``; empty where there is none.
         link: None where no link was slowed.
         problems: what could not be read, a line each.
+        checkpoints: what its log says of each, in order of steps.
     """
 
     folder: Path
@@ -90,6 +91,7 @@ class RunResult:
     summary: Mapping[str, Any]
     link: LinkFacts | None
     problems: tuple[str, ...]
+    checkpoints: tuple[Mapping[str, Any], ...] = ()
 
     @cached_property
     def settled(self) -> tuple[Step, ...]:
@@ -163,6 +165,7 @@ def read_run(
         summary=summary,
         link=_link(log.start.get("link") or summary.get("link"), problems),
         problems=tuple(problems),
+        checkpoints=tuple(log.checkpoints[step] for step in sorted(log.checkpoints)),
     )
 
 
