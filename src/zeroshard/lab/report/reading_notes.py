@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from zeroshard.lab.report.entries import Entry
 from zeroshard.lab.report.figure import Figure, Series
 
-SAME_WITHIN = 0.01  # of the larger value: lines nearer than this lie on each other
+SAME_WITHIN = 0.03  # of the height of what is drawn: lines nearer than this lie on each other
 COMPARED = ("throughput", "scaling", "communication", "relative")  # figures whose differences readers conclude from
 _LARGEST, _SMALLEST = 19.0, 7.0  # pixels, of the markers of lines that lie on each other
 
@@ -19,8 +19,8 @@ def with_notes(figure: Figure, entries: Sequence[Entry]) -> Figure:
     notes = []
     if figure.name.startswith(COMPARED):
         notes.append(note_of_repeats(entries))
-    groups = coinciding(figure.series)
-    notes += [f"{_listed([series.name for series in group])} lie on each other." for group in groups]
+    groups = coinciding(figure.series, log=figure.y.log)
+    notes += [_note_of(group) for group in groups]
     series = _nested(figure.series, groups)
     caption = " ".join(filter(None, [figure.caption, *notes]))
     return replace(figure, series=series, caption=caption)
@@ -37,24 +37,39 @@ def note_of_repeats(entries: Sequence[Entry]) -> str:
     return f"Whiskers: lowest to highest repeat. {single} of {len(counts)} ran once: do not conclude from those."
 
 
-def coinciding(series: Sequence[Series]) -> list[list[Series]]:
-    """Groups of named lines with markers at the same x whose y differ by less than `SAME_WITHIN` everywhere."""
+def coinciding(series: Sequence[Series], *, log: bool = False) -> list[list[Series]]:
+    """Groups of named lines with markers that a reader cannot tell apart.
+
+    Args:
+        series: of one figure.
+        log: whether its y axis is logarithmic.
+    """
+    candidates = [line for line in series if line.mark == "line" and line.marker and line.name]
+    values = [y for line in candidates for y in line.y]
+    if not values or not all(map(math.isfinite, values)) or (log and min(values) <= 0):
+        return []
+    place: Callable[[float], float] = math.log if log else float
+    apart = SAME_WITHIN * (place(max(values)) - place(min(values)))
     groups: list[list[Series]] = []
-    for line in series:
-        if line.mark != "line" or not line.marker or not line.name:
-            continue
-        home = next((group for group in groups if _coincide(group[0], line)), None)
-        if home is None:
-            groups.append([line])
+    for line in candidates:
+        for group in groups:
+            first = group[0]
+            if first.x == line.x and all(
+                abs(place(a) - place(b)) <= apart for a, b in zip(first.y, line.y, strict=True)
+            ):
+                group.append(line)
+                break
         else:
-            home.append(line)
+            groups.append([line])
     return [group for group in groups if len(group) > 1]
 
 
-def _coincide(one: Series, other: Series) -> bool:
-    return one.x == other.x and all(
-        math.isclose(a, b, rel_tol=SAME_WITHIN) for a, b in zip(one.y, other.y, strict=True)
+def _note_of(group: Sequence[Series]) -> str:
+    most = max(
+        max(ys) / min(ys) - 1 if min(ys) > 0 else math.nan for ys in zip(*(line.y for line in group), strict=True)
     )
+    differ = f": they differ by at most {most:.1%}" if math.isfinite(most) else ""
+    return f"{_listed([line.name for line in group])} lie on each other{differ}."
 
 
 def _nested(series: Sequence[Series], groups: Sequence[Sequence[Series]]) -> tuple[Series, ...]:
