@@ -75,7 +75,10 @@ def _section(title: str, children: list[Any]) -> list[Any]:
 
 
 def _pairs(facts: Iterable[tuple[str, Any]]) -> Any:
-    rows = [html.Tr([html.Th(str(name), scope="row"), html.Td(str(value))]) for name, value in facts]
+    rows = [
+        html.Tr([html.Th(str(name), scope="row"), html.Td("(empty)" if value in ("", (), []) else str(value))])
+        for name, value in facts
+    ]
     return html.Table(html.Tbody(rows), className="pairs") if rows else html.P("None is recorded.", className="quiet")
 
 
