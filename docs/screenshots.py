@@ -57,7 +57,7 @@ def make(sweep: Path, out: Path, chromium: str) -> None:
             page.goto(address)
             page.locator("#graph-memory .bars path").first.wait_for(timeout=60_000)
             shoot(page, f"dashboard-{width}")
-            page.get_by_role("tab", name="Run", exact=True).click()
+            page.locator(".tab").nth(1).click()
             page.locator("#run-details h2").wait_for()
             shoot(page, f"run-{width}")
             page.locator(".tab", has_text="Planner").click()
