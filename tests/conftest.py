@@ -55,7 +55,7 @@ def _in_no_world(monkeypatch):
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch, tmp_path_factory):
     """Answers that others have kept are none of a test's; those that tests of this process keep are the same anyhow."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / ".cache"))
 
 
 @pytest.fixture(autouse=True)

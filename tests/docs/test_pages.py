@@ -29,6 +29,7 @@ FLAGS_OF_OTHERS = {
     "--soak",
     "--shuffle",
     "--rdzv-conf",
+    "--chromium",
     "--local-addr",
     "--launcher",
     "--init-from",
