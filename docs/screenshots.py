@@ -33,27 +33,33 @@ def main() -> None:
     """Write every screenshot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path, nargs="?", help="folder of a finished sweep")
-    asked = parser.parse_args().sweep
+    parser.add_argument("--chromium", default=CHROMIUM, help=f"program to open pages with ({CHROMIUM})")
+    asked = parser.parse_args()
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as root:
-        sweep = asked or write_sweep(Path(root) / "example", repeats=2, trace=True)
-        make(sweep, Path(root) / "out")
+        sweep = asked.sweep or write_sweep(Path(root) / "example", repeats=2, trace=True)
+        make(sweep, Path(root) / "out", asked.chromium)
 
 
-def make(sweep: Path, out: Path) -> None:
+def make(sweep: Path, out: Path, chromium: str) -> None:
     """All of them, of ``sweep``; its report goes to ``out``."""
     with sync_playwright() as tools, dashboard(sweep) as address:
         subprocess.run([*ZEROSHARD, "report", str(sweep), "--out", str(out)], check=True)
-        browser = tools.chromium.launch(executable_path=CHROMIUM, args=ARGS)
+        browser = tools.chromium.launch(executable_path=chromium, args=ARGS)
         for width, height in HEIGHTS.items():
             page = browser.new_page(viewport={"width": width, "height": height})
             page.goto((out / "report.html").as_uri())
             page.locator(".main-svg").first.wait_for()
             page.get_by_role("heading", name="Results").scroll_into_view_if_needed()
             shoot(page, f"report-{width}")
+            page.locator("#theme").click()
+            shoot(page, f"report-dark-{width}")
             page.goto(address)
             page.locator("#graph-memory .bars path").first.wait_for(timeout=60_000)
             shoot(page, f"dashboard-{width}")
+            page.locator(".tab").nth(1).click()
+            page.locator("#run-details h2").wait_for()
+            shoot(page, f"run-{width}")
             page.locator(".tab", has_text="Planner").click()
             page.locator(".advice").wait_for(timeout=120_000)
             page.wait_for_timeout(1000)

@@ -53,6 +53,12 @@ def _in_no_world(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path_factory):
+    """Answers that others have kept are none of a test's; those that tests of this process keep are the same anyhow."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / ".cache"))
+
+
+@pytest.fixture(autouse=True)
 def _one_thread():
     """Models this small are slower on several threads, which spin while they wait for each other."""
     before = torch.get_num_threads()

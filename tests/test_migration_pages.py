@@ -52,10 +52,12 @@ def test_columns_are_twenty_lines_at_most(page):
 
 def run_commands(page, folder):
     """Every line of the page's shell blocks, in ``folder``."""
+    forked.start_server()
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     for line in "".join(blocks(page, "sh")).splitlines():
         words = line.replace("zeroshard ", f"{forked.PYTHON} -m zeroshard ", 1)
         done = subprocess.run(
-            words, shell=True, cwd=folder, env=ENV, capture_output=True, text=True, check=False, timeout=600
+            words, shell=True, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=600
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 

@@ -23,7 +23,7 @@ from zeroshard.flags import flags_of, read_flags, refuse_no_text, take_option
 from zeroshard.train.config.config import merge
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import nearest, validate
-from zeroshard.verbs import VERBS, read_file, say, show_help
+from zeroshard.verbs import VERBS, read_file, say, short_help, show_help
 
 # What to do where memory runs out: in a run, and elsewhere.
 _NEEDS_LESS = (
@@ -132,7 +132,11 @@ def _dispatch(argv: list[str]) -> int:
     path, words = take_option(words, "--config") if verb.reads_file else ("", words)
     raw = read_file(path, verb.config) if path else {}
     if "--help" in words or "-h" in words:
-        show_help(word, verb, raw)
+        asked = words.index("--help" if "--help" in words else "-h")
+        if verb.common and words[asked + 1 : asked + 2] != ["all"]:
+            print(short_help(word, verb, raw))
+        else:
+            show_help(word, verb, raw)
         return ExitStatus.OK
     given = read_flags(words, flags_of(verb.config, SHORTHANDS, verb.positionals), verb.positionals)
     return verb.run(validate(verb.config, merge(raw, given)), argv)
@@ -146,7 +150,8 @@ def _overview() -> str:
         "",
         "  --version  Print the version.",
         "",
-        "`zeroshard COMMAND --help` names each setting, its unit and its default.",
+        "`zeroshard COMMAND --help` names the settings that most people use, with units and defaults; `--help all`",
+        "names every one.",
     ]
     return "\n".join(lines)
 

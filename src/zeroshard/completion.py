@@ -63,7 +63,10 @@ def _add_verbs(parser: ArgumentParser, verbs: Mapping[str, Verb], shorthands: di
 def _add_flags(parser: ArgumentParser, verb: Verb, shorthands: dict[str, str]) -> None:
     import shtab
 
-    parser.add_argument("--help", action="store_true", help="Name each setting, its unit and its default.")
+    if verb.common:
+        parser.add_argument("--help", nargs="?", choices=["all"], help="Name the common settings; all: each of them.")
+    else:
+        parser.add_argument("--help", action="store_true", help="Name each setting, its unit and its default.")
     paths = [parser.add_argument("--config", help="TOML file of settings.")] if verb.reads_file else []
     choices = [word for word in verb.words if not word.startswith("--")]
     for switch in sorted(set(verb.words) - set(choices)):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from pathlib import Path
 
 # By variable: what `mallopt` calls it, and the bytes. So much may be free at the heap's end; a block of so much is no
 # longer cut from the heap, which is as far as malloc would move by itself.
@@ -38,6 +39,18 @@ def prepare_torch() -> None:
 def num_cpus() -> int:
     """Logical CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cache_folder() -> Path | None:
+    """Where this user keeps what can be computed again: ``zeroshard`` in ``XDG_CACHE_HOME``, else in ``~/.cache``.
+
+    None where there is no home.
+    """
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):  # any other must be ignored: https://specifications.freedesktop.org/basedir-spec
+        return Path(named) / "zeroshard"
+    home = os.path.expanduser("~")
+    return Path(home) / ".cache" / "zeroshard" if os.path.isabs(home) else None
 
 
 def forget_empty_variables() -> None:

@@ -25,7 +25,7 @@ def test_nanogpts_files_are_taken_as_they_are(tmp_path):
     (tmp_path / "set").mkdir()
     train.astype("<u2").tofile(tmp_path / "set" / "train.bin")
     val.astype("<u2").tofile(tmp_path / "set" / "val.bin")
-    (tmp_path / "set" / "meta.pkl").write_bytes(b"never read")
+    (tmp_path / "set" / "meta.pkl").write_bytes(b"read where it is named alone")
     out = prepare(DataSpec("bin", (str(tmp_path / "set"),), "gpt2"), tmp_path / "out")
     assert (ids(out, "train"), ids(out, "val")) == (train.tolist(), val.tolist())
     meta = read_meta(out)

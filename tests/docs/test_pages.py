@@ -16,6 +16,8 @@ from pages import BLOCKS, PAGES, ROOT, blocks_of
 from zeroshard.cli import VERBS
 from zeroshard.errors import UserError
 from zeroshard.flags import flags_of, read_flags, take_option
+from zeroshard.lab.bench.settings import BENCHES
+from zeroshard.lab.sweep.cases import SweepConfig
 from zeroshard.train.config.config import merge
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.toml import read_toml
@@ -27,12 +29,17 @@ FLAGS_OF_OTHERS = {
     "--soak",
     "--shuffle",
     "--rdzv-conf",
+    "--chromium",
     "--local-addr",
     "--launcher",
     "--init-from",
     "--eval-only",
 }  # of others
-FLAGS_OF_WORDS = {"--plot", "--json", "--host", "--out", "--crossover"}  # of verbs that have no class of settings
+FLAGS_OF_WORDS = {  # of verbs that have no class of settings
+    *("--plot", "--json", "--host", "--out"),
+    *("--base.SETTING", "--axes.SETTING", "--base.max-steps", "--axes.strategy"),
+    *("--bandwidth", "--latency", "--burst", "--yes"),
+}
 
 
 def _by_name(blocks):
@@ -111,6 +118,8 @@ def test_commands_and_flags_in_the_text_are_there(page):
     if page.name in ("conformance.md", "log.md"):  # reports: they name programs of their own day
         return
     known = KNOWN | FLAGS_OF_OTHERS | FLAGS_OF_WORDS
+    for kind in (*BENCHES.values(), SweepConfig):
+        known |= set(flags_of(kind, {}))
     for verb in VERBS.values():
         known |= set(flags_of(verb.config, SHORTHANDS, verb.positionals)) if verb.config else set()
     spans = [span for paragraph in re.split(r"\n\s*\n", text) for span in re.findall(r"`([^`]+)`", paragraph)]

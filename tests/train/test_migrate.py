@@ -1,4 +1,5 @@
 import json
+import pickle
 import tomllib
 
 import pytest
@@ -219,3 +220,23 @@ def test_a_rate_that_is_no_constant_is_missed_where_it_would_be_the_least_one_to
     (tmp_path / "a.py").write_text("decay_lr = False\nlearning_rate = float(os.environ['X'])\n")
     found = rows(read_nanogpt([str(tmp_path / "a.py")]))
     assert found["decay_lr"].why == "it goes with learning_rate, which is no constant"
+
+
+@pytest.mark.parametrize("words", [[], ["--dtype=bfloat16"], ["--dtype=float16"]])
+def test_on_a_cpu_nanogpt_computes_in_float32_whatever_dtype_says(words):
+    assert read_nanogpt(["--device=cpu", *words]).values["dtype"] == "float32"
+    assert read_nanogpt(["--device=cuda", *words]).values["dtype"] == (words or ["bfloat16"])[0].removeprefix(
+        "--dtype="
+    )
+
+
+def test_a_character_level_set_keeps_its_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "data" / "shakespeare_char"
+    folder.mkdir(parents=True)
+    stoi = {"\n": 0, "a": 1}
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"stoi": stoi, "itos": {0: "\n", 1: "a"}, "vocab_size": 2}))
+    values = read_nanogpt(["--dataset=shakespeare_char"]).values
+    tokenizer = "json:data/shakespeare_char/meta.pkl"
+    assert values["data"] == {"source": "bin", "path": ["data/shakespeare_char"], "tokenizer": tokenizer}
+    assert "vocab_size" not in values["model"]

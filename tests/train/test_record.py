@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from terminal import Screen
 from zeroshard.train.records.console import GIB, ConsoleRecorder, bytes_in_words, facts_of
 from zeroshard.train.records.log_files import JsonlWriter, SummaryWriter, finite_or_null
 from zeroshard.train.records.records import StepRecord
+from zeroshard.train.records.start_lines import link_in_words, start_lines
 
 
 def a_record(**changes) -> StepRecord:
@@ -159,28 +161,97 @@ def test_a_pipe_gets_plain_lines_at_the_first_the_last_and_each_interval():
         console.on_checkpoint(25, Path("runs/x/checkpoints/" + "long-name-" * 20))
         console.on_end({"loss": 2.0, "memory": {"params": 1}})
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "world_size 2  tokens 1,000,000  data [bold]"
-    assert lines.pop(1) == "kernels  LayerNorm: triton"
-    assert [line.split("  ")[0] for line in lines[1:5]] == ["step 1", "step 10", "step 20", "step 25"]
-    assert lines[5] == "step 25  val_loss 2.2500"
-    assert lines[6].endswith("long-name-" * 20)
-    assert lines[7:] == ["loss 2"]
+    begins = ["world_size  2", "tokens      1,000,000", "kernels     LayerNorm: triton", "data        [bold]"]
+    assert lines[:4] == begins
+    assert [line.split("  ")[0] for line in lines[4:8]] == ["step 1", "step 10", "step 20", "step 25"]
+    assert lines[8] == "step 25  val_loss 2.2500"
+    assert lines[9].endswith("long-name-" * 20)
+    assert lines[10:] == ["loss 2"]
     assert "\x1b" not in stream.getvalue()
 
 
-def test_a_terminal_gets_a_bar_and_its_cursor_back(monkeypatch):
+ABOUT = {"run": "runs/" + "a-long-name-" * 8, "strategy": "zero2: optimizer states and gradients sharded over 2 ranks"}
+CHECKPOINT = Path("runs/gpt2-demo-tinyshakespeare-zero2/checkpoints/step-00000010")
+
+
+def a_run_on(screen: Screen, monkeypatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "160")
-    stream = Terminal()
-    console = ConsoleRecorder(max_steps=20, log_interval=10, stream=stream)
-    console.on_start({"world_size": 1})
-    console.on_step(a_record())
+    monkeypatch.setenv("COLUMNS", str(screen.width))
+    with ConsoleRecorder(max_steps=100_000, log_interval=10, stream=screen) as console:
+        console.on_start({"step": 0, "world_size": 2, "about": ABOUT, "plan": "fits"})
+        for step in range(1, 21):
+            known = {"mfu": 0.412, "memory_bytes": {"params": GIB}, "exposed_s": {"a": 0.01}}
+            console.on_step(a_record(step=step, tokens_per_s=1_234_567.0, **known))
+        console.on_eval(20, 2.25, 2.5)
+        console.on_saving(2**20, 2**22)
+        console.on_checkpoint(20, CHECKPOINT)
+        console.on_end(
+            {"status": "ok", "step": 20, "loss": 4.12341, "tokens": 20_480, "wall_s": 12.5, "num_skipped": 0}
+        )
+
+
+STEP_LINES = {
+    60: "loss 4.1234  grad_norm 0.98  1,234,567 tok/s",
+    80: "loss 4.1234  grad_norm 0.98  lr 3.0e-04  1,234,567 tok/s  mfu 41.2%",
+    120: "loss 4.1234  grad_norm 0.98  lr 3.0e-04  1,234,567 tok/s  mfu 41.2%  mem 1.0GiB  comm 10%",
+}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_terminal_keeps_a_history_and_no_line_is_wider_than_it(width, monkeypatch):
+    screen = Screen(width)
+    a_run_on(screen, monkeypatch)
+    assert screen.wrapped == []
+    assert screen.cursor_shown
+    facts = STEP_LINES[width]
+    path = CHECKPOINT if width == 120 else CHECKPOINT.name
+    bar = next(line for line in screen.shown if "eta" in line)
+    assert [line for line in screen.shown if line.startswith("step ")] == [
+        f"step 1  {facts}",
+        f"step 10  {facts}",
+        f"step 20  {facts}",
+        "step 20  val_loss 2.2500  ema_val_loss 2.5000",
+        f"step 20  checkpoint {path}",
+    ]
+    assert (bar.split()[0], bar.split()[-2:]) == ("20/100000", ["loss", "4.1234"])
+    assert "1,234,567 tok/s" in bar
+    assert len(bar) == width - len("^C")
+
+
+def test_a_long_line_of_the_start_continues_below_its_text(monkeypatch):
+    screen = Screen(60)
+    a_run_on(screen, monkeypatch)
+    assert screen.shown[3:6] == [
+        "strategy  zero2: optimizer states and gradients sharded over",
+        "          2 ranks",
+        "plan      fits",
+    ]
+
+
+def test_the_pace_of_a_resumed_run_is_not_that_of_the_steps_before(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    console = ConsoleRecorder(max_steps=2000, stream=Screen(80))
+    console.on_start({"step": 1000})
     console.close()
-    console.close()
-    shown = stream.getvalue()
-    assert "10/20" in shown
-    assert "12,345 tok/s" in shown
-    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+    (task,) = console._bar.tasks
+    assert (task.completed, task.speed) == (1000, None)
+
+
+LINK = {
+    "mode": "simulated", "node_size": 1, "asked_bytes_per_s": 25e6, "asked_latency_s": 1e-3,
+    "achieved_bytes_per_s": 24.9e6, "achieved_latency_s": 1.02e-3, "comparable": True, "why_not_comparable": "",
+}  # fmt: skip
+
+
+def test_a_link_is_told_in_the_units_of_networks():
+    told = "simulated between nodes of 1 rank, 200 Mbit/s, 1 ms; measured 199.2 Mbit/s, 1.02 ms"
+    assert link_in_words(LINK) == told
+    unlimited = {**LINK, "asked_bytes_per_s": None, "node_size": 2, "why_not_comparable": "too slow"}
+    told = (
+        "simulated between nodes of 2 ranks, unlimited, 1 ms; measured 199.2 Mbit/s, 1.02 ms; not comparable: too slow"
+    )
+    assert link_in_words(unlimited) == told
+    assert start_lines({"link": {}}) == []
 
 
 def test_a_scaled_loss_is_told_with_the_steps_that_it_cost():

@@ -1,7 +1,15 @@
+from math import inf
+
 import pytest
 
 from zeroshard.errors import UserError
-from zeroshard.train.config.sizes import parse_bandwidth, parse_duration, parse_size
+from zeroshard.train.config.sizes import (
+    bandwidth_in_words,
+    duration_in_words,
+    parse_bandwidth,
+    parse_duration,
+    parse_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,3 +58,16 @@ def test_a_duration_is_a_number_and_its_unit(text, seconds):
 def test_a_duration_without_a_unit_is_refused(text):
     with pytest.raises(UserError, match=r"^latency: "):
         parse_duration("latency", text)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "words"),
+    [(25e6, "200 Mbit/s"), (50e9, "400 Gbit/s"), (1.0, "8 bit/s"), (124_875_000.0, "999 Mbit/s"), (inf, "unlimited")],
+)
+def test_a_bandwidth_in_words_has_the_unit_of_networks(bytes_per_s, words):
+    assert bandwidth_in_words(bytes_per_s) == words
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(1e-3, "1 ms"), (5e-6, "5 us"), (0.0, "0 ns"), (1.5, "1.5 s")])
+def test_a_duration_in_words_has_the_largest_unit_that_fits(seconds, words):
+    assert duration_in_words(seconds) == words

@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nets import Net, Turn, assert_every_stage_equals_one_process, linear, one_process, rows, set_values, train
+from nets import (
+    Net,
+    Turn,
+    assert_every_stage_equals_one_process,
+    backward,
+    linear,
+    one_process,
+    rows,
+    set_values,
+    train,
+)
 from zeroshard.comm import LocalCommunicator, NullCommunicator, TorchCommunicator, run_threads
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, ShardingStrategy, Zero
@@ -287,6 +297,68 @@ def test_the_modules_own_state_dict_is_refused_while_it_would_be_wrong(stage):
         net.load_state_dict(Net().state_dict())
     with zero.full_params():
         assert list(net.state_dict()) == list(Net().state_dict())
+
+
+class Block(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+
+
+@at_every_stage
+def test_units_by_name_class_path_or_auto_train_to_the_same_bits_as_a_list(stage):
+    def trained(units):
+        def go(comm):
+            return train(
+                comm, lambda: Net(block=Block), backward, {"stage": stage, "units": lambda net: units or net.blocks}
+            )
+
+        return run_threads(go, 2)[0]
+
+    listed = trained(None)
+    for units in ("auto", "Block", [Block], "blocks", ["blocks.0", "blocks.1", "blocks.2"]):
+        found = trained(units)
+        assert all(torch.equal(listed[name], found[name]) for name in listed)
+
+
+@at_every_stage
+def test_groups_by_dimension_have_the_members_that_one_process_has(stage):
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage=stage, comm=comm)
+        groups = [
+            {"params": [p for p in net.parameters() if p.dim() >= 2], "weight_decay": 0.5},
+            {"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        optim = zero.optimizer(torch.optim.AdamW, groups, lr=0.1)
+        for step in range(3):
+            net(rows(comm.rank, step)).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+        again = [[p.dim() for p in group["params"]] for group in optim.param_groups]
+        return again, zero.state_dict()
+
+    net = Net()
+    groups = [
+        {"params": [p for p in net.parameters() if p.dim() >= 2], "weight_decay": 0.5},
+        {"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optim = torch.optim.AdamW(groups, lr=0.1)
+    for step in range(3):
+        for rank in range(2):
+            (net(rows(rank, step)).square().mean() / 2).backward()
+        optim.step()
+        optim.zero_grad()
+    for dims, state in run_threads(go, 2):
+        assert dims == [[2] * 5, [1] * 5]
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(state[name], value)
+
+
+def test_an_optimizer_in_place_of_its_class_is_named_and_not_printed():
+    net = Net()
+    zero = Zero(net, comm=LocalCommunicator())
+    with pytest.raises(TypeError, match=r"^optimizer_cls: an AdamW object is not a torch.optim.Optimizer class; give "):
+        zero.optimizer(torch.optim.AdamW(net.parameters()))
 
 
 def test_arguments_that_make_no_sense_are_refused():

@@ -4,6 +4,7 @@ from torch import nn
 
 from zeroshard.zero import loaded_later
 from zeroshard.zero.buffers.partition import materialise, partition
+from zeroshard.zero.buffers.unit_choice import told
 
 
 class Shared(nn.Module):
@@ -81,7 +82,7 @@ def test_units_keep_the_order_given_and_need_parameters():
 @pytest.mark.parametrize(
     ("units", "error", "message"),
     [
-        (["layers.0"], TypeError, "units: str is not an nn.Module"),
+        ([3], TypeError, "units: int is not an nn.Module"),
         ([nn.Linear(2, 2)], ValueError, "units: a Linear is no submodule of the model"),
     ],
 )
@@ -170,3 +171,62 @@ def test_a_buffer_that_no_load_brings_is_not_left_for_later():
         model.register_buffer("inv_freq", torch.ones(3, device="meta"), persistent=False)
     with pytest.raises(ValueError, match=r"^inv_freq: the buffer is on the meta device, and `init` left NaN in it"):
         materialise(model, torch.device("cpu"), loaded_later)
+
+
+class Layer(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+class Pretrained(nn.Module):
+    """As `transformers` makes them: it names its blocks' classes, some of which it may not have."""
+
+    _no_split_modules = ("Layer", "Absent")
+
+    def __init__(self):
+        super().__init__()
+        self.side = nn.ModuleList(nn.Linear(30, 30) for _ in range(2))
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList(Layer() for _ in range(2))
+
+
+@pytest.mark.parametrize("units", ["auto", "Layer", Layer, ["Layer"], "model.layers", ["model.layers.0", Layer]])
+def test_units_may_be_words(units):
+    model = Pretrained()
+    assert [unit.module for unit in partition(model, units)[1]] == list(model.model.layers)
+
+
+def test_without_names_auto_is_the_largest_list_of_one_class():
+    model = Pretrained()
+    model._no_split_modules = None
+    assert [unit.name for unit in partition(model, "auto")[1]] == ["side.0", "side.1"]
+
+
+@pytest.mark.parametrize(
+    ("units", "error", "message"),
+    [
+        (
+            "Leyer",
+            ValueError,
+            "units: 'Leyer' is neither a class .*ModuleList, Linear, Module, Layer.* mean Layer",
+        ),
+        (
+            "model.blocks",
+            ValueError,
+            "units: the path 'model.blocks' leads to 'model' and no further; 'model' has la",
+        ),
+        (nn.GRU, ValueError, "units: no part of the model is a GRU; its classes are ModuleList, Linear, Module, Layer"),
+        ([dict], TypeError, "units: dict is not an nn.Module"),
+        (3, TypeError, "units: a int; give submodules, a class, its name, a path, or 'auto'"),
+    ],
+)
+def test_words_that_mean_no_unit_are_refused_with_what_there_is(units, error, message):
+    with pytest.raises(error, match=message) as refused:
+        partition(Pretrained(), units)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_was_chosen_is_one_line():
+    model = Pretrained()
+    assert told(model, list(model.model.layers)) == "2 units: Layer, model.layers.0 ... model.layers.1"
+    assert told(model, []) == "no units: all parameters travel together"

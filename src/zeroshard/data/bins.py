@@ -3,7 +3,7 @@
 nanoGPT: uint16 ids and nothing else. llm.c: 256 int32 (magic, version, number of tokens, zeros), then uint16 ids
 (20240520, version 1: GPT-2's) or uint32 ids (20240801, version 7: Llama 3's). Both little-endian. A file validates that
 has ``val``, ``valid`` or ``validation`` as a word of its name: ``val.bin``, ``edu_val_000.bin``, not ``retrieval.bin``.
-Beside its files nanoGPT has ``meta.pkl``, which is a pickle and is not read.
+Beside its files nanoGPT may have ``meta.pkl``, which is a tokenizer (`zeroshard.data.character_meta`).
 
 https://github.com/karpathy/nanoGPT/tree/master/data, https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
 """

@@ -1,5 +1,5 @@
 """Text to ids and back: ``bytes`` (our own), ``gpt2`` and others of tiktoken, ``bpe:N`` (trained on the train split),
-``json:PATH`` (somebody else's ``tokenizer.json``, such as an imported model's).
+``json:PATH`` (somebody else's ``tokenizer.json``, such as an imported model's, or ``meta.pkl`` of nanoGPT).
 
 A ``tokenizer.json`` may say what it puts around a text (its post-processor: LLaMA's begin with BOS): `encode` follows
 it and `encode_piece` leaves it out. How documents are joined stands in `zeroshard.data.joining`.
@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from zeroshard.data.character_meta import character_tokenizer, read_characters
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, read_meta, write_meta
 from zeroshard.data.names import unknown_name
 from zeroshard.data.tiktokens import TIKTOKEN, TiktokenTokenizer
 from zeroshard.data.tokens import check_sha256
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, shown
 from zeroshard.regular_files import read_bytes, require_regular
 
 if TYPE_CHECKING:
@@ -123,12 +124,22 @@ class BpeTokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int64]:
         # The batch of one has no use for where each token lies in the text, and takes half the time.
-        (encoded,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            (encoded,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except Exception as error:
+            if "[UNK]" not in str(error):  # the library's words, in an exception of no class of its own
+                raise
+            unknown = sorted(set(text) - self._inner.get_vocab().keys())
+            what = f"it has no token for the characters {shown(''.join(unknown), 80)}"
+            raise UserError("data.tokenizer", what, "leave them out") from None
         return np.asarray(encoded.ids, dtype=np.int64)
 
     def _find_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         for probe in ("a", *islice(self.ordinary_tokens, _MOST_PROBES)):  # one that is no mark, whatever there is
-            piece, whole = self.encode_piece(probe).tolist(), self.encode(probe).tolist()
+            try:
+                piece, whole = self.encode_piece(probe).tolist(), self.encode(probe).tolist()
+            except UserError:  # it has no such character
+                continue
             if piece and len(whole) >= len(piece):
                 places = [at for at in range(len(whole) - len(piece) + 1) if whole[at : at + len(piece)] == piece]
                 if len(places) == 1:
@@ -170,7 +181,9 @@ def check_tokenizer(name: str) -> None:
             )
     elif name.startswith("json:"):
         if not Path(name.removeprefix("json:")).is_file():
-            raise UserError("data.tokenizer", f"{name} names no file", "use json:PATH of a tokenizer.json")
+            raise UserError(
+                "data.tokenizer", f"{name} names no file", "use json:PATH of a tokenizer.json or a meta.pkl"
+            )
     elif name != "bytes" and name not in TIKTOKEN:
         raise unknown_name("data.tokenizer", name, TOKENIZERS)
 
@@ -252,15 +265,17 @@ def keep_tokenizer(
 
 
 def read_tokenizer(path: Path, name: str = "json") -> BpeTokenizer:
-    """The tokenizer in a ``tokenizer.json``.
+    """The tokenizer in a ``tokenizer.json``, or in a ``meta.pkl`` of nanoGPT.
 
     Args:
-        path: of the file.
+        path: of the file; one that ends in ``.pkl`` is nanoGPT's.
         name: under which it is known; ``bpe:N`` is one that was trained here.
 
     Raises:
-        UserError: the tokenizers library cannot read the file.
+        UserError: the tokenizers library cannot read the file, or it is none of nanoGPT's.
     """
+    if path.suffix == ".pkl":
+        return BpeTokenizer(character_tokenizer(read_characters(path)), name)
     import tokenizers  # here, as it is needed for such vocabularies alone
 
     try:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zeroshard.data.character_meta import read_characters
 from zeroshard.errors import UserError, shown
 from zeroshard.interop.migration import Migration
 from zeroshard.regular_files import read_text
@@ -43,7 +44,6 @@ SAME = {
     "beta1": "beta1",
     "beta2": "beta2",
     "grad_clip": "grad_clip",
-    "dtype": "dtype",
     "compile": "compile",
 }
 GPT2_IDS, PADDED_IDS = 50_257, 50_304  # the tokenizer's, and nanoGPT's table for them
@@ -131,7 +131,12 @@ def _block_size(key: str, value: Any, theirs: dict[str, Any], to: Migration) -> 
 
 
 def _data(key: str, value: Any, theirs: dict[str, Any], to: Migration) -> None:
-    if value == "openwebtext":
+    meta = Path("data", str(value), "meta.pkl")
+    if meta.is_file():
+        read_characters(meta)  # or a line that says why not
+        ours = {"data.source": "bin", "data.path": [str(meta.parent)], "data.tokenizer": f"json:{meta}"}
+        to.map(key, value, ours, "its train.bin and val.bin, with the characters of its meta.pkl")
+    elif value == "openwebtext":
         ours = {"data.source": value, "data.tokenizer": "gpt2", "data.val_fraction": 0.0005}
         to.map(key, value, {**ours, "model.vocab_size": PADDED_IDS}, "documents validate that are not nanoGPT's")
     elif value == "shakespeare_char":
@@ -199,6 +204,13 @@ def _device(key: str, value: Any, theirs: dict[str, Any], to: Migration) -> None
     to.map(key, value, {"device": ours}, same=ours == value)
 
 
+def _dtype(key: str, value: Any, theirs: dict[str, Any], to: Migration) -> None:
+    if str(theirs["device"]).partition(":")[0] == "cpu":
+        to.map(key, value, {"dtype": "float32"}, "nanoGPT computes in float32 on a CPU, whatever dtype says")
+    else:
+        to.map(key, value, {"dtype": value})
+
+
 def _eval_only(key: str, value: Any, theirs: dict[str, Any], to: Migration) -> None:
     to.ignore(key, value, "zeroshard eval RUN")
 
@@ -218,6 +230,7 @@ _SPECIAL: dict[str, Callable[[str, Any, dict[str, Any], Migration], None]] = {
     **dict.fromkeys(("wandb_log", "wandb_project", "wandb_run_name"), _wandb),
     **dict.fromkeys(("decay_lr", "warmup_iters", "lr_decay_iters", "min_lr"), _schedule),
     "device": _device,
+    "dtype": _dtype,
     "eval_only": _eval_only,
     "backend": _backend,
 }

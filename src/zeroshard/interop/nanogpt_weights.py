@@ -19,7 +19,8 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint.stream import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, write_meta
-from zeroshard.data.tokenizer import TIKTOKEN
+from zeroshard.data.tiktokens import TIKTOKEN
+from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, read_tokenizer
 from zeroshard.errors import UserError, is_out_of_memory
 from zeroshard.interop.nanogpt import GPT2_IDS, PADDED_IDS
 from zeroshard.models import GPT2, GPT2Config
@@ -50,14 +51,18 @@ def import_nanogpt(path: Path, out: Path) -> str:
     model = _config(path, found.get("model_args"))
     weights = _Weights(path, model, found["model"])
     with drafted(out) as draft:
-        tokenizer = _keep_tokenizer(tokenizer_folder(draft), model.vocab_size, path)
-        data = DataConfig(source=UNNAMED, tokenizer="gpt2" if tokenizer else "bytes")
+        tokenizer = _keep_tokenizer(tokenizer_folder(draft), model.vocab_size, path, found.get("config"))
+        kept = f"json:{tokenizer_folder(out) / TOKENIZER_FILE}"
+        data = DataConfig(source=UNNAMED, tokenizer={"": "bytes", "gpt2": "gpt2"}.get(tokenizer, kept))
         facts = {"model": model_table(model), "data": data, "seq_len": model.seq_len, "out": str(out)}
         run = TrainConfig.model_validate({**facts, **FINE_TUNING})
         (draft / "config.toml").write_text(dump_toml(run), encoding="utf-8")
         extra = {"config": run.model_dump(mode="json"), "torch": torch.__version__, "imported_from": path.name}
         checkpoint.save(checkpoint_folder(draft) / "step-00000000", weights, step=0, extra=extra)
-    text = "GPT-2's tokens" if tokenizer else "no tokenizer (meta.pkl is a pickle of code), so it writes no text"
+    text = {
+        "gpt2": "GPT-2's tokens",
+        "": "no tokenizer (no meta.pkl of as many ids beside it or in data/DATASET), so it writes no text",
+    }.get(tokenizer, f"the characters of {tokenizer}")
     return f"{weights.num_params:,} parameters, {text}"
 
 
@@ -126,13 +131,29 @@ def _our_name(name: str) -> str:
     return f"blocks.{name.removeprefix('h.')}" if name.startswith("h.") else name
 
 
-def _keep_tokenizer(folder: Path, vocab_size: int, path: Path) -> bool:
-    """As a prepared folder keeps it; whether the ids are GPT-2's, as far as their number tells."""
-    if vocab_size not in (GPT2_IDS, PADDED_IDS):
-        return False
-    folder.mkdir()
-    no_tokens = {split: SplitMeta(0, ()) for split in SPLITS}
-    source = SourceMeta(f"imported from {path.name}", 0, 0, "")
-    dtype, eos_id = dtype_for(vocab_size), TIKTOKEN["gpt2"][1]
-    write_meta(folder, DataMeta({}, source, "gpt2", "", vocab_size, dtype, no_tokens, eos_id=eos_id))
-    return True
+def _keep_tokenizer(folder: Path, vocab_size: int, path: Path, config: Any) -> str:
+    """As a prepared folder keeps it; where it was found, ``gpt2`` for those whose number of ids is GPT-2's, or nothing.
+
+    Args:
+        folder: is made, where there is one.
+        vocab_size: of the model.
+        path: of the checkpoint; a ``meta.pkl`` beside it is taken, else that of the data set which it was trained on.
+        config: what the checkpoint says of its run.
+    """
+    if vocab_size in (GPT2_IDS, PADDED_IDS):
+        folder.mkdir()
+        no_tokens = {split: SplitMeta(0, ()) for split in SPLITS}
+        source = SourceMeta(f"imported from {path.name}", 0, 0, "")
+        dtype, eos_id = dtype_for(vocab_size), TIKTOKEN["gpt2"][1]
+        write_meta(folder, DataMeta({}, source, "gpt2", "", vocab_size, dtype, no_tokens, eos_id=eos_id))
+        return "gpt2"
+    dataset = config.get("dataset") if isinstance(config, Mapping) else None
+    places = [path.with_name("meta.pkl")]
+    places += [Path("data", dataset, "meta.pkl")] if isinstance(dataset, str) and dataset.isprintable() else []
+    for place in places:
+        if place.is_file():
+            tokenizer = read_tokenizer(place)
+            if tokenizer.vocab_size == vocab_size:
+                keep_tokenizer(folder, tokenizer, vocab_size, f"imported from {place}")
+                return str(place)
+    return ""

@@ -55,6 +55,7 @@ class MetricsLog:
     Attributes:
         start: the last ``start`` event.
         steps, evaluations: by number of the step.
+        checkpoints: facts of each that was saved, or failed to be (``error``), by number of the step.
         torn: whether the last line is a piece of one, as a run leaves it that was killed while it wrote.
         problem: what cannot be read of it; empty where all can.
     """
@@ -67,6 +68,7 @@ class MetricsLog:
         self.start: dict[str, Any] = {}
         self.steps: dict[int, Step] = {}
         self.evaluations: dict[int, Evaluation] = {}
+        self.checkpoints: dict[int, dict[str, Any]] = {}
         self.torn, self.problem = False, ""
         self._file_id: tuple[int, int] | None = None
         self._offset, self._num_lines = 0, 0  # of whole lines that were taken
@@ -122,6 +124,8 @@ class MetricsLog:
                     self.steps[int(entry["step"])] = _step(entry)
                 case "eval":
                     self.evaluations[int(entry["step"])] = _evaluation(entry)
+                case "checkpoint":
+                    self.checkpoints[int(entry["step"])] = entry
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return False
         return True

@@ -79,6 +79,7 @@ class RunResult:
         summary: ``summary.json``; empty where there is none.
         link: None where no link was slowed.
         problems: what could not be read, a line each.
+        checkpoints: what its log says of each, in order of steps.
     """
 
     folder: Path
@@ -90,28 +91,29 @@ class RunResult:
     summary: Mapping[str, Any]
     link: LinkFacts | None
     problems: tuple[str, ...]
+    checkpoints: tuple[Mapping[str, Any], ...] = ()
 
     @cached_property
     def settled(self) -> tuple[Step, ...]:
         """The steps without those that warm up, or all where there are no others."""
         return self.steps[WARM_UP_STEPS:] or self.steps
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         """The median step, in seconds; NaN without steps."""
         return _median(step.step_s for step in self.settled)
 
-    @property
+    @cached_property
     def tokens_per_s(self) -> float:
         """Of all ranks together, at the median step; NaN without steps."""
         return _median(step.tokens_per_s for step in self.settled)
 
-    @property
+    @cached_property
     def exposed_s(self) -> float:
         """Seconds of the median step that rank 0 stood still for communication; NaN without steps."""
         return _median(sum(step.exposed_s.values()) for step in self.settled)
 
-    @property
+    @cached_property
     def held_bytes(self) -> int:
         """The most that rank 0 held of training state, without activations."""
         return max((sum(step.memory_bytes.values()) for step in self.steps), default=0)
@@ -163,6 +165,7 @@ def read_run(
         summary=summary,
         link=_link(log.start.get("link") or summary.get("link"), problems),
         problems=tuple(problems),
+        checkpoints=tuple(log.checkpoints[step] for step in sorted(log.checkpoints)),
     )
 
 

@@ -18,6 +18,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.verbs.base import Verb, read_file, say, show_help
 from zeroshard.verbs.laboratory import SWEEP, bench, dashboard, lab, plan, report, sweep
+from zeroshard.verbs.short_help import PLAN, TRAIN, short_help
 from zeroshard.verbs.training import (
     evaluate,
     export,
@@ -30,7 +31,7 @@ from zeroshard.verbs.training import (
     train,
 )
 
-__all__ = ["VERBS", "Verb", "read_file", "say", "show_help"]
+__all__ = ["VERBS", "Verb", "read_file", "say", "short_help", "show_help"]
 
 
 def look_around(config: None, words: Sequence[str]) -> int:
@@ -59,7 +60,7 @@ def complete(verbs: Mapping[str, Verb], words: Sequence[str]) -> int:
 
 
 VERBS: dict[str, Verb] = {
-    "train": Verb("Train a language model, on one rank or many.", train, TrainConfig, reads_file=True),
+    "train": Verb("Train a language model, on one rank or many.", train, TrainConfig, reads_file=True, common=TRAIN),
     "prepare": Verb("Cut text into tokens once, for later runs.", prepare, PrepareConfig, reads_file=True),
     "generate": Verb("Write text with the model of a run.", generate, GenerateConfig, ("run",)),
     "eval": Verb("Measure loss, perplexity and bits per byte on prepared text.", evaluate, EvalConfig, ("run",)),
@@ -80,6 +81,7 @@ VERBS: dict[str, Verb] = {
         "Say before a run what fits, how fast it will be and what to choose; status 3 if nothing fits.",
         plan,
         PlanConfig,
+        common=PLAN,
     ),
     "checkpoint": Verb(
         "ls: the checkpoints of a run. show: what one holds. verify: whether every byte is what was written; status 3 "

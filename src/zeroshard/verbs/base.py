@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
@@ -31,6 +31,7 @@ class Verb:
     reads_file: bool = False  # takes --config
     usage: str = ""  # of the words that a verb without settings takes
     words: tuple[str, ...] = ()  # those of them that a shell may complete
+    common: Mapping[str, Sequence[str]] = field(default_factory=dict)  # what the short help names, in groups
     before: str = ""  # another verb, with its words, follows after this one's own
 
 

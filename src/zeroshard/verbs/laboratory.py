@@ -18,15 +18,24 @@ from zeroshard.train.config.toml import read_toml
 from zeroshard.train.config.validate import nearest, validate
 from zeroshard.verbs.base import Verb, show_help
 from zeroshard.verbs.training import written
+from zeroshard.verbs.working import working
 
 SWEEP = "Train once for each combination of settings, and compare."
 
 
 def plan(config: PlanConfig, argv: Sequence[str]) -> int:
     """What `zeroshard.lab.planner.plan` foresees."""
-    from zeroshard.lab.planner.command import run_plan
+    from zeroshard.lab.planner.plan_cache import PlanAnswer, answered
 
-    return run_plan(config)
+    def compute(config: PlanConfig) -> PlanAnswer:
+        with working("planning"):
+            from zeroshard.lab.planner.command import answer_plan  # with torch; what is kept is answered without
+
+            return answer_plan(config)
+
+    answer = answered(config, compute)
+    print(answer.text)
+    return answer.status
 
 
 def bench(config: None, words: Sequence[str]) -> int:

@@ -27,6 +27,7 @@ from zeroshard.train.config.config import TrainConfig, merge, parse_nnodes
 from zeroshard.train.config.sections import SHORTHANDS, require_data
 from zeroshard.train.config.validate import validate
 from zeroshard.verbs.base import read_file, say
+from zeroshard.verbs.working import working
 
 if TYPE_CHECKING:
     from zeroshard.launch.environment import Nodes
@@ -160,9 +161,11 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
             say(ending.line)
         return ending.status
     with leaving.ended_with_launcher():
-        from zeroshard.inference.evaluation import run_eval
+        alone = environment.world_from_env() is None  # a rank among others may be ended at once
+        with working("evaluating") if alone else nullcontext():
+            from zeroshard.inference.evaluation import run_eval
 
-        return run_eval(config)
+            return run_eval(config)
 
 
 def export(config: ExportConfig, argv: Sequence[str]) -> int:
@@ -190,10 +193,11 @@ def written(out: str, write: Callable[[], int]) -> int:
 
 def look_at_checkpoints(config: None, words: Sequence[str]) -> int:
     """What `zeroshard.train.state.checkpoints` answers."""
-    from zeroshard.train.state.checkpoints import run_checkpoint
-
     try:
-        status = run_checkpoint(words)
+        with working("reading"):
+            from zeroshard.train.state.checkpoints import run_checkpoint
+
+            status = run_checkpoint(words)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough, as `head` does; what is left goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
 
 import torch
 from torch import nn
@@ -11,12 +11,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zeroshard.comm import Communicator, scope
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.buffers.unit import Unit, build_groups
+from zeroshard.zero.buffers.unit_choice import UnitChoice, told
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.runtime.module_methods import has_engine
 from zeroshard.zero.strategy import ShardingStrategy
 from zeroshard.zero.transfer import as_bytes, put_bytes
 
+_log = logging.getLogger("zeroshard.zero")
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
@@ -43,7 +45,7 @@ def check_arguments(model: nn.Module, prefetch: int, accumulate: str | None) -> 
 
 def build_units(
     model: nn.Module,
-    units: Iterable[nn.Module] | None,
+    units: UnitChoice | None,
     strategy: ShardingStrategy,
     levels: Levels,
     precision: MixedPrecision,
@@ -61,6 +63,8 @@ def build_units(
     meta = materialise(model, _default_device(device), init) if any_meta else set()
     fill = dict.fromkeys(meta, init) if init is not None else {}
     root_spec, specs = partition(model, units)
+    if levels.world.rank == 0:
+        _log.info("Zero: %s", told(model, [spec.module for spec in specs]))
 
     def build(spec: UnitSpec) -> Unit:
         groups = build_groups(spec.name, spec.params, strategy, levels, precision, fill)

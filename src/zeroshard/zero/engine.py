@@ -21,6 +21,7 @@ from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.zero.buffers.holdings import Holding, holdings
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit, memory_of
+from zeroshard.zero.buffers.unit_choice import UnitChoice
 from zeroshard.zero.construction import build_units, check_arguments
 from zeroshard.zero.levels import Levels, check_row
 from zeroshard.zero.optimizers import adoption
@@ -50,7 +51,9 @@ class Zero:
         model: any module. Parameters on the meta device are made here, unit by unit, and filled by ``init``.
         stage: 0, 1, 2 or 3, or a `ShardingStrategy`.
         units: submodules whose parameters travel together, in the order in which they run; each must be called as a
-            module. None: the elements of the outermost `nn.ModuleList`s.
+            module. A list of them, a class or its name (``"LlamaDecoderLayer"``), several of these, or a path
+            (``"model.layers"``). ``"auto"``: a Hugging Face model's blocks, else the largest list of one class.
+            None: the elements of the outermost `nn.ModuleList`s. The logger ``zeroshard.zero`` says what was chosen.
         comm: among which ranks; None: `torch.distributed` if it is initialised, else one process.
         precision: None: every parameter computes and travels in its own dtype.
         init: ``init(name, tensor)`` fills what was on the meta device, in place: buffers, and on rank 0, whose values
@@ -71,8 +74,9 @@ class Zero:
         levels: the ranks that shard together, and those that hold the same shard.
 
     Raises:
-        ValueError: an unknown stage; a unit that is not the model's; a model that has an engine already; meta
-            parameters without ``init``; a ``shard_size`` that does not divide the world, or at stage 0.
+        ValueError: an unknown stage; a unit that is not the model's, or a name that occurs nowhere in it; a model that
+            has an engine already; meta parameters without ``init``; a ``shard_size`` that does not divide the world, or
+            at stage 0.
         TypeError: ``model`` is not a module.
 
     Weights are whole and current inside the model's forward, its backward and `full_params`. Other methods of the model
@@ -88,7 +92,7 @@ class Zero:
         self,
         model: nn.Module,
         stage: int | ShardingStrategy = 3,
-        units: Iterable[nn.Module] | None = None,
+        units: UnitChoice | None = None,
         comm: Communicator | None = None,
         precision: MixedPrecision | None = None,
         *,

@@ -81,7 +81,7 @@ def test_figures_and_plans_come_from_runs_whole_and_damaged(tmp_path):
     (write_run(tmp_path / "damaged") / "config.toml").write_text("= 3")
     found = Watch(tmp_path).runs()
     assert len(page_of_runs.figures(found)) == len(page_of_runs.GRAPHS)
-    assert page_of_runs.figures({})[3]["data"] == []
+    assert all(figure["data"] == [] for figure in page_of_runs.figures({}))
     text = str(page_of_runs.plans(found))
     assert "step" in text
     assert "1.075" in text
@@ -175,7 +175,7 @@ def _good_bodies(client):
         outputs = [
             dict(zip(("id", "property"), each.rsplit(".", 1), strict=True)) for each in spec.strip(".").split("...")
         ]
-        values = {"clock": None, "chosen": None, "tabs": "runs"}
+        values = {"clock": None, "chosen": None, "one-run": None, "tabs": "runs"}
         yield {
             "output": spec,
             "outputs": outputs if spec.startswith("..") else outputs[0],

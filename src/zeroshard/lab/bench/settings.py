@@ -20,7 +20,7 @@ class MemoryBench(Config):
     stages: tuple[int, ...] = Field((0, 1, 2, 3), min_length=1, description="ZeRO stages.")
     nproc: int = Field(2, ge=1, description="Ranks that there would be; one of them is built.")
     rank: int = Field(0, ge=0, description="Which of them.")
-    dtype: Dtype = Field("float32", description="Compute type; masters are float32.")
+    dtype: Dtype = Field("float32", description="Compute type; the master weights are float32.")
     seq_len: int = Field(128, ge=1, description="Tokens in a sequence, at most the model's.")
     micro_batch_size: int = Field(1, ge=1, description="Sequences in a forward pass.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one.")

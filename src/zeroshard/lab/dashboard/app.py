@@ -1,4 +1,4 @@
-"""Both pages in one Dash application.
+"""The pages in one Dash application.
 
 All that it shows is text of React's, which is escaped. It asks this server for its scripts, and nobody else.
 """
@@ -10,8 +10,10 @@ from typing import Any
 
 from dash import Dash, Input, Output, State, dcc, html, no_update
 
-from zeroshard.lab.dashboard import planner, runs
+from zeroshard.lab.dashboard import planner, run_page, runs
 from zeroshard.lab.dashboard.watch import Watch
+
+READ_S = 1.0  # of a refresh, spent on runs that were never read
 
 
 def make_app(root: str | Path) -> Dash:
@@ -31,6 +33,7 @@ def make_app(root: str | Path) -> Dash:
             dcc.Tabs(
                 [
                     dcc.Tab(runs.page(), label="Runs", value="runs"),
+                    dcc.Tab(run_page.page(), label="Run", value="run"),
                     dcc.Tab(planner.page(), label="Planner", value="planner"),
                 ],
                 value="runs",
@@ -46,29 +49,53 @@ def make_app(root: str | Path) -> Dash:
         Output("summary", "children"),
         Output("table", "children"),
         Output("chosen", "options"),
+        Output("one-run", "options"),
         Output("plans", "children"),
+        Output("differences", "children"),
         *(Output(f"graph-{name}", "figure") for name in runs.GRAPHS),
         Output("seen", "data"),
         Input("clock", "n_intervals"),
         Input("chosen", "value"),
+        *(Input(f"view-{name}", "value") for name in runs.VIEWS),
         State("seen", "data"),
     )
-    def refresh(ticks: int | None, chosen: list[str] | None, seen: Any) -> tuple[Any, ...]:
-        found = watch.runs()
+    def refresh(ticks: int | None, chosen: list[str] | None, x: str, smoothing: str, scale: str, seen: Any) -> Any:
+        found = watch.runs(READ_S)
+        view = runs.view_of(x, smoothing, scale)
         names = [name for name in chosen or runs.latest(found) if name in found]
-        now = [names, [[name, run.state, len(run.steps), len(run.evaluations)] for name, run in found.items()]]
+        states = [[name, run.state, len(run.steps), len(run.evaluations)] for name, run in found.items()]
+        now = [names, [view.x, view.smoothing, view.scale], states, watch.num_unread]
         if now == seen:
-            return (no_update,) * (5 + len(runs.GRAPHS))
+            return (no_update,) * (7 + len(runs.GRAPHS))
         called = runs.labels(found)
         shown = {called[name]: found[name] for name in names}
+        options = [{"label": called[name], "value": name} for name in found]
         return (
-            runs.summary(found, watch.root.name),
+            runs.summary(found, watch.root.name, watch.num_unread),
             runs.table(found, called),
-            [{"label": called[name], "value": name} for name in found],
+            options,
+            options,
             runs.plans(shown),
-            *runs.figures(shown),
+            run_page.differences(shown),
+            *runs.figures(shown, view),
             now,
         )
+
+    @app.callback(
+        Output("run-details", "children"),
+        Input("one-run", "value"),
+        Input("tabs", "value"),
+    )
+    def show_run(name: str | None, tab: str) -> Any:
+        if tab != "run":
+            return no_update
+        found = watch.runs(READ_S)
+        name = name or next(iter(runs.latest(found)), None)
+        if name not in found:
+            return [html.P("There is no run yet that has taken a step.", className="quiet")]
+        run = found[name]
+        called = runs.labels(found)[name]
+        return run_page.details(called, run, runs.plans({called: run}))
 
     @app.callback(
         Output("answer", "children"),

@@ -1,68 +1,116 @@
-"""What runs do step by step, as figures."""
+"""What runs do step by step, as figures: over steps, tokens or time, smoothed or not, on a straight or log scale."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from zeroshard.lab.report.figure import CYCLE, Axis, Figure, Series
 from zeroshard.lab.run_folders import RunResult, Step
 
 MOST_POINTS = 400
-_Value = Callable[[Step], float]
+MIB = 2**20
+X_TITLES = {"step": "step", "tokens": "tokens", "time": "minutes of training"}
+SMOOTHINGS = {"0": "none", "0.6": "0.6", "0.9": "0.9", "0.97": "0.97"}  # weight of what came before
+SCALES = {"linear": "linear", "log": "logarithmic"}
 
 
-def loss(runs: Mapping[str, RunResult]) -> Figure:
-    """Of training, and of validation as diamonds."""
-    series = _curves(runs, lambda step: step.loss)
-    for index, (name, run) in enumerate(runs.items()):
-        if run.evaluations:
-            steps = tuple(float(each.step) for each in run.evaluations)
-            losses = tuple(each.loss for each in run.evaluations)
-            series.append(
-                Series(
-                    "",
-                    "points",
-                    _colour(index),
-                    steps,
-                    losses,
-                    marker="diamond",
-                    notes=(f"{name}, validation",) * len(steps),
-                )
-            )
-    return Figure("loss", "Loss", Axis("step"), Axis("nats per token"), tuple(series))
+@dataclass(frozen=True)
+class View:
+    """How curves are shown; each attribute is a key of `X_TITLES`, `SMOOTHINGS` and `SCALES`."""
+
+    x: str = "step"
+    smoothing: str = "0"
+    scale: str = "linear"
 
 
-def tokens_per_s(runs: Mapping[str, RunResult]) -> Figure:
-    """All ranks together."""
-    series = _curves(runs, lambda step: step.tokens_per_s)
-    return Figure("tokens", "Tokens a second", Axis("step"), Axis("tokens/s", from_zero=True), tuple(series))
+AS_WRITTEN = View()
 
 
-def exposed(runs: Mapping[str, RunResult]) -> Figure:
-    """Communication that nothing hid, on rank 0."""
-    series = _curves(runs, lambda step: 1e3 * sum(step.exposed_s.values()))
-    return Figure(
-        "exposed", "Exposed communication", Axis("step"), Axis("ms of a step, rank 0", from_zero=True), tuple(series)
-    )
+@dataclass(frozen=True)
+class Curve:
+    """One quantity of each step."""
+
+    title: str
+    y_title: str
+    value: Callable[[Step], float]
+    from_zero: bool = True
 
 
-def _curves(runs: Mapping[str, RunResult], value: _Value) -> list[Series]:
-    """The first step warms up, and would hide the others."""
-    series = []
-    for index, (name, run) in enumerate(runs.items()):
-        steps = _thinned(run.steps[1:] or run.steps)
-        points = [(float(step.step), value(step)) for step in steps if math.isfinite(value(step))]
+CURVES: Mapping[str, Curve] = {
+    "loss": Curve("Loss", "nats per token", lambda step: step.loss, from_zero=False),
+    "tokens": Curve("Tokens a second, all ranks", "tokens/s", lambda step: step.tokens_per_s),
+    "exposed": Curve(
+        "Exposed communication",
+        "ms of a step, rank 0",
+        lambda step: 1e3 * sum(step.exposed_s.values()) if step.exposed_s else math.nan,
+    ),
+    "lr": Curve("Learning rate", "learning rate", lambda step: step.lr),
+    "grad-norm": Curve("Gradient norm before clipping", "gradient norm", lambda step: step.grad_norm, from_zero=False),
+    "held": Curve(
+        "Training state held by rank 0",
+        "MiB",
+        lambda step: sum(step.memory_bytes.values()) / MIB if step.memory_bytes else math.nan,
+    ),
+}
+
+
+def curve(name: str, runs: Mapping[str, RunResult], view: View) -> Figure:
+    """The curve ``name`` of `CURVES` for each of ``runs``; validation losses as diamonds.
+
+    Where no run has measured it, the figure says so in place of the title of its axis.
+    """
+    asked = CURVES[name]
+    series: list[Series] = []
+    for index, (label, run) in enumerate(runs.items()):
+        places = places_of(run.steps, view.x)
+        steps = run.steps[1:] or run.steps  # the first step warms up, and would hide the others
+        points = [(places[step.step], asked.value(step)) for step in steps if math.isfinite(asked.value(step))]
+        colour = CYCLE[index % len(CYCLE)]
         if points:
             x, y = zip(*points, strict=True)
-            series.append(Series(name, "line", _colour(index), x, y, marker="circle" if len(points) < 30 else ""))
-    return series
+            shown = _thinned(list(zip(x, smoothed(y, float(view.smoothing)), strict=True)))
+            x, y = zip(*shown, strict=True)
+            series.append(Series(label, "line", colour, x, y, marker="circle" if len(points) < 30 else ""))
+        if name == "loss":
+            series += _evaluations(label, run, places, colour)
+    x_axis = Axis(X_TITLES[view.x] if series else "not measured in these runs")
+    log = view.scale == "log" and all(value > 0 for each in series for value in each.y) and bool(series)
+    y_axis = Axis(asked.y_title, log=log, from_zero=asked.from_zero and not log)
+    return Figure(name, asked.title, x_axis, y_axis, tuple(series))
 
 
-def _thinned(steps: Sequence[Step]) -> Sequence[Step]:
-    every = -(-len(steps) // MOST_POINTS) or 1
-    return [*steps[::every], *(steps[-1:] if (len(steps) - 1) % every else [])]
+def places_of(steps: Sequence[Step], x: str) -> dict[int, float]:
+    """Where each step stands on the axis ``x``: its number, tokens until then, or minutes spent in steps."""
+    if x == "tokens":
+        return {step.step: float(step.tokens) for step in steps}
+    if x == "time":
+        minutes = accumulate(step.step_s / 60 if math.isfinite(step.step_s) else 0.0 for step in steps)
+        return {step.step: place for step, place in zip(steps, minutes, strict=True)}
+    return {step.step: float(step.step) for step in steps}
 
 
-def _colour(index: int) -> str:
-    return CYCLE[index % len(CYCLE)]
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """The exponential moving average of ``values``, corrected so that it does not begin at 0 (Adam's correction)."""
+    found, total, share = [], 0.0, 0.0
+    for value in values:
+        total, share = weight * total + (1 - weight) * value, weight * share + (1 - weight)
+        found.append(total / share)
+    return found
+
+
+def _evaluations(label: str, run: RunResult, places: Mapping[int, float], colour: str) -> list[Series]:
+    points = [
+        (places[each.step], each.loss) for each in run.evaluations if each.step in places and math.isfinite(each.loss)
+    ]
+    if not points:
+        return []
+    x, y = zip(*points, strict=True)
+    return [Series("", "points", colour, x, y, marker="diamond", notes=(f"{label}, validation",) * len(points))]
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    every = -(-len(points) // MOST_POINTS) or 1
+    return [*points[::every], *(points[-1:] if (len(points) - 1) % every else [])]

@@ -15,7 +15,7 @@ from zeroshard.lab.planner.command import arguments
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.plan import plan
 from zeroshard.lab.planner.plan_rows import Plan, Row
-from zeroshard.lab.planner.show import COLUMNS, cells, heading
+from zeroshard.lab.planner.show import COLUMNS, heading, lines
 from zeroshard.lab.predict.hardware import DEVICES, LINKS
 from zeroshard.lab.report.figure import BLACK, GREEN, GREY, VERMILLION, Axis, Figure, Series
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
@@ -70,10 +70,7 @@ def answer(given: Mapping[str, Any]) -> list[Any]:
     except UserError as error:
         return [html.P(str(error), className="refusal", role="alert")]
     head = html.Tr([html.Th(title) for title in COLUMNS])
-    rows = [
-        html.Tr(list(map(html.Td, cells(row, found.cluster.world_size))), className="best" if row is found.best else "")
-        for row in found.rows
-    ]
+    rows = [html.Tr(list(map(html.Td, cells)), className="best" if is_best else "") for cells, is_best in lines(found)]
     graphs = [
         html.Figure(
             [html.H3(figure.title), dcc.Graph(figure=as_plotly(figure), config=CONFIG), html.Figcaption(figure.caption)]
@@ -151,6 +148,6 @@ def _names(found: Plan, rows: Sequence[Row]) -> dict[float, str]:
     world_size = found.cluster.world_size
     groups = ["" if row.shard_size == world_size else f" over {row.shard_size}" for row in rows]
     return {
-        float(place): f"stage {row.stage}{group}, {row.micro_batch}"
+        float(place): f"{f'stage {row.stage}' if world_size > 1 else 'one GPU'}{group}, {row.micro_batch}"
         for place, (row, group) in enumerate(zip(rows, groups, strict=True))
     }

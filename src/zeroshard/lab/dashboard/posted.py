@@ -41,6 +41,7 @@ _FITS: dict[str, tuple[type, ...]] = {
     "clock": (int, type(None)),
     "chosen": (list, type(None)),
     "seen": (list, type(None)),
+    "one-run": (str, type(None)),
 }
 
 

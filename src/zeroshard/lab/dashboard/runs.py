@@ -22,37 +22,56 @@ from zeroshard.lab.sweep.results import SWEEP
 
 REFRESH_MS = 2000
 MOST_SHOWN = 6  # runs that are chosen where nobody has chosen
-GRAPHS = ("loss", "tokens", "exposed", "memory")
+GRAPHS = (*live.CURVES, "memory")
+VIEWS = {
+    "x": ("Horizontal axis", live.X_TITLES),
+    "smoothing": ("Smoothing", live.SMOOTHINGS),
+    "scale": ("Vertical scale", live.SCALES),
+}
 _ORDER = ("running", "done", "failed", "unfinished", "damaged")
 
 
 def page() -> html.Div:
     """Its parts, still empty."""
+    titles = {name: curve.title for name, curve in live.CURVES.items()} | {"memory": "Memory of rank 0, and its plan"}
     return html.Div(
         [
-            html.P(id="summary", className="quiet"),
-            html.Div(html.Table(id="table"), className="scroll", tabIndex=0),
+            html.P(id="summary", className="quiet", role="status"),
+            _table("table", "Runs"),
             html.Label("Runs in the figures", htmlFor="chosen"),
             dcc.Dropdown(id="chosen", multi=True, placeholder="those that run, and the latest"),
-            html.Div(
-                [
-                    html.Figure([html.H3(title), dcc.Graph(id=f"graph-{name}", config=CONFIG)])
-                    for name, title in zip(
-                        GRAPHS,
-                        (
-                            "Loss",
-                            "Tokens a second, all ranks",
-                            "Exposed communication",
-                            "Memory of rank 0, and its plan",
-                        ),
-                        strict=True,
-                    )
-                ],
-                className="figures",
-            ),
+            html.Div([_control(name) for name in VIEWS], className="controls"),
+            html.Div([_graph(name, titles[name]) for name in GRAPHS], className="figures"),
             html.H2("Plan against actual"),
-            html.Div(html.Table(id="plans"), className="scroll", tabIndex=0),
+            _table("plans", "Plan against actual"),
+            html.H2("Settings that differ"),
+            _table("differences", "Settings that differ between the runs that are shown"),
         ]
+    )
+
+
+def _control(name: str) -> html.Div:
+    title, choices = VIEWS[name]
+    options = [{"label": text, "value": value} for value, text in choices.items()]
+    dropdown = dcc.Dropdown(id=f"view-{name}", options=options, value=next(iter(choices)), clearable=False)
+    return html.Div([html.Label(title, htmlFor=f"view-{name}"), dropdown])
+
+
+def _graph(name: str, title: str) -> html.Figure:
+    graph = dcc.Graph(id=f"graph-{name}", config=CONFIG)
+    return html.Figure([html.H3(title), html.Div(graph, role="img", **{"aria-label": title})])
+
+
+def _table(name: str, title: str) -> html.Div:
+    """A table that scrolls by itself; the keyboard reaches it."""
+    return html.Div(html.Table(id=name), className="scroll", tabIndex=0, role="region", **{"aria-label": title})
+
+
+def view_of(x: Any, smoothing: Any, scale: Any) -> live.View:
+    """What the controls ask for; what is none of their choices is the first of them."""
+    asked = {"x": x, "smoothing": smoothing, "scale": scale}
+    return live.View(
+        **{name: value if value in VIEWS[name][1] else next(iter(VIEWS[name][1])) for name, value in asked.items()}
     )
 
 
@@ -83,21 +102,35 @@ def labels(runs: Mapping[str, RunResult]) -> dict[str, str]:
     return {name: f"{label} ({name})" if label in twice else label for name, label in found.items()}
 
 
-def summary(runs: Mapping[str, RunResult], root: str) -> str:
-    """How many there are of each kind."""
+def summary(runs: Mapping[str, RunResult], root: str, num_unread: int = 0) -> str:
+    """How many there are of each kind, and how many are still to be read."""
     states = [run.state for run in runs.values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states)
-    return f"{root}: {counts or 'no run yet; this page looks every 2 seconds'}"
+    more = f"; {num_unread} more are being read" if num_unread else ""
+    return f"{root}: {counts or 'no run yet; this page looks every 2 seconds'}{more}"
 
 
 def table(runs: Mapping[str, RunResult], called: Mapping[str, str]) -> list[Any]:
-    """One row a run, those that run first; ``called``: `labels`."""
+    """One row a run, those that run first, under the sweep that they belong to; ``called``: `labels`."""
     titles = ("run", "state", "step", "loss", "tokens/s", "exposed", "memory of rank 0", "strategy", "ranks")
     ordered = sorted(runs.items(), key=lambda item: (_ORDER.index(item[1].state), called[item[0]]))
-    return [
-        html.Thead(html.Tr([html.Th(title) for title in titles])),
-        html.Tbody([_row(called[name], run) for name, run in ordered]),
-    ]
+    groups: dict[str, list[Any]] = {}
+    for name, run in ordered:
+        groups.setdefault(sweep_of(name, run), []).append(_row(called[name], run))
+    bodies = []
+    for sweep, rows in groups.items():
+        words = f"sweep {sweep}: {len(rows)} runs" if sweep else "single runs"
+        head = [html.Tr(html.Th(words, colSpan=len(titles), scope="rowgroup"), className="group")]
+        bodies.append(html.Tbody([*(head if any(groups) else []), *rows]))
+    return [html.Thead(html.Tr([html.Th(title, scope="col") for title in titles])), *bodies]
+
+
+def sweep_of(name: str, run: RunResult) -> str:
+    """The path of the sweep that a run is a case of, as `Watch` names runs; empty where it is of none."""
+    parents = run.folder.parents
+    if len(parents) > 2 and (parents[2] / SWEEP).is_file():
+        return "/".join(name.split("/")[:-3]) or parents[2].name
+    return ""
 
 
 def _row(name: str, run: RunResult) -> html.Tr:
@@ -108,7 +141,7 @@ def _row(name: str, run: RunResult) -> html.Tr:
         f"{last.loss:.4f}" if last else "",
         f"{run.tokens_per_s:,.0f}" if math.isfinite(run.tokens_per_s) else "",
         f"{run.exposed_s / run.step_s:.0%}" if math.isfinite(run.exposed_s) and run.step_s else "",
-        size(run.peak_bytes) if run.peak_bytes else "",
+        _memory_of(run),
         str(run.setting("strategy", "")),
         str(run.start.get("world_size", "")),
     ]
@@ -117,14 +150,21 @@ def _row(name: str, run: RunResult) -> html.Tr:
     return html.Tr([html.Td([name, why]), html.Td(state), *(html.Td(cell) for cell in cells)])
 
 
-def figures(runs: Mapping[str, RunResult]) -> list[dict[str, Any]]:
+def _memory_of(run: RunResult) -> str:
+    """The peak where it was recorded, else what is held between steps."""
+    if run.peak_bytes:
+        return f"{size(run.peak_bytes)} peak"
+    return f"{size(run.held_bytes)} held" if run.held_bytes else "not measured"
+
+
+def figures(runs: Mapping[str, RunResult], view: live.View = live.AS_WRITTEN) -> list[dict[str, Any]]:
     """As plotly has them, in the order of `GRAPHS`."""
     try:
         (held,) = memory([entry for entry in entries_of_runs(list(runs.values())) if entry.first is not None])
     except LeftOutError as why:
         held = Figure("memory", "", Axis(str(why)), Axis(""), ())
-    found = [live.loss(runs), live.tokens_per_s(runs), live.exposed(runs), held]
-    return [_kept(as_plotly(figure)) for figure in found]
+    curves = [live.curve(name, runs, view) for name in live.CURVES]
+    return [_kept(as_plotly(figure), f"{view.x} {view.scale}") for figure in (*curves, held)]
 
 
 def plans(runs: Mapping[str, RunResult]) -> list[Any]:
@@ -163,6 +203,6 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms"
 
 
-def _kept(figure: dict[str, Any]) -> dict[str, Any]:
-    """What the reader has zoomed into stays when data come."""
-    return {**figure, "layout": {**figure["layout"], "uirevision": "kept"}}
+def _kept(figure: dict[str, Any], axes: str) -> dict[str, Any]:
+    """What the reader has zoomed into stays when data come, until the axes are others."""
+    return {**figure, "layout": {**figure["layout"], "uirevision": axes}}

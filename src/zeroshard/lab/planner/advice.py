@@ -1,4 +1,7 @@
-"""What to do about a plan, in a sentence: the row to take and why, or the nearest change that makes one fit."""
+"""What to do about a plan, in words: the row to take and why, or the nearest change that makes one fit.
+
+There is one rule, which `docs/how-to/choose-a-stage.md` states: the lowest stage that fits with room.
+"""
 
 from __future__ import annotations
 
@@ -11,46 +14,73 @@ from zeroshard.zero import ShardingStrategy
 
 GIB = 2**30
 AS_FAST = 0.01  # rates that differ by less are called equal
+WITH_ROOM = 0.9  # of the fastest row's rate: a stage that reaches it has room for a good micro-batch
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def recommended(rows: Iterable[Row]) -> Row | None:
-    """The fastest that fits; among those as fast, the one with the most memory left."""
+    """The row of the lowest stage that fits with room; None where nothing fits.
+
+    Room is what a good micro-batch needs: a stage has it where its fastest row that fits is at least `WITH_ROOM` times
+    as fast as the fastest of all rows that fit. Of that stage's rows it is the fastest, and among those as fast the one
+    with the most memory left.
+    """
     fitting = [row for row in rows if row.fits]
     if not fitting:
         return None
-    fastest = max(row.tokens_per_s for row in fitting)
-    return max((r for r in fitting if r.tokens_per_s >= fastest * (1 - AS_FAST)), key=lambda r: r.headroom_bytes)
+    enough = WITH_ROOM * max(row.tokens_per_s for row in fitting)
+    stage = min(_order(row) for row in fitting if row.tokens_per_s >= enough)
+    of_stage = [row for row in fitting if _order(row) == stage]
+    fastest = max(row.tokens_per_s for row in of_stage)
+    return max((r for r in of_stage if r.tokens_per_s >= fastest * (1 - AS_FAST)), key=lambda r: r.headroom_bytes)
 
 
 def describe(row: Row, world_size: int) -> str:
     """A row in words: ``stage 3 over 8 GPUs, replicated 8 times, micro-batch 4``."""
+    accumulated = f" x {row.num_micro}" if row.num_micro > 1 else ""
+    micro_batch = f"micro-batch {row.micro_batch}{accumulated}"
+    if world_size == 1:
+        return f"{micro_batch} on one GPU"
     stage = "the given row" if row.stage is None else f"stage {row.stage}"
     if row.shard_size < world_size:
         stage += f" over {row.shard_size} GPUs, replicated {world_size // row.shard_size} times"
-    accumulated = f" x {row.num_micro}" if row.num_micro > 1 else ""
-    return f"{stage}, micro-batch {row.micro_batch}{accumulated}"
+    return f"{stage}, {micro_batch}"
 
 
 def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
-    """Why ``best`` is the one to take: how much faster than what, and what does not fit."""
+    """Why ``best`` is the one to take: what it comes to, why no lower stage, and what would be faster."""
     world_size = planner.cluster.world_size
-    text = f"Take {describe(best, world_size)}: {best.tokens_per_s:,.0f} tokens/s"
-    others = [row for row in rows if row.fits and (row.stage, row.shard_size) != (best.stage, best.shard_size)]
-    rival = max(others, key=lambda row: row.tokens_per_s, default=None)
-    if rival is not None:
-        lead = best.tokens_per_s / rival.tokens_per_s - 1
-        named = describe(rival, world_size)
-        if lead > AS_FAST:
-            text += f", {lead:.0%} more than {named}"
-        else:
-            text += f", as fast as {named} with {(best.headroom_bytes - rival.headroom_bytes) / GIB:.1f} GiB more left"
-    text += f"; {best.headroom_bytes / GIB:.1f} GiB of {planner.device.memory_bytes / GIB:.1f} stay free"
-    fitting = {row.stage for row in rows if row.fits}
-    out = sorted({row.stage for row in rows if row.stage is not None} - fitting)
+    stages = sorted({row.stage for row in rows if row.stage is not None})
+    rule = ", the lowest stage that fits with room" if len(stages) > 1 else ""
+    free, memory = best.headroom_bytes / GIB, planner.device.memory_bytes / GIB
+    sentences = [
+        f"Take {describe(best, world_size)}{rule}: {best.tokens_per_s:,.0f} tokens/s, {free:.1f} of {memory:.1f} GiB "
+        f"stay free, and the bottleneck is {best.binds}."
+    ]
+    fitting = [row for row in rows if row.fits]
+    if world_size == 1:
+        sentences.append("One GPU has nothing to shard: every stage is the same there.")
+    out = [stage for stage in stages if all(row.stage != stage for row in fitting)]
     if out:
-        text += f", {'stage' if len(out) == 1 else 'stages'} {_listed(out)} {'does' if len(out) == 1 else 'do'} not fit"
-    return text + f"; the bottleneck is {best.binds}."
+        sentences.append(f"{_stages_named(out)} {'does' if len(out) == 1 else 'do'} not fit.")
+    for stage in stages:
+        lower = [row.tokens_per_s for row in fitting if row.stage == stage]
+        if lower and best.stage is not None and stage < best.stage:
+            sentences.append(f"Stage {stage} fits, and is {1 - max(lower) / best.tokens_per_s:.0%} slower.")
+    fastest = max(fitting, key=lambda row: row.tokens_per_s)
+    lead = fastest.tokens_per_s / best.tokens_per_s - 1
+    if lead > AS_FAST:
+        sentences.append(f"{sentence_case(describe(fastest, world_size))} is {lead:.0%} faster.")
+    return " ".join(sentences)
+
+
+def sentence_case(words: str) -> str:
+    """``words`` with a capital first letter, and the others as they are."""
+    return words[:1].upper() + words[1:]
+
+
+def _order(row: Row) -> int:
+    return -1 if row.stage is None else row.stage
 
 
 def nearest_change(
@@ -69,20 +99,23 @@ def nearest_change(
             return f"{start}; micro-batch {smaller} would fit."
     smallest = next((m for m in MICRO_BATCHES if planner.num_micro(m)), 1)
     ours = planner.workload.model if isinstance(planner.workload.model, LanguageModel) else None
+    ways = [(planner, "")]
     if ours is not None and ours.config.activation_checkpointing != "full":
         recomputing = planner.on(workload=planner.workload.changed({"activation_checkpointing": "full"}))
         if _fits(recomputing, stage, smallest):
             return f"{start}; activation checkpointing (full) with micro-batch {smallest} would fit."
-        planner = recomputing
         start += ", too much with activation checkpointing as well"
-    more = fewest_gpus(planner, stages, smallest)
-    if more is not None:
-        return f"{start}; {more:,} GPUs would fit, at {_stage_name(stage)} with micro-batch {smallest}."
+        ways.append((recomputing, " and activation checkpointing (full)"))
+    for way, added in ways:
+        more = fewest_gpus(way, stages, smallest)
+        if more is not None:
+            return f"{start}; {more:,} GPUs would fit, at {_stage_name(stage)} with micro-batch {smallest}{added}."
+    way, added = ways[-1]
     length = planner.workload.seq_len // 2
     while length >= 1 and ours is not None:
-        shorter = planner.on(workload=planner.workload.changed(seq_len=length))
+        shorter = way.on(workload=way.workload.changed(seq_len=length))
         if _fits(shorter, stage, smallest):
-            return f"{start}; sequences of {length} tokens with micro-batch {smallest} would fit."
+            return f"{start}; sequences of {length} tokens with micro-batch {smallest}{added} would fit."
         length //= 2
     return f"{start}; no single change helps: take a larger GPU or a smaller model."
 
@@ -116,6 +149,7 @@ def _stage_name(stage: int | ShardingStrategy) -> str:
     return f"stage {stage}" if isinstance(stage, int) else "the given row"
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} and {last}" if most else last
+def _stages_named(stages: Sequence[int]) -> str:
+    """``Stage 1``, ``Stages 0, 1 and 2``."""
+    *most, last = map(str, stages)
+    return f"Stages {', '.join(most)} and {last}" if most else f"Stage {last}"

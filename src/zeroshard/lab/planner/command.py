@@ -21,6 +21,7 @@ from zeroshard.lab.planner.inverse import (
     lowest_bandwidth,
 )
 from zeroshard.lab.planner.plan import plan
+from zeroshard.lab.planner.plan_cache import PlanAnswer
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, planner_for
 from zeroshard.lab.planner.show import seconds, size, text
@@ -31,8 +32,8 @@ from zeroshard.train.setup.assemble import model_overrides
 from zeroshard.zero import STAGES
 
 
-def run_plan(config: PlanConfig) -> int:
-    """Answer; status 3 where nothing fits.
+def answer_plan(config: PlanConfig) -> PlanAnswer:
+    """What is printed, and the exit status: 3 where nothing fits.
 
     Raises:
         UserError: what cannot be planned.
@@ -46,26 +47,26 @@ def run_plan(config: PlanConfig) -> int:
         raise UserError("model", what, "choose smaller sizes, seq_len or micro_batch") from None
 
 
-def _answer(config: PlanConfig) -> int:
+def _answer(config: PlanConfig) -> PlanAnswer:
     given = arguments(config)
     if config.ask != "none":
         answer = ask(config, planner_for(**given))
-        _print(config, {"question": config.ask, "value": answer.value, "unit": answer.unit}, answer.sentence)
-        return ExitStatus.CHECK_FAILED if answer.value is None else ExitStatus.OK
+        content = {"question": config.ask, "value": answer.value, "unit": answer.unit}
+        status = ExitStatus.CHECK_FAILED if answer.value is None else ExitStatus.OK
+        return PlanAnswer(status, _printed(config, content, answer.sentence))
     stage = None if config.stage == "all" else int(config.stage)
     found = plan(**given, stage=stage, shard_size=config.shard_size or None, micro_batch=config.micro_batch or None)
     if config.explain or config.dry_run:
         planner = planner_for(**given)
         row = chosen_row(config, found)
-        if config.explain:
-            _print(config, found.as_dict(), explain(planner, row))
+        said = [_printed(config, found.as_dict(), explain(planner, row))] if config.explain else []
         if config.dry_run:
             compared = compare(config, planner, row)
-            _print(config, compared, _comparison_text(compared))
-            return ExitStatus.OK
+            said.append(_printed(config, compared, _comparison_text(compared)))
+            return PlanAnswer(ExitStatus.OK, "\n".join(said))
     else:
-        _print(config, found.as_dict(), text(found))
-    return ExitStatus.OK if found.fits else ExitStatus.CHECK_FAILED
+        said = [_printed(config, found.as_dict(), text(found))]
+    return PlanAnswer(ExitStatus.OK if found.fits else ExitStatus.CHECK_FAILED, "\n".join(said))
 
 
 def chosen_row(config: PlanConfig, found: Plan) -> Row:
@@ -196,5 +197,5 @@ def _comparison_text(compared: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _print(config: PlanConfig, content: dict[str, Any], plain: str) -> None:
-    print(json.dumps(content, indent=2, allow_nan=False) if config.json else plain)
+def _printed(config: PlanConfig, content: dict[str, Any], plain: str) -> str:
+    return json.dumps(content, indent=2, allow_nan=False) if config.json else plain

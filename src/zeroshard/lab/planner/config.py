@@ -50,12 +50,15 @@ class PlanConfig(Config):
         "auto", description="Where micro-batches add up; auto: as the stage says."
     )
     prefetch: int = Field(1, ge=0, description="Units whose weights are gathered ahead.")
-    reshard_after_forward: bool = Field(True, description="Stage 3: free whole weights between forward and backward.")
+    reshard_after_forward: bool = Field(
+        True, description="Stage 3: free unsharded weights between forward and backward."
+    )
     kernels: Literal["auto", "reference", "triton", "liger"] = Field("auto", description="Who computes norms and loss.")
     document_mask: bool = Field(False, description="Attention stays inside a document, which costs a mask.")
     headroom: float = Field(0.05, ge=0, lt=1, description="Share of memory that must stay free.")
 
     json: bool = Field(False, description="Print JSON.")  # ty: ignore[incompatible-attribute-override]
+    cache: bool = Field(True, description="Answer from ~/.cache/zeroshard what the same version has answered before.")
     explain: bool = Field(False, description="Print the step of --stage, else of the row advised, action by action.")
     dry_run: bool = Field(
         False, description="Run a rank's step of --stage here, else of the row advised; prediction beside measurement."

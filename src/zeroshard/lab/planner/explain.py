@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
+from zeroshard.columns import columns
 from zeroshard.lab.planner.advice import describe
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
@@ -14,13 +18,14 @@ WHY = {
     ("all_reduce", "grads"): ("the mean gradient on every rank", "2 (W-1)/W P g", f"{ZERO}, section 7.1"),
     ("reduce_scatter", "grads"): ("each rank its shard of the mean gradient", "(W-1)/W P g", f"{ZERO}, section 7.2.1"),
     ("all_gather", "grads"): ("the second half of an all-reduce", "(W-1)/W P g", f"{ZERO}, section 7.1"),
-    ("all_gather", "weights"): ("whole weights from the ranks' shards", "(W-1)/W P c", f"{ZERO}, section 7.2.2"),
+    ("all_gather", "weights"): ("unsharded weights from the ranks' shards", "(W-1)/W P c", f"{ZERO}, section 7.2.2"),
 }
 ACROSS = (
     "the shard's sum over replicas",
     "2 (R-1)/R S g",
     "Zhang et al. 2022, MiCS, arXiv:2205.00119, section 3",
 )
+ALIKE = 0.1  # units whose times differ by a smaller share are told in one line
 LEGEND = (
     "P: elements of a unit's padded buffer, S = P / W of a shard; W ranks shard, R hold the same shard; "
     "c, g: bytes of an element of weights that compute, of gradients on their way."
@@ -28,7 +33,7 @@ LEGEND = (
 
 
 def explain(planner: Planner, row: Row) -> str:
-    """The last micro-batch of ``row`` and its update, in order; units in the middle are left out."""
+    """The last micro-batch of ``row`` and its update, in order; units that do the same share a line."""
     timing = simulate(row.step, planner.device, planner.cluster, with_spans=True)
     lines = [
         f"One step of {describe(row, planner.cluster.world_size)}: {seconds(timing.step_s)}, of it "
@@ -43,54 +48,96 @@ def explain(planner: Planner, row: Row) -> str:
     return "\n".join(lines)
 
 
+@dataclass
+class _Event:
+    """One line: what one unit, or units that do the same, compute or send."""
+
+    start_s: float
+    took_s: float
+    key: tuple[str, ...]  # equal for what may share a line: phase, operation, bytes, and the units' common name
+    units: list[str]
+    label: str  # with a place for the units' names
+    what: str
+    bytes: str
+    why: str
+
+    def takes_in(self, other: _Event) -> bool:
+        """Whether ``other`` is the same of another unit; then it is counted in."""
+        if self.key != other.key or abs(other.took_s / len(other.units) - self._each_s) > ALIKE * self._each_s:
+            return False
+        self.took_s += other.took_s
+        self.units += other.units
+        return True
+
+    @property
+    def _each_s(self) -> float:
+        return self.took_s / len(self.units)
+
+    def cells(self, first_s: float) -> tuple[str, ...]:
+        count = len(self.units)
+        names = self.units[0] if count == 1 else f"{self.units[0]} ... {self.units[-1]}"
+        times = "" if count == 1 else f"{count} x "
+        size_told = self.bytes and times + self.bytes
+        label = self.label.format(names)
+        return seconds(self.start_s - first_s), label, self.what, size_told, times + seconds(self._each_s), self.why
+
+
 def _sequence(step: Step, spans: list[TimedSpan]) -> list[str]:
-    actions = [*step.last, *step.update]
-    issued = [a for a in actions if isinstance(a, Issue)]
-    computed = sum(isinstance(a, Compute) for a in actions)
+    """A line for each thing that happens, in order; units that do the same one after another share it."""
+    events = sorted([*_computing(step, spans), *_sending(step, spans)], key=lambda event: event.start_s)
+    first_s = min((event.start_s for event in events), default=0.0)
+    merged: list[_Event] = []
+    latest: dict[tuple[str, ...], _Event] = {}
+    for event in events:
+        last = latest.get(event.key)
+        if last is None or not last.takes_in(event):
+            merged.append(event)
+            latest[event.key] = event
+    titles = ("at", "unit", "what", "bytes", "takes", "")
+    return columns([titles, *(event.cells(first_s) for event in merged)], right=(0, 3, 4))
+
+
+def _computing(step: Step, spans: list[TimedSpan]) -> list[_Event]:
+    """What each unit computes in a phase; what a unit computes in several pieces is one."""
+    num_computed = sum(isinstance(action, Compute) for action in (*step.last, *step.update))
+    found: dict[tuple[str, str, bool], _Event] = {}
+    for span in [span for span in spans if span.kind == "compute"][-num_computed:] if num_computed else []:
+        # The root computes before the blocks (embeddings) and after them (the head).
+        at_end = span.unit == "root" and any(key[0] == span.phase and key[1] != "root" for key in found)
+        event = found.get((span.phase, span.unit, at_end))
+        if event is not None:
+            event.took_s += span.end_s - span.start_s
+            continue
+        key = ("compute", span.phase, _common_name(span.unit), str(at_end))
+        label = f"{span.phase} {{}}"
+        took = span.end_s - span.start_s
+        found[span.phase, span.unit, at_end] = _Event(span.start_s, took, key, [span.unit], label, "compute", "", "")
+    return list(found.values())
+
+
+def _sending(step: Step, spans: list[TimedSpan]) -> list[_Event]:
+    """Every collective."""
+    issued = [action for action in (*step.last, *step.update) if isinstance(action, Issue)]
     comm = [span for span in spans if span.kind == "comm"][-len(issued) :] if issued else []
-    rest = [span for span in spans if span.kind == "compute"][-computed:]
-    rows: list[tuple[float, str, str, str, str, str]] = []
-    merged: list[TimedSpan] = []
-    for span in rest:
-        previous = merged[-1] if merged else None
-        if previous and (previous.unit, previous.phase) == (span.unit, span.phase):
-            merged[-1] = TimedSpan("compute", span.unit, span.phase, "", previous.start_s, span.end_s)
-        else:
-            merged.append(span)
-    first = min((span.start_s for span in (*comm, *merged)), default=0.0)
-    for span in merged:
-        took = seconds(span.end_s - span.start_s)
-        rows.append((span.start_s, f"{span.phase} {span.unit}", "compute", "", took, ""))
+    backward_s = min((s.start_s for s in spans if s.kind == "compute" and s.phase == "backward"), default=0.0)
+    found = []
     for action, span in zip(issued, comm, strict=True):
-        message = action.message
+        message, took = action.message, span.end_s - span.start_s
         if action.control:
-            what, formula = "what all ranks must know", f"{message.num_bytes} bytes"
+            what, formula, unit, label = "what all ranks must know", f"{message.num_bytes} bytes", "control", "{}"
         else:
             what, formula, _ = ACROSS if action.replicas else WHY[(message.op, message.phase)]
-        took = seconds(span.end_s - span.start_s)
-        where = f"{message.buffer}/{message.phase}" if not action.control else "control"
-        rows.append((span.start_s, where, message.op, size(message.num_bytes), took, f"{what}: {formula}"))
-    rows.sort(key=lambda each: each[0])
-    alike = _alike(step)
-    shown: list[tuple[float, str, str, str, str, str]] = []
-    for row in rows:
-        unit = row[1].split("/")[0].rpartition(" ")[2]
-        if unit not in alike:
-            shown.append(row)
-        elif shown[-1][1] != "...":
-            shown.append((row[0], "...", f"{len(alike)} more units alike", "", "", ""))
-    rows = shown
-    lines = [
-        f"{seconds(start - first):>9}  {a:<28} {b:<15} {c:>10} {d:>8}  {e}".rstrip() for start, a, b, c, d, e in rows
-    ]
-    return [f"{'at':>9}  {'unit':<28} {'what':<15} {'bytes':>10} {'takes':>8}", *lines]
+            unit, label = message.buffer, f"{{}}/{message.phase}"
+        turn = "control" if action.control else "forward" if span.start_s < backward_s else "backward"
+        key = (turn, message.op, message.phase, str(message.num_bytes), str(action.replicas), _common_name(unit))
+        told = f"{what}: {formula}"
+        found.append(_Event(span.start_s, took, key, [unit], label, message.op, size(message.num_bytes), told))
+    return found
 
 
-def _alike(step: Step) -> set[str]:
-    """Units in the middle, which do what their neighbours do."""
-    order = list(dict.fromkeys(a.unit for a in step.last if isinstance(a, Compute) and a.phase == "forward"))
-    units = [unit for unit in order if unit != "root"]
-    return set(units[2:-2]) if len(units) > 6 else set()
+def _common_name(unit: str) -> str:
+    """``blocks.#`` of ``blocks.7``: units of one list may share a line, and no others."""
+    return re.sub(r"\d+", "#", unit)
 
 
 def _sources(step: Step) -> list[str]:

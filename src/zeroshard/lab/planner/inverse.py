@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from zeroshard.errors import UserError
-from zeroshard.lab.planner.advice import describe, fewest_gpus
+from zeroshard.lab.planner.advice import describe, fewest_gpus, sentence_case
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.predict.workload import Workload
@@ -80,11 +80,15 @@ def largest_model(planner: Planner, stage: int, micro_batch: int) -> Answer:
 def fewest(planner: Planner, stages: tuple[int, ...], micro_batch: int) -> Answer:
     """The smallest world, in full nodes, in which one of ``stages`` fits."""
     found = fewest_gpus(planner, stages, micro_batch)
-    at = " or ".join(f"stage {stage}" for stage in stages)
     if found is None:
+        at = "any stage" if len(stages) > 1 else f"stage {stages[0]}"
         return Answer(None, "GPUs", f"No number of GPUs is enough at {at} with micro-batch {micro_batch}.")
-    one = "GPU" if found == 1 else "GPUs"
-    return Answer(found, "GPUs", f"{found:,} {one} are the fewest at {at} with micro-batch {micro_batch}.")
+    if found == 1:
+        return Answer(found, "GPUs", f"One GPU is enough, with micro-batch {micro_batch}.")
+    there = planner.on(world_size=found, global_batch=0)
+    lowest = next(stage for stage in sorted(stages) if there.row(stage, micro_batch).fits)
+    at = f"stage {lowest}, the lowest that fits there," if len(stages) > 1 else f"stage {lowest}"
+    return Answer(found, "GPUs", f"{found:,} GPUs are the fewest, at {at} with micro-batch {micro_batch}.")
 
 
 def lowest_bandwidth(planner: Planner, stage: int, micro_batch: int, keeps: float = KEEPS) -> Answer:
@@ -130,7 +134,7 @@ def crossover(planner: Planner, stage: int, against: int, micro_batch: int | Non
     ours, theirs = (describe(row, planner.cluster.world_size) for row in rows(HIGHEST_BYTES_PER_S))
     if at_lowest == at_highest:
         first, second = (ours, theirs) if at_highest else (theirs, ours)
-        return Answer(None, "bytes/s", f"{first} is at least as fast as {second} on every network.".capitalize())
+        return Answer(None, "bytes/s", f"{sentence_case(first)} is at least as fast as {second} on every network.")
     found = _border(lambda bytes_per_s: ahead(bytes_per_s) != at_highest)
     assert found is not None
     verb = "overtakes" if at_highest else "falls behind"

@@ -1,4 +1,8 @@
-"""The lowest ZeRO stage at which a model's training step fits in the memory that is free now."""
+"""The lowest ZeRO stage at which a model's training step fits in the memory that is free now.
+
+The rule is the plan's, the lowest stage that fits with room (`zeroshard.lab.planner.advice`), for a micro-batch that is
+given and with memory alone: what the machine computes and sends in a second is not known when a run starts.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ engine's own schedule over a traced micro-batch (`zeroshard.lab.predict.step`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +21,7 @@ from zeroshard.lab.planner.planner import HEADROOM, Planner, planner_for
 from zeroshard.lab.predict.actions import Accumulate
 from zeroshard.lab.predict.hardware import Calibration, Device, Link
 from zeroshard.zero import STAGES, ShardingStrategy
+from zeroshard.zero.buffers.unit_choice import UnitChoice
 
 
 def plan(
@@ -45,7 +46,7 @@ def plan(
     kernels: Choice = "auto",
     document_mask: bool = False,
     headroom: float = HEADROOM,
-    units: Iterable[nn.Module] | None = None,
+    units: UnitChoice | None = None,
     inputs: Callable[[int], tuple[Any, ...]] | None = None,
     overrides: Mapping[str, object] = MappingProxyType({}),
 ) -> Plan:
@@ -54,7 +55,7 @@ def plan(
     Args:
         model: a preset's name, or any module, on any device and best on the meta device: it is not changed.
         world_size: ranks, one a GPU.
-        stage: 0, 1, 2, 3 or a row of one's own; None: all four.
+        stage: 0, 1, 2, 3 or a row of one's own; None: all four, which are one where ``world_size`` is 1.
         shard_size: ranks that shard together; None: all, and in a world of several nodes also fewer.
         gpu: a row of `zeroshard.lab.predict.hardware.DEVICES`, a file that `zeroshard bench device` wrote, or a
         `Device`.
@@ -101,7 +102,8 @@ def plan(
         overrides=overrides,
     )
     stages = _stages(stage, shard_size, world_size)
-    rows = list(_rows(planner, stages, micro_batch, shard_size))
+    shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing: all stages are alike there
+    rows = list(_rows(planner, shown, micro_batch, shard_size))
     best = recommended(rows)
     advice = reason(planner, rows, best) if best is not None else nearest_change(planner, stages, micro_batch, rows)
     return Plan(planner.workload, planner.device, planner.cluster, tuple(rows), best, advice)

@@ -89,8 +89,9 @@ class Plan:
         workload: what is trained.
         device, cluster: on what.
         rows: flat sharding first, stage by stage; then, in a world of several nodes, sharding over fewer ranks.
-        best: the fastest row that fits; None where none does.
-        advice: one sentence: the row to take and why, or the nearest change that would make one fit.
+        best: the row to take, of the lowest stage that fits with room (`zeroshard.lab.planner.advice`); None where none
+            fits.
+        advice: the row to take and why, or the nearest change that would make one fit.
     """
 
     workload: Workload = field(repr=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ from zeroshard.lab.predict.step import step_of
 from zeroshard.lab.predict.timeline import Cluster, simulate
 from zeroshard.lab.predict.workload import DTYPES, Workload, workload_of
 from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy
+from zeroshard.zero.buffers.unit_choice import UnitChoice
 
 HEADROOM = 0.05  # of a device's memory that stays free: fragments of the allocator, and what nobody foresaw
 # NCCL's own memory for each communicator, outside of torch's allocator: two buffers of NCCL_BUFFSIZE (4 MiB) for each
@@ -140,7 +141,7 @@ def planner_for(
     kernels: Choice = "auto",
     document_mask: bool = False,
     headroom: float = HEADROOM,
-    units: Iterable[nn.Module] | None = None,
+    units: UnitChoice | None = None,
     inputs: Callable[[int], tuple[Any, ...]] | None = None,
     overrides: Mapping[str, object] = MappingProxyType({}),
 ) -> Planner:

@@ -49,9 +49,26 @@ def heading(plan: Plan) -> str:
 
 def table(plan: Plan) -> str:
     """One line a row; the recommended one has an arrow."""
-    rows = [COLUMNS, *(cells(row, plan.cluster.world_size) for row in plan.rows)]
-    marks = ["  ", *("> " if row is plan.best else "  " for row in plan.rows)]
-    return "\n".join(map(add, marks, columns(rows, right=range(len(COLUMNS)))))
+    shown = lines(plan)
+    marks = ["  ", *("> " if is_best else "  " for _, is_best in shown)]
+    return "\n".join(map(add, marks, columns([COLUMNS, *(each for each, _ in shown)], right=range(len(COLUMNS)))))
+
+
+def lines(plan: Plan) -> list[tuple[tuple[str, ...], bool]]:
+    """The cells of each line, and whether it is the recommended one.
+
+    Rows of several stages that show the same are one line, which names these stages and stands where the last would.
+    """
+    merged: dict[tuple[str, ...], list[Row]] = {}
+    for row in plan.rows:
+        _, *rest = cells(row, plan.cluster.world_size)
+        merged.setdefault(tuple(rest), []).append(row)
+    places = {id(row): place for place, row in enumerate(plan.rows)}
+    shown = sorted(merged.items(), key=lambda each: places[id(each[1][-1])])
+    return [
+        ((", ".join(cells(row, plan.cluster.world_size)[0] for row in rows), *rest), any(r is plan.best for r in rows))
+        for rest, rows in shown
+    ]
 
 
 def cells(row: Row, world_size: int) -> tuple[str, ...]:
@@ -65,7 +82,7 @@ def cells(row: Row, world_size: int) -> tuple[str, ...]:
         f"{timing.exposed_s / timing.step_s:.0%}" if timing.step_s else "",
     )
     return (
-        "own" if row.stage is None else str(row.stage),
+        "own" if row.stage is None else "any" if world_size == 1 else str(row.stage),
         "all" if row.shard_size == world_size else f"{row.shard_size:,}",
         micro,
         "yes" if row.fits else "no",

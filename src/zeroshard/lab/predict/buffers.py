@@ -13,6 +13,7 @@ from torch import nn
 
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout
 from zeroshard.zero.buffers.partition import partition
+from zeroshard.zero.buffers.unit_choice import UnitChoice
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ Named = list[tuple[str, tuple[int, ...]]]
 def buffers_of(
     model: nn.Module,
     world_size: int,
-    units: Iterable[nn.Module] | None = None,
+    units: UnitChoice | None = None,
     *,
     whole: Iterable[nn.Parameter] = (),
 ) -> list[Buffer]:

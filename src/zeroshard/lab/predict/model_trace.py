@@ -33,6 +33,7 @@ from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.presets import nearest_preset
 from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.partition import UnitSpec, partition
+from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units
 from zeroshard.zero.runtime.module_hooks import ForwardRun, attach, in_backward
 
 Inputs = Callable[[int], tuple[Any, ...]]  # from the rows of a micro-batch to the model's arguments, on any device
@@ -104,7 +105,7 @@ def tokens_and_targets(seq_len: int) -> Inputs:
 def trace_model(
     model: nn.Module,
     micro_batch: int,
-    units: Iterable[nn.Module] | None,
+    units: UnitChoice | None,
     inputs: Inputs,
     precision: MixedPrecision,
     *,
@@ -160,11 +161,11 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _fake(
-    model: nn.Module, units: Iterable[nn.Module] | None, precision: MixedPrecision
+    model: nn.Module, units: UnitChoice | None, precision: MixedPrecision
 ) -> tuple[nn.Module, list[nn.Module] | None]:
     """A copy of ``model`` without values, in the dtypes that compute, and the copies of ``units``."""
     places = {module: name for name, module in model.named_modules()}
-    chosen = None if units is None else list(units)
+    chosen = None if units is None else choose_units(model, units)
     for module in chosen or []:
         if module not in places:
             partition(model, chosen)  # which says what is wrong with it

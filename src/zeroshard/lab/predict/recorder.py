@@ -43,6 +43,11 @@ class StorageEvents(TorchDispatchMode):
         """Of the tensor's storage; 0 where none was told of it."""
         return self._numbers.get(tensor.untyped_storage()._cdata, (0,))[0]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would import its compiler, in a second, to keep it away from each call of the method below."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -20,6 +20,7 @@ from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.presets import model_config, nearest_preset
 from zeroshard.train.config.validate import nearest
 from zeroshard.zero import MixedPrecision
+from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WHOLE = {"Muon": "matrices", "Adafactor": "all"}  # of which parameters an optimizer needs whole tensors
@@ -179,7 +180,7 @@ def workload_of(
     optimizer: str,
     kernels: Choice,
     document_mask: bool = False,
-    units: Iterable[nn.Module] | None,
+    units: UnitChoice | None,
     inputs: Callable[[int], tuple[Any, ...]] | None,
     overrides: Mapping[str, object] = MappingProxyType({}),
 ) -> Workload:
@@ -199,7 +200,7 @@ def workload_of(
         raise UserError("document_mask", "a module is what it is", "set its eos_id, or give a preset's name")
     if overrides:
         raise UserError("overrides", "a module is what it is", "build it so, or give a preset's name")
-    chosen = None if units is None else list(units)
+    chosen = None if units is None else choose_units(model, units)
     if isinstance(model, LanguageModel):
         length = model.config.seq_len if seq_len is None else seq_len
         model.check_seq_len(length)

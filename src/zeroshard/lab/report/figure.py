@@ -50,6 +50,7 @@ class Series:
         base: where bars and spans begin; empty: at 0.
         width: across a bar or a span.
         marker: of `MARKERS`; empty: a line without.
+        marker_size: in pixels.
         dashed: of a line.
         hatched: of bars.
         hollow: which points are not to be compared with others; empty: none.
@@ -66,6 +67,7 @@ class Series:
     base: tuple[float, ...] = ()
     width: float = 0.8
     marker: str = ""
+    marker_size: float = 9.0
     dashed: bool = False
     hatched: bool = False
     hollow: tuple[bool, ...] = ()
@@ -84,6 +86,7 @@ class Figure:
         caption: how to read it.
         band: from and to, on x, that is shaded.
         height: of its plot, as a share of the usual.
+        curves: whether its lines are values by step, which the page can smooth and put on a logarithmic scale.
     """
 
     name: str
@@ -94,6 +97,7 @@ class Figure:
     caption: str = ""
     band: tuple[float, float] | None = None
     height: float = 1.0
+    curves: bool = False
 
     @property
     def x_range(self) -> tuple[float, float] | None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from zeroshard.lab.report.entries import Material
 from zeroshard.lab.report.figure import Figure
 from zeroshard.lab.report.marks import LeftOutError
+from zeroshard.lab.report.reading_notes import with_notes
 from zeroshard.lab.report.run_figures import loss, memory, predictions, timelines
 from zeroshard.lab.report.speed import communication, relative, searched, throughput
 
@@ -32,7 +33,7 @@ def figures_of(material: Material) -> Drawn:
     missing: list[str] = []
     for kind, draw in kinds.items():
         try:
-            figures += map(_rightly_scaled, draw())
+            figures += [with_notes(_rightly_scaled(figure), entries) for figure in draw()]
         except LeftOutError as why:
             missing.append(f"{kind}: {why}")
     return figures, missing

@@ -93,7 +93,7 @@ def lines(
                 marker=marker,
                 dashed=dashed,
                 hollow=tuple(not entry.is_comparable for _, _, entry in points),
-                notes=tuple(f"{found.count} runs" if found.count > 1 else "1 run" for _, found, _ in points),
+                notes=tuple(count_in_words(found) for _, found, _ in points),
             )
         )
     return series
@@ -101,7 +101,7 @@ def lines(
 
 def bars(name: str, title: str, entries: list[Entry], y: Axis, value: Callable[[Entry], Spread | None]) -> Figure:
     """A bar for each of the first entries, in the colour of its strategy."""
-    shown = entries[:MOST_BARS]
+    shown = sorted(entries, key=rank_of_strategy)[:MOST_BARS]
     series = []
     for strategy, group in by_strategy(shown).items():
         found = [(float(shown.index(entry)), spread) for entry in group if (spread := value(entry)) is not None]
@@ -115,6 +115,7 @@ def bars(name: str, title: str, entries: list[Entry], y: Axis, value: Callable[[
                 tuple(spread.low for _, spread in found),
                 tuple(spread.high for _, spread in found),
                 width=0.6,
+                notes=tuple(count_in_words(spread) for _, spread in found),
             )
         )
     x = Axis("", ticks={float(index): entry.label for index, entry in enumerate(shown)})
@@ -169,6 +170,11 @@ def rank_of_strategy(entry: Entry) -> int:
 def style(strategy: str, index: int) -> tuple[str, str]:
     """Colour and marker: a strategy has the same ones in every figure; ``index`` chooses for others."""
     return _STYLES.get(strategy, (CYCLE[index % len(CYCLE)], MARKERS[index % len(MARKERS)]))
+
+
+def count_in_words(found: Spread) -> str:
+    """How many runs a mark stands for."""
+    return f"{found.count} runs" if found.count > 1 else "1 run"
 
 
 def scaled(found: Spread | None, scale: float) -> Spread | None:

@@ -74,7 +74,17 @@ def _mark(axes: Any, series: Series) -> None:
         return
     line = {"line": "--" if series.dashed else "-", "points": ""}[series.mark]
     marker = _MARKERS.get(series.marker, "")
-    axes.errorbar(series.x, series.y, errors, linestyle=line, marker=marker, color=series.colour, label=name, capsize=2)
+    axes.errorbar(
+        series.x,
+        series.y,
+        errors,
+        linestyle=line,
+        marker=marker,
+        markersize=series.marker_size * 2 / 3,
+        color=series.colour,
+        label=name,
+        capsize=2,
+    )
     hollow = [place for place, doubtful in enumerate(series.hollow) if doubtful]
     if hollow:
         x, y = [series.x[i] for i in hollow], [series.y[i] for i in hollow]

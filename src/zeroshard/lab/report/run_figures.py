@@ -27,6 +27,7 @@ from zeroshard.lab.report.rank_spans import TRACE, TraceError, read_spans
 from zeroshard.lab.run_folders import RunResult
 
 MOST_LINES = 12
+MOST_NAMED = 6  # runs under one curve that its caption names
 MOST_POINTS = 400  # of a curve
 MOST_TIMELINES = 4
 MIB, GIB = 2**20, 2**30
@@ -47,30 +48,39 @@ SPAN_COLOURS = {"forward": BLUE, "backward": ORANGE, "other": GREEN, "communicat
 
 
 def loss(entries: Sequence[Entry]) -> list[Figure]:
-    """Loss by step. Curves that are equal to the bit are drawn once and said to be."""
+    """Loss by step, in the colour of the strategy. Curves that are equal to the bit are drawn once, and named."""
     curves: dict[tuple[tuple[int, float], ...], list[Entry]] = defaultdict(list)
-    for entry in entries:
+    for entry in sorted(entries, key=rank_of_strategy):
         run = entry.first
         if run is not None and run.steps:
             curves[tuple((step.step, step.loss) for step in run.steps)].append(entry)
     if not curves:
         raise LeftOutError("no run has taken a step")
     series: list[Series] = []
+    drawn_in: defaultdict[str, int] = defaultdict(int)  # curves by colour
     for index, (points, group) in enumerate(list(curves.items())[:MOST_LINES]):
-        colour = CYCLE[index % len(CYCLE)]
+        colour = style(group[0].strategy, index)[0]
+        if drawn_in[colour] > 1:  # a solid and a dashed curve have it: the next is told apart by another colour
+            colour = next((each for each in CYCLE if drawn_in[each] < 2), colour)
+        dashed = drawn_in[colour] % 2 == 1
+        drawn_in[colour] += 1
         shown = _thinned(points)
         x, y = tuple(float(step) for step, _ in shown), tuple(value for _, value in shown)
-        series.append(Series(group[0].label, "line", colour, x, y, dashed=index >= len(CYCLE)))
+        series.append(Series(group[0].label, "line", colour, x, y, dashed=dashed))
         run = group[0].first
         if run is not None and run.evaluations and len(curves) <= MOST_LINES // 2:
             steps = tuple(float(each.step) for each in run.evaluations)
             losses = tuple(each.loss for each in run.evaluations)
             series.append(Series(f"{group[0].label} (validation)", "points", colour, steps, losses, marker="diamond"))
     caption = f"{len(curves) - MOST_LINES} more curves are not drawn. " if len(curves) > MOST_LINES else ""
-    alike = sum(len(group) for group in curves.values()) - len(curves)
-    if alike:
-        caption += f"{alike} more curves are equal to one of these to the bit, and are not drawn."
-    return [Figure("loss", "Loss", Axis("step"), Axis("nats per token"), tuple(series), caption)]
+    caption += " ".join(_equal_to(group) for group in curves.values() if len(group) > 1)
+    return [Figure("loss", "Loss", Axis("step"), Axis("nats per token"), tuple(series), caption.strip(), curves=True)]
+
+
+def _equal_to(group: Sequence[Entry]) -> str:
+    names = [entry.label for entry in group[1:]]
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"Equal to {group[0].label} to the bit, and under its curve: {'; '.join(names[:MOST_NAMED])}{more}."
 
 
 def memory(entries: Sequence[Entry]) -> list[Figure]:

@@ -21,11 +21,14 @@ from zeroshard.lab.report.marks import (
     lines,
     numbered,
     only_first,
+    rank_of_strategy,
     scaled,
     style,
     titled,
 )
 from zeroshard.lab.run_folders import Spread
+
+ENDS = ("low", "high")  # of whiskers
 
 
 def throughput(entries: Sequence[Entry]) -> list[Figure]:
@@ -78,11 +81,13 @@ def communication(entries: Sequence[Entry]) -> list[Figure]:
         )
         figures.append(replace(figure, caption=caption))
     if not figures:
-        shown = entries[:MOST_BARS]
+        shown = sorted(entries, key=rank_of_strategy)[:MOST_BARS]
         places = tuple(map(float, range(len(shown))))
         exposed_ms = tuple(entry.exposed_s * 1e3 for entry in shown)
         hidden_ms = tuple(max(entry.total_comm_s - entry.exposed_s, 0.0) * 1e3 for entry in shown)
-        shown_bars = [Series("exposed", "bar", VERMILLION, places, exposed_ms)]
+        spreads = [entry.case.exposed_s for entry in shown]
+        low, high = (tuple(1e3 * (getattr(each, end) if each else math.nan) for each in spreads) for end in ENDS)
+        shown_bars = [Series("exposed", "bar", VERMILLION, places, exposed_ms, low, high)]
         if has_total:
             shown_bars.append(Series("hidden", "bar", SKY, places, hidden_ms, base=exposed_ms))
         x = Axis("", ticks={float(i): entry.label for i, entry in enumerate(shown)})

@@ -63,13 +63,13 @@ class TrainConfig(Config):
     )
     reshard_after_forward: bool = Field(
         True,
-        description="Free whole weights between forward and backward; "
+        description="Free the unsharded weights between forward and backward; "
         f"{' and '.join(strategies_with('frees_weights'))} alone may keep them.",
     )
     comm: CommName = Field(
         "auto",
-        description=f"Who moves bytes: auto (the fastest), {', '.join(COMMUNICATORS)}, or module:name of your own. "
-        "torch: NCCL or gloo; ring, shm: our ring and shared memory.",
+        description=f"Backend of collectives: auto (the fastest), {', '.join(COMMUNICATORS)}, or module:name of "
+        "your own. torch: NCCL or gloo; ring, shm: our ring and shared memory.",
     )
     overlap: bool = Field(
         True,
@@ -114,7 +114,12 @@ class TrainConfig(Config):
     decay_steps: int = Field(
         0, ge=0, description="Steps until the learning rate has come down to min_lr, warm-up included; 0: max_steps."
     )
-    weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False, description="Decay of matrices.")
+    weight_decay: float = Field(
+        0.1,
+        ge=0,
+        allow_inf_nan=False,
+        description="Weight decay of tensors with two or more dimensions; others have none.",
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the mean gradient.")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean squared gradient.")
     grad_clip: float = Field(1.0, ge=0, allow_inf_nan=False, description="Largest global norm; 0: off.")
@@ -128,7 +133,7 @@ class TrainConfig(Config):
         description="Who computes norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Compute type; masters are float32. float16 scales the loss."
+        "float32", description="Compute type; the master weights are float32. float16 scales the loss."
     )
     loss_scale: float = Field(65536.0, gt=0, allow_inf_nan=False, description="float16: what the loss is scaled by.")
     loss_scale_interval: int = Field(

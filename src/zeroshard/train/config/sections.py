@@ -106,7 +106,8 @@ class DataConfig(Config):
     tokenizer: str = Field(
         "bytes",
         min_length=1,
-        description="bytes, gpt2, another of tiktoken's, bpe:N (N trained tokens), json:PATH of a tokenizer.json.",
+        description="bytes, gpt2, another of tiktoken's, bpe:N (N trained tokens), json:PATH of a tokenizer.json or of "
+        "nanoGPT's meta.pkl.",
     )
     val_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the text kept for validation.")
     max_tokens: Count = Field(0, ge=0, description="Tokens to keep at most, as 500000 or 1B; 0: all.")
@@ -150,10 +151,10 @@ class ProfileConfig(Config):
 
 
 class ContractConfig(Config):
-    """What a run makes of its plan."""
+    """Whether a run is held to its plan of memory, collectives and time."""
 
     enforce: bool = Field(
-        False, description="End with status 3 where held bytes or counted messages are not those planned."
+        False, description="End with status 3 where resident bytes or counted collectives are not those planned."
     )
     device: str = Field("", description="File of `zeroshard bench device`, to predict the time of a step; empty: none.")
 

@@ -8,6 +8,8 @@ A count is a number, or one with k, M, B or T for thousands, millions, and so on
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from zeroshard.errors import UserError, shown
@@ -76,3 +78,22 @@ def parse_count(value: Any) -> Any:
         return value
     count = float(match[1]) * 1000 ** ("kMBT".index(match[2].replace("K", "k")) + 1)
     return round(count) if count < LARGEST else value
+
+
+def bandwidth_in_words(bytes_per_s: float) -> str:
+    """``200 Mbit/s`` for 25e6 bytes a second: bits, as networks are named."""
+    if bytes_per_s == inf:
+        return "unlimited"
+    return _in_words(bytes_per_s, {unit: size for unit, size in _BANDWIDTHS.items() if unit.endswith("bit/s")})
+
+
+def duration_in_words(seconds: float) -> str:
+    """``1 ms`` for 0.001 s."""
+    return _in_words(seconds, _DURATIONS)
+
+
+def _in_words(value: float, units: Mapping[str, float]) -> str:
+    """In the largest unit that makes a number of 1 or more, else in the smallest; four digits."""
+    fitting = [unit for unit, size in units.items() if value >= size * 0.99995] or [min(units, key=units.__getitem__)]
+    unit = max(fitting, key=units.__getitem__)
+    return f"{float(f'{value / units[unit]:.4g}'):,g} {unit}"

@@ -350,6 +350,7 @@ def _start_info(run: Run) -> dict[str, Any]:
         "tokens_per_step": run.tokens_per_step,
         "num_params": sum(param.numel() for param in run.strategy.model.parameters()),
         "torch": torch.__version__,
+        "about": dict(run.about),
         "kernels": dict(run.kernels),
         **({"plan": run.contract.line()} if run.contract else {}),
         "link": dict(run.link),

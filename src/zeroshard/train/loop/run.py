@@ -73,6 +73,7 @@ class Run:
         measures: what else the run measures of itself; None: nothing.
         contract: the run's plan, and whether it is kept; None where nobody plans.
         release: lets go of data that are read ahead.
+        about: what the run is, in words, by label, in the order of printing; see `zeroshard.train.setup.about_run`.
         data_position: where the data of a step begin, for its checkpoint; None where the step says it.
     """
 
@@ -104,6 +105,7 @@ class Run:
     measures: Measures | None = None
     contract: Contract | None = None
     release: Callable[[], None] = lambda: None
+    about: Mapping[str, str] = field(default_factory=dict)
     data_position: Callable[[int], dict[str, Any] | None] = lambda step: None
 
     def tokens_at(self, step: int) -> int:

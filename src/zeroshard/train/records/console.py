@@ -1,22 +1,32 @@
-"""What a run says on the terminal: a progress bar, or plain lines where there is none."""
+"""What a run says on the terminal: what runs, a line of every `log_interval`-th step, and below them a live bar.
+
+A pipe gets the same lines without the bar. On a terminal no line is wider than the terminal: facts of a step that do
+not fit are left out, the loss and the speed last, and longer texts are wrapped below their labels.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
 
 from zeroshard.train.records.records import StepRecord, warn
+from zeroshard.train.records.start_lines import in_short, start_lines
 
 GIB = 2**30
-LINES_OF_THEIR_OWN = ("plan",)  # of what is said at the start
+GAP = "  "  # between facts
+REFRESHES_PER_S = 4
+NUM_MAIN_FACTS, GRAD_NORM_AT, LR_AT = 5, 2, 3  # of a step's line: its number, loss, grad_norm, lr, tok/s
 
 
 class _Console(Console):
@@ -27,7 +37,7 @@ class _Console(Console):
 
 
 class ConsoleRecorder:
-    """A progress bar on a terminal; elsewhere one plain line every `log_interval` steps.
+    """Lines that stay, every `log_interval` steps, and on a terminal a bar below them.
 
     Where nothing can be written any more, as into ``| head``, it says so once on stderr, and the run goes on.
     """
@@ -49,43 +59,51 @@ class ConsoleRecorder:
         self.close()
 
     def on_start(self, info: Mapping[str, Any]) -> None:
-        """Print what is fixed during the run, in one line, and each table in a line of its own."""
-        tables = {name: value for name, value in info.items() if isinstance(value, Mapping)}
-        lines = {name: str(value) for name, value in info.items() if name in LINES_OF_THEIR_OWN}
-        rest = {name: value for name, value in info.items() if name not in tables and name not in lines}
-        self._print("  ".join(f"{name} {_short(value)}" for name, value in rest.items()))
-        for name, line in lines.items():
-            self._print(f"{name}  {line}")
-        for name, table in tables.items():
-            if table:
-                self._print(f"{name}  " + "  ".join(f"{key}: {_short(value)}" for key, value in table.items()))
-        if self._bar is not None:
-            self._bar.start()
+        """Print what is fixed during the run, in lines of a label and a text; then the bar appears."""
+        lines = start_lines(info)
+        labels = max((len(name) for name, _ in lines), default=0)
+        if self._bar is None or self._task is None:
+            for name, text in lines:
+                self._print(f"{name:<{labels}}{GAP}{text}")
+            return
+        table = Table.grid(Column(width=labels, no_wrap=True), Column(overflow="fold"), padding=(0, len(GAP), 0, 0))
+        for name, text in lines:
+            table.add_row(Text(name, "bold"), Text(text))
+        self._print(table)
+        self._bar.reset(self._task, completed=int(info.get("step", 0)))  # steps done before tell nothing of the speed
+        self._bar.start()
 
     def on_step(self, record: StepRecord) -> None:
-        """Move the bar, or print a line at the first, the last and every `log_interval`-th step."""
+        """Move the bar; print a line at the first, the last and every `log_interval`-th step."""
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=record.step, facts=facts_of(record))
-        elif record.step in (1, self._max_steps) or record.step % self._log_interval == 0:
-            self._print(f"step {record.step}  {facts_of(record)}")
+            self._bar.update(self._task, completed=record.step, facts=_facts_of_bar(record))
+        if record.step in (1, self._max_steps) or record.step % self._log_interval == 0:
+            facts = [f"step {record.step}", *_facts(record)]
+            for place in (-1,) * (len(facts) - NUM_MAIN_FACTS) + (LR_AT, GRAD_NORM_AT):
+                if self._bar is not None and len(GAP.join(facts)) > self._console.width:
+                    facts.pop(place)
+            self._print(GAP.join(facts))
 
     def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
         """Print the validation loss."""
-        average = "" if ema_loss is None else f"  ema_val_loss {ema_loss:.4f}"
-        self._print(f"step {step}  val_loss {loss:.4f}{average}")
+        average = [] if ema_loss is None else [f"ema_val_loss {ema_loss:.4f}"]
+        facts = [f"step {step}", f"val_loss {loss:.4f}", *average]
+        self._print(GAP.join(facts if self._bar is None else _fitting(facts, self._console.width)))
 
     def on_saving(self, done_bytes: int, num_bytes: int) -> None:
         """Move the checkpoint's own bar, which is there while one is written."""
         if self._bar is None:
             return
         if self._saving is None:
-            self._saving = self._bar.add_task("checkpoint", total=num_bytes, facts="writing a checkpoint")
+            self._saving = self._bar.add_task("checkpoint", total=num_bytes, facts="")
         self._bar.update(self._saving, completed=done_bytes, total=num_bytes)
 
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """Print where the checkpoint lies."""
+        """Print where the checkpoint lies; its name alone where a terminal has no room for its path."""
         self._saving_ends()
-        self._print(f"step {step}  checkpoint {path}")
+        line = f"step {step}{GAP}checkpoint {path}"
+        fits = self._bar is None or len(line) <= self._console.width
+        self._print(line if fits else f"step {step}{GAP}checkpoint {path.name}")
 
     def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
         """Take the bar away; what went wrong is said on stderr."""
@@ -97,21 +115,26 @@ class ConsoleRecorder:
             self._saving = None
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Print what came out, in one line; tables stay in ``summary.json``."""
-        flat = {name: value for name, value in summary.items() if not isinstance(value, Mapping)}
+        """Print what came out, in one line, which a terminal wraps between facts; tables stay in ``summary.json``."""
+        facts = [f"{name} {in_short(value)}" for name, value in summary.items() if not isinstance(value, Mapping)]
         self.close()
-        self._print("  ".join(f"{name} {_short(value)}" for name, value in flat.items()))
+        while self._bar is not None and facts:
+            fitting = _fitting(facts, self._console.width)
+            self._print(GAP.join(fitting))
+            facts = facts[len(fitting) :]
+        if facts:
+            self._print(GAP.join(facts))
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Give the terminal back, its cursor too."""
         if self._bar is not None:
             self._bar.stop()
 
-    def _print(self, line: str) -> None:
+    def _print(self, line: str | Table) -> None:
         if self._gone:
             return
         try:
-            self._console.print(line, markup=False)
+            self._console.print(line, markup=False, soft_wrap=isinstance(line, str))
             self._console.file.flush()
         except OSError as error:
             self._gone = True
@@ -127,6 +150,10 @@ def facts_of(record: StepRecord) -> str:
     `mfu`, the loss's scale, memory and the share of the step that waited for communication are said only where they
     are known.
     """
+    return GAP.join(_facts(record))
+
+
+def _facts(record: StepRecord) -> list[str]:
     facts = [
         f"loss {record.loss:.4f}",
         f"grad_norm {record.grad_norm:.2f}",
@@ -145,7 +172,21 @@ def facts_of(record: StepRecord) -> str:
         facts.append(f"mem {bytes_in_words(sum(record.memory_bytes.values()))}")
     if record.exposed_s:
         facts.append(f"comm {sum(record.exposed_s.values()) / record.step_s:.0%}")
-    return "  ".join(facts)
+    return facts
+
+
+def _facts_of_bar(record: StepRecord) -> str:
+    return f"{record.tokens_per_s:,.0f} tok/s{GAP}loss {record.loss:.4f}"
+
+
+def _fitting(facts: Sequence[str], width: int) -> list[str]:
+    """The first of ``facts`` that stand beside each other in ``width`` columns; one at the least."""
+    kept = list(facts[:1])
+    for fact in facts[1:]:
+        if len(GAP.join([*kept, fact])) > width:
+            break
+        kept.append(fact)
+    return kept
 
 
 def bytes_in_words(num_bytes: int) -> str:
@@ -156,17 +197,47 @@ def bytes_in_words(num_bytes: int) -> str:
     return f"{num_bytes}B"
 
 
+class _Done(ProgressColumn):
+    """``120/5000`` of steps; of a checkpoint's bytes the share, which fits where the bytes would not."""
+
+    def render(self, task: Task) -> Text:
+        if task.description == "train":
+            return Text(f"{task.completed:.0f}/{task.total:.0f}")
+        return Text(f"saving {task.percentage:.0f}%")
+
+
+class _Remaining(ProgressColumn):
+    """``eta 0:12:34``, of the steps alone."""
+
+    max_refresh = 0.5  # seconds
+
+    def render(self, task: Task) -> Text:
+        if task.description != "train":
+            return Text("")
+        left = task.time_remaining
+        if left is None:
+            return Text("eta -:--:--")
+        minutes, seconds = divmod(int(left), 60)
+        hours, minutes = divmod(minutes, 60)
+        return Text(f"eta {hours}:{minutes:02}:{seconds:02}")
+
+
+class _Bar(Progress):
+    """rich's, two columns narrower than the terminal: ``^C`` is echoed there, and would push the bar to a second line,
+    where nothing erases it."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield Padding(self.make_tasks_table(self.tasks), (0, len("^C"), 0, 0))
+
+
 def _progress(console: Console) -> Progress:
-    return Progress(
-        MofNCompleteColumn(),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[facts]}", markup=False),
-        TimeRemainingColumn(),
+    return _Bar(
+        _Done(Column(no_wrap=True)),
+        BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
+        _Remaining(Column(no_wrap=True)),
+        TextColumn("{task.fields[facts]}", markup=False, table_column=Column(no_wrap=True)),
         console=console,
+        expand=True,
+        refresh_per_second=REFRESHES_PER_S,
+        redirect_stderr=sys.stderr.isatty(),  # else errors would leave the file that they are sent to
     )
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -38,6 +38,7 @@ from zeroshard.train.records.log_files import JsonlWriter, SummaryWriter
 from zeroshard.train.records.plan_contract import Predict
 from zeroshard.train.records.records import Observer
 from zeroshard.train.records.trackers import require_trackers, trackers
+from zeroshard.train.setup.about_run import about_run
 from zeroshard.train.setup.agree import first_rank_does, start_facts
 from zeroshard.train.setup.assemble import (
     check_model,
@@ -189,6 +190,9 @@ def _build_in(
         clock=Clock(device),
         measures=measures,
         contract=contract,
+        about=about_run(
+            config, folder, shapes, corpus, comm, device, grad_accum_steps, first_step, chosen=stage is not None
+        ),
         release=corpus.close,
     )
 

@@ -39,6 +39,7 @@ class Corpus:
         position: where the data of a step begin, as JSON holds it; None where the step says it.
         go_on: have the data of a step be those that were next when the first argument was given by ``position``.
         earlier_sha256: what an earlier version said of the same text, of which it took other rows; empty: none.
+        num_tokens: to train on; 0 where they are streamed, and nobody has counted them.
     """
 
     batches: Batches
@@ -51,6 +52,7 @@ class Corpus:
     position: Callable[[int], dict[str, Any] | None] = lambda step: None
     go_on: Callable[[Mapping[str, Any] | None, int], None] = lambda saved, step: None
     earlier_sha256: str = ""
+    num_tokens: int = 0
 
 
 def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
@@ -79,6 +81,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
         eos_id=meta.eos_id,
         sha256=meta.tokens_sha256,
         keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept),
+        num_tokens=train.num_tokens,
     )
 
 

@@ -6,12 +6,14 @@ that none contains goes to the root unit, whose weights are whole for the length
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
+
+from zeroshard.zero.buffers.unit_choice import UnitChoice, choose_units, is_container
 
 Init = Callable[[str, torch.Tensor], None]
 
@@ -41,49 +43,18 @@ class UnitSpec:
     params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
 
-def default_units(model: nn.Module) -> list[nn.Module]:
-    """The elements of each outermost `nn.ModuleList`: the repeated blocks of nearly every model; [] without one.
-
-    An element that is never called itself, such as a list in a list, gives its own ones.
-    """
-    found: list[nn.Module] = []
-
-    def take(element: nn.Module) -> None:
-        if not is_container(element):
-            found.append(element)
-            return
-        for child in element.children():
-            take(child)
-
-    def walk(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(child, nn.ModuleList):
-                take(child)
-            else:
-                walk(child)
-
-    walk(model)
-    return found
-
-
-def is_container(module: nn.Module) -> bool:
-    """Whether the module has no forward: its children are called, it never is."""
-    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
-
-
-def partition(model: nn.Module, units: Iterable[nn.Module] | None) -> tuple[UnitSpec, list[UnitSpec]]:
-    """The root unit and the others, in the order given.
+def partition(model: nn.Module, units: UnitChoice | None) -> tuple[UnitSpec, list[UnitSpec]]:
+    """The root unit and the others, in the order given; a unit that is given twice is one.
 
     Raises:
-        TypeError: ``units`` holds something that is not a module.
-        ValueError: a unit that is no submodule of the model, or that is never called (`nn.ModuleList`).
+        TypeError: ``units`` holds something that is neither a module nor a word for one.
+        ValueError: a name that is no class and no path of the model; a unit that is no submodule of the model, or
+            that is never called (`nn.ModuleList`).
     """
     names = {module: name for name, module in reversed(list(model.named_modules()))}
-    chosen = default_units(model) if units is None else list(units)
+    chosen = choose_units(model, units)
     specs: dict[nn.Module, UnitSpec] = {}
     for module in chosen:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"units: {type(module).__name__} is not an nn.Module; give submodules of the model")
         if module not in names:
             raise ValueError(f"units: a {type(module).__name__} is no submodule of the model; give its own submodules")
         if module is not model and is_container(module):

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.requirements import Scope, classify
+from zeroshard.zero.optimizers.scope import no_class
 
 # States that torch keeps as one number per parameter, not one per element.
 SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})
@@ -176,9 +177,7 @@ class PiecewiseOptimizer:
         listener: StepListener,
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
-            raise TypeError(
-                f"optimizer_cls: {optimizer_cls!r} is not a torch.optim.Optimizer class; give the class itself"
-            )
+            raise TypeError(no_class(optimizer_cls))
         if isinstance(params, Tensor):
             raise TypeError("params: give an iterable of parameters or of group dicts, not one tensor")
         given: list[Any] = list(params)

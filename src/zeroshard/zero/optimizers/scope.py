@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from torch.optim import Optimizer
+
 
 class Scope(Enum):
     """How far the gradient of one element reaches in an optimizer's step."""
@@ -46,3 +48,9 @@ class OptimizerKind:
     def refused(self) -> bool:
         """Whether no layout is right for it."""
         return self.scope not in (Scope.ELEMENT_WISE, Scope.PER_TENSOR)
+
+
+def no_class(given: object) -> str:
+    """The error for what is given in place of an optimizer's class; an optimizer's own repr would list its settings."""
+    what = f"an {type(given).__name__} object" if isinstance(given, Optimizer) else repr(given)
+    return f"optimizer_cls: {what} is not a torch.optim.Optimizer class; give the class itself"

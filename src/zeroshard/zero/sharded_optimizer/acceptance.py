@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.optimizers.requirements import Scope, classify
+from zeroshard.zero.optimizers.scope import no_class
 
 PER_RANK = ("params", "param_names")  # what differs between a group here and the inner optimizer's
 
@@ -22,7 +23,7 @@ _REFUSED = (Scope.CROSS_TENSOR, Scope.CLOSURE_DRIVEN)
 def check_class(optimizer_cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
     """Raise TypeError for what is no optimizer class, ValueError for one that is differentiable."""
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
-        raise TypeError(f"optimizer_cls: {optimizer_cls!r} is not a torch.optim.Optimizer class; give the class itself")
+        raise TypeError(no_class(optimizer_cls))
     if kwargs.get("differentiable"):
         raise ValueError("differentiable: autograd cannot follow weights from rank to rank; leave it False")
 

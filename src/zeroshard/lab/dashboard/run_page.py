@@ -1,0 +1,128 @@
+"""The page of one run: configuration, environment, plan against actual, checkpoints, and the stacks of a hang."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dash import dcc, html
+
+from zeroshard.lab.planner.show import size
+from zeroshard.lab.report.entries import flat
+from zeroshard.lab.run_folders import RunResult
+from zeroshard.regular_files import read_text
+
+STACKS = "stacks"
+MOST_STACK_BYTES = 1 << 20  # of one rank's file
+MOST_STACKS = 16  # ranks whose stacks are shown
+_ENVIRONMENT = ("torch", "device", "world_size", "tokens_per_step", "num_params", "kernels", "host", "git")
+
+
+def page() -> html.Div:
+    """Its parts, still empty."""
+    return html.Div(
+        [
+            html.Label("Run", htmlFor="one-run"),
+            dcc.Dropdown(id="one-run", placeholder="the latest"),
+            html.Div(id="run-details", **{"aria-live": "polite"}),
+        ]
+    )
+
+
+def details(name: str, run: RunResult, plan_rows: Sequence[Any]) -> list[Any]:
+    """Everything about ``run``; ``plan_rows``: of the table that sets its plan against what was measured."""
+    return [
+        html.H2(name),
+        html.P([html.Span(run.state, className=f"state {run.state}"), f" {'; '.join(run.problems)}"]),
+        *_section("Plan against actual", [html.Table(list(plan_rows))]),
+        *_section("Environment", [_pairs(_environment(run))]),
+        *_section("Checkpoints", [_checkpoints(run)]),
+        *_section("Stacks of a hang", _stacks(run.folder)),
+        *_section("Configuration", [_pairs(flat(run.config, only_tables=False).items())]),
+    ]
+
+
+def differences(runs: Mapping[str, RunResult]) -> list[Any]:
+    """A table of the settings in which ``runs`` differ, one column a run."""
+    configs = {name: flat(run.config, only_tables=False) for name, run in runs.items() if run.config}
+    settings = list(dict.fromkeys(setting for config in configs.values() for setting in config))
+    differing = [
+        setting
+        for setting in settings
+        if setting != "out" and len({str(config.get(setting)) for config in configs.values()}) > 1
+    ]
+    if not differing:
+        return [html.Tbody(html.Tr(html.Td("The runs that are shown have the same settings.")))]
+    head = html.Tr([html.Th("setting", scope="col"), *(html.Th(name, scope="col") for name in configs)])
+    rows = [
+        html.Tr([html.Th(setting, scope="row"), *(html.Td(_value(config, setting)) for config in configs.values())])
+        for setting in differing
+    ]
+    return [html.Thead(head), html.Tbody(rows)]
+
+
+def _value(config: Mapping[str, Any], setting: str) -> str:
+    return str(config[setting]) if setting in config else "not set"
+
+
+def _section(title: str, children: list[Any]) -> list[Any]:
+    return [
+        html.H3(title),
+        html.Div(children, className="scroll", tabIndex=0, role="region", **{"aria-label": title}),
+    ]
+
+
+def _pairs(facts: Iterable[tuple[str, Any]]) -> Any:
+    rows = [
+        html.Tr([html.Th(str(name), scope="row"), html.Td("(empty)" if value in ("", (), []) else str(value))])
+        for name, value in facts
+    ]
+    return html.Table(html.Tbody(rows), className="pairs") if rows else html.P("None is recorded.", className="quiet")
+
+
+def _environment(run: RunResult) -> list[tuple[str, Any]]:
+    known: list[tuple[str, Any]] = [
+        (name.replace("_", " "), run.start[name]) for name in _ENVIRONMENT if run.start.get(name)
+    ]
+    if run.link is not None:
+        known.append(("link", f"{run.link.mode}; {run.link.why_not_comparable or 'as fast as it was asked for'}"))
+    return known
+
+
+def _checkpoints(run: RunResult) -> Any:
+    if not run.checkpoints:
+        return html.P("None was saved.", className="quiet")
+    head = html.Tr([html.Th(title, scope="col") for title in ("step", "file", "size", "seconds", "result")])
+    return html.Table([html.Thead(head), html.Tbody([_checkpoint(each) for each in run.checkpoints])])
+
+
+def _checkpoint(facts: Mapping[str, Any]) -> Any:
+    num_bytes, seconds = facts.get("bytes"), facts.get("seconds")
+    cells = [
+        str(facts.get("step")),
+        Path(str(facts.get("path", ""))).name,
+        size(num_bytes) if isinstance(num_bytes, int) else "not recorded",
+        f"{seconds:.2f}" if isinstance(seconds, int | float) and math.isfinite(seconds) else "not recorded",
+        str(facts.get("error") or "saved"),
+    ]
+    return html.Tr([html.Td(cell) for cell in cells])
+
+
+def _stacks(folder: Path) -> list[Any]:
+    """Each rank's file; a link is not followed, and what is no regular file is not read."""
+    root = folder / STACKS
+    if root.is_symlink() or not root.is_dir():
+        return [html.P("No step has hung.", className="quiet")]
+    paths = sorted(path for path in root.glob("rank-*.txt") if not path.is_symlink())
+    return [
+        html.Details([html.Summary(path.name), html.Pre(_stack(path), tabIndex=0)]) for path in paths[:MOST_STACKS]
+    ] + ([html.P(f"{len(paths) - MOST_STACKS} more lie in {STACKS}/.")] if len(paths) > MOST_STACKS else [])
+
+
+def _stack(path: Path) -> str:
+    try:
+        return read_text(path, MOST_STACK_BYTES)
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({error})"

@@ -1,0 +1,107 @@
+"""The table of results: a row for each configuration, and no column that says nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zeroshard.lab.planner.show import size
+from zeroshard.lab.report.entries import OF_LINKS, Entry, pair_of
+from zeroshard.lab.report.figure import bandwidth_in_words
+from zeroshard.lab.run_folders import Spread
+from zeroshard.lab.sweep.cases import in_words
+
+NOT_MEASURED = "not measured"
+_NAME_DIGITS = 6
+_TITLES = {
+    "label": "configuration",
+    "model": "model",
+    "strategy": "strategy",
+    "ranks": "ranks",
+    "bandwidth": "link",
+    "state": "state",
+    "step": "step, ms",
+    "tokens": "tokens/s",
+    "exposed": "exposed",
+    "peak": "peak of rank 0",
+    "predicted": "step / predicted",
+    "loss": "last loss",
+}
+_NEEDS = {"peak": "--profile.memory", "predicted": "--plan.device FILE"}  # flags that record what a column shows
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is shown: ``titles`` of columns, ``rows`` of as many cells, and ``without``: columns left out, in words."""
+
+    titles: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    without: str
+
+
+def table_of(entries: Sequence[Entry]) -> Table:
+    """The results of ``entries``; a column that no entry has a value for is left out and named."""
+    rows = [row_of(entry) for entry in entries]
+    shown = [name for name in _TITLES if any(row[name] for row in rows)]
+    absent = [name for name in _TITLES if name not in shown]
+    words = [_TITLES[name] + (f" ({_NEEDS[name]} records it)" if name in _NEEDS else "") for name in absent]
+    return Table(
+        tuple(_TITLES[name] for name in shown),
+        tuple(tuple(row[name] or NOT_MEASURED for name in shown) for row in rows),
+        f"Not measured in any run: {', '.join(words)}." if words else "",
+    )
+
+
+def row_of(entry: Entry) -> dict[str, Any]:
+    """An entry in the table: text by column."""
+    case, run = entry.case, entry.first
+    step, exposed = case.step_s, case.exposed_s
+    planned_s, measured_s = pair_of(run, "step_s")
+    peak = run.peak_bytes if run else 0
+    states = [each.state for each in case.runs]
+    states += ["failed"] * (len(case.failures) if not states else 0)
+    state = ", ".join(f"{states.count(name)} {name}" if len(states) > 1 else name for name in dict.fromkeys(states))
+    bandwidth = entry.bytes_per_s
+    return {
+        "label": _name_of(entry) + ("" if entry.is_comparable else " (not comparable)"),
+        "model": _model(entry),
+        "strategy": entry.strategy,
+        "ranks": str(entry.world_size or ""),
+        "bandwidth": "" if math.isnan(bandwidth) else bandwidth_in_words(bandwidth),
+        "state": state or "not run",
+        "step": between(step, 1e3, ",.1f"),
+        "tokens": between(case.tokens_per_s, 1.0, ",.0f"),
+        "exposed": f"{exposed.median / step.median:.0%}" if exposed and step and step.median else "",
+        "peak": size(peak) if peak else "",
+        "predicted": f"{measured_s / planned_s:.2f}" if planned_s > 0 and measured_s > 0 else "",
+        "loss": f"{run.steps[-1].loss:.4f}" if run and run.steps else "",
+    }
+
+
+def _name_of(entry: Entry) -> str:
+    """Of a sweep's case the beginning of its folder's name, and what sets it apart beside what has a column."""
+    if entry.label != in_words(entry.apart):
+        return entry.label
+    return f"{entry.case.name[:_NAME_DIGITS]}  {entry.rest('strategy', *OF_LINKS)}".strip()
+
+
+def between(found: Spread | None, scale: float, form: str) -> str:
+    """``12.3``, or with the lowest and the highest of several ``12.3 (11.9 to 14.0)``."""
+    if found is None:
+        return ""
+    middle = f"{found.median * scale:{form}}"
+    return f"{middle} ({found.low * scale:{form}} to {found.high * scale:{form}})" if found.count > 1 else middle
+
+
+def _model(entry: Entry) -> str:
+    """Its name, with the number of parameters where a run has told it."""
+    name = str(entry.setting("model.name", ""))
+    numel = entry.first.start.get("num_params") if entry.first else None
+    if not isinstance(numel, int) or numel <= 0:
+        return name
+    words = next(
+        (f"{numel / n:.3g} {unit}" for n, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")) if numel >= n), ""
+    )
+    return f"{name} {words or numel}".strip()

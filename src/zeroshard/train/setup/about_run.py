@@ -1,0 +1,128 @@
+"""What a run is, in words: the first lines that it prints.
+
+Each line answers one question of whoever starts a run: what is sharded over which ranks, how they communicate, what is
+trained on what, and what a step is made of.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm import Communicator
+from zeroshard.models import LanguageModel
+from zeroshard.parallel import strategy_entry
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.setup.corpus import Corpus
+from zeroshard.zero import STAGES
+
+_TORCH_STRATEGIES = {
+    "ddp": "PyTorch's DistributedDataParallel",
+    "zero1-torch": "PyTorch's ZeroRedundancyOptimizer",
+    "fsdp2": "PyTorch's fully_shard (FSDP2)",
+}
+# By the names of their classes, so that none is imported to be told from the others.
+_COMMUNICATORS = {
+    "LocalCommunicator": "none, one rank has no collectives",
+    "SharedMemoryCommunicator": "shm, shared memory of this machine",
+    "RingCommunicator": "ring, over TCP sockets",
+}
+_KINDS = (("optim", "optimizer states"), ("grads", "gradients"), ("params", "parameters"))
+
+
+def about_run(
+    config: TrainConfig,
+    folder: Path,
+    model: LanguageModel,
+    corpus: Corpus,
+    comm: Communicator,
+    device: torch.device,
+    grad_accum_steps: int,
+    first_step: int,
+    *,
+    chosen: bool = False,
+) -> dict[str, str]:
+    """Lines by their labels, in the order in which they are printed.
+
+    Args:
+        config: of the run; its strategy is one by name, and not ``auto``.
+        folder: where the run writes.
+        model: of the run; its parameters are counted before an engine has sharded them.
+        corpus: what it trains on.
+        comm: the ranks; wrappers around a communicator are looked through.
+        device: of this rank.
+        grad_accum_steps: micro-batches of each rank in a step.
+        first_step: steps already done.
+        chosen: whether ``--strategy auto`` has chosen the strategy.
+    """
+    world_size = comm.world_size
+    tokens = config.micro_batch_size * grad_accum_steps * world_size * config.seq_len
+    micro_batches = "1 micro-batch" if grad_accum_steps == 1 else f"{grad_accum_steps:,} micro-batches"
+    compiled = ", compiled" if config.compile else ""
+    resumed = f", resumed after step {first_step:,}" if first_step else ""
+    return {
+        "run": f"{folder}, {config.max_steps:,} steps{resumed}",
+        "strategy": strategy_in_words(config.strategy, world_size, config.shard_size, chosen=chosen),
+        "comm": communicator_in_words(comm, config.strategy),
+        "model": f"{config.model.name}, {_num_params(model):,} parameters",
+        "data": corpus_in_words(config, corpus),
+        "batch": f"{config.micro_batch_size:,} sequences x {micro_batches} x {_ranks(world_size)} x "
+        f"{config.seq_len:,} tokens = {tokens:,} tokens a step",
+        "compute": f"{config.dtype} on {device}{compiled}, {config.optimizer} with lr {config.lr:g}, "
+        f"torch {torch.__version__}",
+    }
+
+
+def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen: bool = False) -> str:
+    """``zero2: optimizer states and gradients sharded over 2 ranks``.
+
+    Args:
+        name: of `zeroshard.parallel.registry`, or ``module:name``.
+        world_size: ranks of the run.
+        shard_size: ranks that share out training state; 0: all.
+        chosen: whether ``--strategy auto`` has chosen it.
+    """
+    said = f"{name} (chosen by auto)" if chosen else name
+    if name in _TORCH_STRATEGIES:
+        said = f"{said}: {_TORCH_STRATEGIES[name]},"
+    elif strategy_entry(name).planned:
+        said = f"{said}:"
+    else:
+        return f"{said} on {_ranks(world_size)}"
+    if world_size == 1:
+        return f"{said} one rank, which keeps all training state"
+    row = STAGES[strategy_entry(name).stage]
+    sharded = [words for column, words in _KINDS if getattr(row, column).value == "shard"]
+    if not sharded:
+        return f"{said} all training state replicated on {_ranks(world_size)}"
+    kinds = " and ".join([", ".join(sharded[:-1]), sharded[-1]] if sharded[1:] else sharded)
+    over = shard_size or world_size
+    copies = f", in {world_size // over} replicas" if over < world_size else ""
+    return f"{said} {kinds} sharded over {_ranks(over)}{copies}"
+
+
+def communicator_in_words(comm: Communicator, strategy: str) -> str:
+    """What carries the collectives of a run, and by which backend."""
+    inner = comm
+    while hasattr(inner, "inner"):
+        inner = inner.inner
+    name = type(inner).__name__
+    if strategy_entry(strategy).over_torch or name == "TorchCommunicator":
+        return f"torch, torch.distributed with {dist.get_backend()}" if dist.is_initialized() else "torch"
+    return _COMMUNICATORS.get(name, name)
+
+
+def corpus_in_words(config: TrainConfig, corpus: Corpus) -> str:
+    """The source, its tokens and its tokenizer."""
+    size = f"{corpus.num_tokens:,} tokens to train on" if corpus.num_tokens else "streamed"
+    return f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids"
+
+
+def _num_params(model: LanguageModel) -> int:
+    return sum(param.numel() for param in model.parameters())
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count:,} ranks"

@@ -1,0 +1,159 @@
+"""Which modules become units: what `zeroshard.Zero` takes as ``units``, from a list of modules to ``"auto"``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Literal
+
+from torch import nn
+
+# Modules, or words for them: a class, a class's name, a path such as "transformer.h", or "auto".
+UnitChoice = str | type[nn.Module] | nn.Module | Iterable[str | type[nn.Module] | nn.Module]
+AUTO: Literal["auto"] = "auto"
+MOST_NAMES = 12  # that an error lists
+
+
+def choose_units(model: nn.Module, units: UnitChoice | None) -> list[nn.Module]:
+    """The modules that ``units`` means, in the order in which they are given, else in the model's.
+
+    Args:
+        model: whose submodules they are.
+        units: None: the elements of the outermost `nn.ModuleList`s. ``"auto"``: `automatic_units`. A class, or the name
+            of one: all modules of it. A path (``"transformer.h"``): the elements of the `nn.ModuleList` there, else
+            the module itself. Or several of these, or modules. One module: its elements, where it has some.
+
+    Raises:
+        TypeError: something else.
+        ValueError: a name that is no class of the model's modules and no path in it; the line lists what there is.
+    """
+    if units is None:
+        return default_units(model)
+    if isinstance(units, str) and units == AUTO:
+        return automatic_units(model)
+    if isinstance(units, (str, type)):
+        return _meant(model, units)
+    if isinstance(units, nn.Module):
+        return list(units.children()) if isinstance(units, Iterable) else [units]
+    if not isinstance(units, Iterable):
+        raise TypeError(f"units: a {type(units).__name__}; give submodules, a class, its name, a path, or 'auto'")
+    return [module for each in units for module in _meant(model, each)]
+
+
+def default_units(model: nn.Module) -> list[nn.Module]:
+    """The elements of each outermost `nn.ModuleList`: the repeated blocks of nearly every model; [] without one.
+
+    An element that is never called itself, such as a list in a list, gives its own ones.
+    """
+    found: list[nn.Module] = []
+
+    def take(element: nn.Module) -> None:
+        if not is_container(element):
+            found.append(element)
+            return
+        for child in element.children():
+            take(child)
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                take(child)
+            else:
+                walk(child)
+
+    walk(model)
+    return found
+
+
+def automatic_units(model: nn.Module) -> list[nn.Module]:
+    """The model's repeated blocks.
+
+    The classes that `transformers` never splits over devices (``_no_split_modules``), where the model names some that
+    it has; else the list with the most parameters whose elements are of one class; else `default_units`.
+    """
+    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    blocks = [module for module in model.modules() if type(module).__name__ in named and module is not model]
+    if blocks:
+        return _outermost(blocks)
+    lists = [
+        list(module)
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList)
+        and len({type(each) for each in module}) == 1
+        and not is_container(module[0])
+    ]
+    largest = max(lists, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()), default=None)
+    return default_units(model) if largest is None else largest
+
+
+def told(model: nn.Module, chosen: list[nn.Module]) -> str:
+    """``32 units: LlamaDecoderLayer, model.layers.0 ... model.layers.31``."""
+    names = {module: name for name, module in model.named_modules()}
+    distinct = list(dict.fromkeys(chosen))
+    if not distinct:
+        return "no units: all parameters travel together"
+    classes = ", ".join(dict.fromkeys(type(module).__name__ for module in distinct))
+    first, last = names[distinct[0]], names[distinct[-1]]
+    if len(distinct) == 1:
+        return f"1 unit: {classes}, {first}"
+    return f"{len(distinct)} units: {classes}, {first} ... {last}"
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether the module has no forward: its children are called, it never is."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
+
+
+def _meant(model: nn.Module, each: object) -> list[nn.Module]:
+    if isinstance(each, nn.Module):
+        return [each]
+    if isinstance(each, str):
+        of_class = [module for module in model.modules() if type(module).__name__ == each and module is not model]
+        return of_class or _at(model, each)
+    if isinstance(each, type) and issubclass(each, nn.Module):
+        of_class = [module for module in model.modules() if isinstance(module, each) and module is not model]
+        if not of_class:
+            raise ValueError(f"units: no part of the model is a {each.__name__}; its classes are {_classes(model)}")
+        return of_class
+    name = each.__name__ if isinstance(each, type) else type(each).__name__
+    raise TypeError(f"units: {name} is not an nn.Module; give submodules of the model, a class, its name, or a path")
+
+
+def _at(model: nn.Module, path: str) -> list[nn.Module]:
+    """What lies at a path: the elements of a container such as `nn.ModuleList`, else the module, which is called."""
+    there, came_to = model, ""
+    for part in path.split("."):
+        children = dict(there.named_children())
+        if part not in children:
+            raise ValueError(_no_such(model, path, came_to, children))
+        there, came_to = children[part], f"{came_to}.{part}" if came_to else part
+    return list(there.children()) if is_container(there) else [there]
+
+
+def _no_such(model: nn.Module, path: str, came_to: str, children: dict[str, nn.Module]) -> str:
+    inside = _some(children) or "nothing"
+    if came_to:
+        return f"units: the path {path!r} leads to {came_to!r} and no further; {came_to!r} has {inside}"
+    close = difflib.get_close_matches(path, [*{type(module).__name__ for module in model.modules()}, *children], 1)
+    meant = f" did you mean {close[0]}?" if close else ""
+    return (
+        f"units: {path!r} is neither a class of the model's modules ({_classes(model)}) nor a path in it ({inside});"
+        f"{meant or ' name one of these'}"
+    )
+
+
+def _classes(model: nn.Module) -> str:
+    return _some(dict.fromkeys(type(module).__name__ for module in model.modules() if module is not model))
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:MOST_NAMES]) + (
+        f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
+    )
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """Without those that lie in another of them."""
+    inner = {part for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if module not in inner]

@@ -1,0 +1,91 @@
+"""What a report tells its reader: how many runs are behind a figure, which lines coincide, what was not measured."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+from types import SimpleNamespace
+
+import pytest
+
+from run_folders import write_run, write_sweep
+
+pytest.importorskip("plotly", reason="the extra `report` is not installed")
+pytest.importorskip("jinja2", reason="the extra `report` is not installed")
+
+from zeroshard.lab.report.entries import gather
+from zeroshard.lab.report.figure import Series
+from zeroshard.lab.report.figures import figures_of
+from zeroshard.lab.report.page import packed, render
+from zeroshard.lab.report.reading_notes import coinciding, note_of_repeats
+from zeroshard.lab.report.table import table_of
+
+
+def _entries(*counts):
+    return [SimpleNamespace(case=SimpleNamespace(done=[None] * count)) for count in counts]
+
+
+@pytest.mark.parametrize(
+    ("counts", "note"),
+    [
+        ((1, 1), "One run each: do not conclude from small differences."),
+        ((3, 3), "Whiskers: from the lowest to the highest repeat."),
+        ((3, 1), "Whiskers: lowest to highest repeat. 1 of 2 ran once: do not conclude from those."),
+        ((0,), ""),
+    ],
+)
+def test_a_figure_says_how_many_runs_are_behind_it(counts, note):
+    assert note_of_repeats(_entries(*counts)) == note
+
+
+def test_lines_nearer_than_a_share_of_the_drawn_height_coincide():
+    lines = [
+        Series(name, "line", "#000000", (1.0, 2.0), (10.0, y), marker="circle")
+        for name, y in (("a", 20.0), ("b", 20.1), ("c", 21.0))
+    ]
+    assert [[line.name for line in group] for group in coinciding(lines)] == [["a", "b"]]
+
+
+def test_lines_that_lie_on_each_other_have_nested_markers_and_a_note(tmp_path):
+    figures, _ = figures_of(gather([write_sweep(tmp_path / "sweep")]))
+    figure = next(figure for figure in figures if figure.name == "throughput")
+    assert "do not conclude" in figure.caption
+    groups = coinciding(figure.series, log=figure.y.log)
+    assert [[line.name for line in group] for group in groups] == [["zero0", "zero1", "zero2"]]
+    for group in groups:
+        sizes = [line.marker_size for line in group]
+        assert sizes == sorted(set(sizes), reverse=True)
+        assert f"{group[-1].name} lie on each other: they differ by at most 4.7%." in figure.caption
+
+
+def test_a_strategy_has_one_colour_in_every_figure(tmp_path):
+    figures, _ = figures_of(gather([write_sweep(tmp_path / "sweep")]))
+    colours: dict[str, set[str]] = {}
+    for figure in figures:
+        for series in figure.series:
+            for strategy in ("zero0", "zero1", "zero2", "zero3"):
+                if series.name in (strategy, f"{strategy} exposed", f"{strategy} total") or (
+                    figure.name == "loss" and series.name.endswith(f"strategy {strategy}")
+                ):
+                    colours.setdefault(strategy, set()).add(series.colour)
+    assert [len(found) for found in colours.values()] == [1, 1, 1, 1]
+
+
+def test_columns_without_a_value_are_named_and_left_out(tmp_path):
+    write_run(tmp_path / "a")
+    table = table_of(gather([tmp_path]).entries)
+    assert "model" in table.titles
+    assert "peak of rank 0" not in table.titles
+    assert all(all(row) for row in table.rows)
+    assert table.without.startswith("Not measured in any run: peak of rank 0 (--profile.memory records it)")
+
+
+def test_the_page_is_small_dark_where_asked_and_can_smooth_its_curves(tmp_path):
+    write_run(tmp_path / "a")
+    material = gather([tmp_path])
+    figures, missing = figures_of(material)
+    page = render(material, figures, missing, [])
+    assert len(page) < 2_100_000
+    for words in ("prefers-color-scheme: dark", 'id="theme"', "data-smooth=", "data-log=", "DecompressionStream"):
+        assert words in page
+    assert gzip.decompress(base64.b64decode(packed("let x = 'é';"))).decode() == "let x = 'é';"

@@ -1,0 +1,56 @@
+"""The first lines of a run: what is sharded over which ranks, how they communicate, what is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard.comm import LocalCommunicator, ObservedCommunicator
+from zeroshard.train.setup.about_run import communicator_in_words, strategy_in_words
+from zeroshard.train.setup.build import build_run
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "shard_size", "words"),
+    [
+        ("zero0", 2, 0, "zero0: all training state replicated on 2 ranks"),
+        ("zero1", 4, 0, "zero1: optimizer states sharded over 4 ranks"),
+        ("zero2", 2, 0, "zero2: optimizer states and gradients sharded over 2 ranks"),
+        ("zero3", 8, 4, "zero3: optimizer states, gradients and parameters sharded over 4 ranks, in 2 replicas"),
+        ("zero3", 1, 0, "zero3: one rank, which keeps all training state"),
+        ("ddp", 2, 0, "ddp: PyTorch's DistributedDataParallel, all training state replicated on 2 ranks"),
+        ("mine:Strategy", 2, 0, "mine:Strategy on 2 ranks"),
+    ],
+)
+def test_a_strategy_is_told_by_what_it_shards_over_how_many_ranks(name, world_size, shard_size, words):
+    assert strategy_in_words(name, world_size, shard_size) == words
+
+
+def test_a_strategy_that_was_chosen_says_so():
+    told = "zero1 (chosen by auto): optimizer states sharded over 2 ranks"
+    assert strategy_in_words("zero1", 2, chosen=True) == told
+
+
+def test_a_communicator_is_told_through_its_wrappers():
+    observed = ObservedCommunicator(ObservedCommunicator(LocalCommunicator()))
+    assert communicator_in_words(observed, "zero2") == "none, one rank has no collectives"
+
+
+def test_a_run_tells_what_it_is(tiny_config):
+    config = tiny_config(global_batch_size=4, compile=False)
+    run = build_run(config, LocalCommunicator(), torch.device("cpu"))
+    try:
+        num_params = sum(param.numel() for param in run.strategy.model.parameters())
+        assert run.about == {
+            "run": f"{Path(config.out)}, 6 steps",
+            "strategy": "zero2: one rank, which keeps all training state",
+            "comm": "none, one rank has no collectives",
+            "model": f"gpt2-demo, {num_params:,} parameters",
+            "data": "synthetic, 5,400 tokens to train on, tokenizer bytes of 256 ids",
+            "batch": "2 sequences x 2 micro-batches x 1 rank x 16 tokens = 64 tokens a step",
+            "compute": f"float32 on cpu, adamw with lr {config.lr:g}, torch {torch.__version__}",
+        }
+    finally:
+        run.close()
