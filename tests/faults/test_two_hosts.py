@@ -30,10 +30,9 @@ def _namespaces():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(not _has_namespaces(), reason="needs root and iproute2, to make network namespaces")
 def test_two_hosts_lose_each_other_and_find_each_other_again(alone_with_networks):
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout
     for line in ("training on 2 ranks", "the link is cut", "with 1 rank", "with 2 ranks", "status 143 and 143"):

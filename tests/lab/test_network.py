@@ -270,7 +270,7 @@ def iperf(names: tuple[str, ...], number: int | None) -> list[float]:
     def send(node: int) -> float:
         to = f"10.213.{number}.{(node + 1) % len(names) + 1}"
         words = ["ip", "netns", "exec", names[node], "iperf3", "-c", to, "-t", "2", "-O", "0.5", "-J"]
-        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30)
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=600)
         return json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"] / 8
 
     with ThreadPoolExecutor(len(names)) as pool:

@@ -21,7 +21,6 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytestmark = [
     pytest.mark.skipif(not CHROMIUM.is_file(), reason=f"there is no {CHROMIUM}"),
     pytest.mark.slow,
-    pytest.mark.timeout(400),  # a browser, a server and a run on two cores
 ]
 ATTACK = "<img src=x onerror=alert(1)>"
 
@@ -75,7 +74,7 @@ def dashboard(tmp_path):
     child = forked.Popen(command, stdout=subprocess.PIPE, text=True)
     yield child.stdout.readline().split("  ")[0]
     child.send_signal(signal.SIGINT)
-    child.communicate(timeout=20)
+    child.communicate(timeout=600)
 
 
 def _fits(page):

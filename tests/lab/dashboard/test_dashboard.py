@@ -111,7 +111,7 @@ def _start(folder, *words):
 
 
 def _get(url, **headers):
-    with urlopen(Request(url, headers=headers), timeout=20) as response:
+    with urlopen(Request(url, headers=headers), timeout=600) as response:
         return response.status, response.headers, response.read().decode()
 
 
@@ -143,7 +143,7 @@ def test_it_serves_loopback_alone_and_ends_with_the_signals_status(tmp_path):
             assert "secret" not in _text(url + path)
     finally:
         child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=20)
+        out, err = child.communicate(timeout=600)
     assert (child.returncode, out, err) == (130, "", "")
 
 
