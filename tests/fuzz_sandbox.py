@@ -70,7 +70,7 @@ class _Watch:
 
     def _look(self, event: str, path: str | bytes) -> None:
         where = os.path.abspath(os.fsdecode(path))
-        if not where.startswith(self.folder) and not any(part in where for part in _THEIRS):
+        if not where.startswith(self.folder) and not any(part in f"{where}/" for part in _THEIRS):
             self.seen.append(f"{event} {where[:200]!r}")
 
 
