@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 CORE := $(VENV)/.core
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak mutants lint types layers docs figures notebooks audit check clean
+.PHONY: help demo test soak gpu mutants lint types layers docs figures notebooks audit check clean
 
 help:  ## Say what can be made.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -28,6 +28,9 @@ test: $(STAMP)  ## Run the tests.
 
 soak: $(STAMP)  ## Run all of the tests: every combination where `make test` takes every pair, more fuzzing, more kills.
 	$(BIN)/python -m pytest --soak --kills 100 -n auto --maxprocesses 4 --dist worksteal
+
+gpu: $(STAMP)  ## Measure what only a GPU can say, piece by piece; what is done is not done again (ARGS="--minutes 25").
+	$(BIN)/python benchmarks/gpu_day.py $(ARGS)
 
 # ONLY: names of mutants, or beginnings of names with a * after them. JOBS: how many run at once.
 mutants: $(STAMP)  ## Make mistakes in copies of the package, one by one; a test must see each (ONLY="norm* clip*" JOBS=2).

@@ -88,13 +88,13 @@ class Popen(subprocess.Popen):
         assert words[0] in (sys.executable, PYTHON), f"{words[0]} is no Python: use subprocess"
         refused = [shell, preexec_fn, pass_fds]
         assert not any(refused), "a forked program takes no shell, preexec_fn or pass_fds: use subprocess"
+        self._server = connect()  # which says in the environment where the server is
         variables = os.environ if env is None else env
         request = {
             "args": words[1:],
             "env": {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()},
             "cwd": os.fsdecode(cwd or os.getcwd()),
         }
-        self._server = connect()
         data = json.dumps(request).encode()
         streams = [p2cread if p2cread >= 0 else 0, c2pwrite if c2pwrite >= 0 else 1, errwrite if errwrite >= 0 else 2]
         socket.send_fds(self._server, [_LENGTH.pack(len(data))], streams)

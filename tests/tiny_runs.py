@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from zeroshard.train.config.config import TrainConfig
+if TYPE_CHECKING:
+    from zeroshard.train.config.config import TrainConfig
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +19,8 @@ def data_folder(tmp_path_factory):
 @pytest.fixture
 def tiny_config(tmp_path, data_folder):
     """`tiny_config(**changes)`: a run of milliseconds a step, on synthetic tokens."""
+    # Here, so that tests of kernels run where torch and Triton are installed and nothing else of the trainer's is.
+    from zeroshard.train.config.config import TrainConfig
 
     def make(**changes) -> TrainConfig:
         values = {

@@ -1,0 +1,434 @@
+"""What `benchmarks/gpu_day.py` measures, piece by piece; each returns what its JSON holds."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zeroshard.comm import Communicator, LocalCommunicator, NullCommunicator, TorchCommunicator
+from zeroshard.lab.bench.kernel_cases import CASES, DTYPES
+from zeroshard.lab.bench.ranks import synchronise
+from zeroshard.lab.bench.report import spread_of
+from zeroshard.models import LanguageModel, build_model
+from zeroshard.parallel import STRATEGIES
+from zeroshard.zero import STAGES, MixedPrecision, Zero
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+HERE = Path(__file__).parent
+TOY = {} if ON_GPU else {"n_layer": 2, "n_embd": 16, "n_head": 2}
+VOCAB, SEQ_LEN = (50304, 1024) if ON_GPU else (97, 8)
+MAIN_MODEL = "gpt2-124m" if ON_GPU else "gpt2-demo"
+TRAINED = {  # sequences of 1,024 tokens in a step
+    "gpt2-124m": 16,
+    "gpt2-350m": 16,
+    "gpt2-774m": 8,
+    "gpt2-1.5b": 8,
+    "llama-1b": 8,
+}
+WORLDS = (1, 8, 64)  # as if there were so many ranks
+GPUS = (2, 4, 8)
+Result = dict[str, Any]
+
+
+class SkippedError(Exception):
+    """This machine cannot run the piece, and why."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One process's work.
+
+    Attributes:
+        about: in a few words.
+        minutes: that it may take on a GPU.
+        run: measures; takes the folder that files beside the JSON may go to.
+        options: what ``run`` is told beside it.
+    """
+
+    about: str
+    minutes: float
+    function: Callable[..., Result]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, out: Path) -> Result:
+        """Measure."""
+        return self.function(out, **self.options)
+
+
+# -------------------------------------------------------------------------------------------- other programs' results
+
+
+def gpu_tests(out: Path) -> Result:
+    """The tests that are marked `gpu`."""
+    if importlib.util.find_spec("pytest") is None:
+        raise SkippedError("pytest is not installed")
+    where = "tests" if ON_GPU else "tests/profiling/test_clock.py"
+    words = [
+        "-m",
+        "gpu",
+        "-q",
+        "-rfE",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "--continue-on-collection-errors",
+        where,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words], cwd=HERE.parent, capture_output=True, text=True, check=False
+    )
+    if done.returncode not in (0, 1, 5):  # 1: some failed, 5: none was collected
+        raise RuntimeError(done.stdout[-4000:] + done.stderr[-2000:])
+    lines = done.stdout.splitlines()
+    return {"summary": lines[-1], "failed": [line for line in lines if line.startswith(("FAILED", "ERROR"))]}
+
+
+def _program(out: Path, name: str, *words: str, ok: tuple[int, ...] = (0,)) -> tuple[str, Any]:
+    """What a program of this folder printed, and the JSON that it wrote."""
+    with tempfile.TemporaryDirectory() as scratch:
+        written = Path(scratch, "result.json")
+        command = [sys.executable, str(HERE / name), *words]
+        done = subprocess.run([*command, "--json", str(written)], capture_output=True, text=True, check=False)
+        if done.returncode not in ok:
+            raise RuntimeError(f"{name} ended with status {done.returncode}: {done.stderr[-4000:]}")
+        return done.stdout, json.loads(written.read_text(encoding="utf-8"))
+
+
+def kernels(out: Path, operation: str) -> Result:
+    """One operation's kernels beside eager and compiled PyTorch and Liger, and what of the targets that settles."""
+    from zeroshard.lab.bench import kernels as bench
+
+    report = bench.run([operation], list(DTYPES) if ON_GPU else ["float32"], 0)
+    with tempfile.TemporaryDirectory() as scratch:
+        written = Path(scratch, "k.json")
+        report.write(written)
+        targets = subprocess.run(
+            [sys.executable, str(HERE / "kernel_targets.py"), str(written)], capture_output=True, text=True, check=False
+        )
+        content = json.loads(written.read_text(encoding="utf-8"))
+    told = [line for line in targets.stdout.splitlines() if not line.startswith(("{", "open"))]
+    return {"rows": content["rows"], "copy_bytes_per_s": content["copy_bytes_per_s"], "targets": told}
+
+
+def training(out: Path, model: str) -> Result:
+    """Tokens a second and MFU: eager, compiled, our kernels, both, and a plain compiled loop."""
+    words = ["--models", model, "--batch", str(TRAINED[model])] if ON_GPU else ["--models", MAIN_MODEL]
+    _, found = _program(out, "train_gpu.py", *words)
+    return found
+
+
+def device(out: Path) -> Result:
+    """What the device reaches, as `zeroshard plan --gpu FILE` reads it."""
+    from zeroshard.lab.bench import device as bench
+
+    report, calibration = bench.run(1, [], 5 if ON_GPU else 1, DEVICE.type, 1)
+    bench.write(report, calibration, out / "device.calibration.json")
+    return {"rows": report.rows}
+
+
+# ------------------------------------------------------------------------------------------------------- the engine
+
+
+def _model(name: str = MAIN_MODEL) -> LanguageModel:
+    torch.manual_seed(0)
+    with DEVICE:
+        return build_model(name, vocab_size=VOCAB, seq_len=SEQ_LEN, overrides=TOY)
+
+
+def _batch(rows: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (rows, SEQ_LEN), generator=generator).to(DEVICE) for _ in range(2)]
+
+
+def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int) -> Callable[[], Tensor]:
+    """A function that takes a training step under autocast and returns its loss."""
+    tokens, targets = _batch(rows)
+
+    def step() -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int) -> Callable[[], None]:
+    """A function that takes a training step in the dtype that the weights have."""
+    tokens, targets = _batch(rows)
+
+    def step() -> None:
+        model(tokens, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _contestants(rows: int) -> dict[str, Callable[[], Tensor]]:
+    """The same steps from the same weights: plain PyTorch, and the engine at each stage in a world of one."""
+    found = {}
+    for name in ("plain", *STAGES):
+        model = _model()
+        if name == "plain":
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        else:
+            zero = Zero(model, name, units=model.blocks, comm=LocalCommunicator())
+            optimizer = zero.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
+        found[name if name == "plain" else f"zero{name}"] = _loop(model, optimizer, rows)
+    return found
+
+
+def tax(out: Path) -> Result:
+    """A step under the engine in a world of one, against the same loop without it; rounds in a shuffled order."""
+    steps = _contestants(8 if ON_GPU else 1)
+    num_rounds, num_steps = (9, 10) if ON_GPU else (2, 1)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    losses = {name: step().item() for name, step in steps.items()}
+    order = random.Random(0)
+    for _ in range(num_rounds + 1):
+        for name in order.sample(list(steps), len(steps)):
+            synchronise(DEVICE)
+            began = time.perf_counter()
+            for _ in range(num_steps):
+                steps[name]()
+            synchronise(DEVICE)
+            times[name].append((time.perf_counter() - began) / num_steps)
+    ratios = {
+        name: spread_of([a / b for a, b in zip(seen[1:], times["plain"][1:], strict=True)])
+        for name, seen in times.items()
+    }
+    return {
+        "model": MAIN_MODEL,
+        "ratio": ratios,
+        "step_s": {n: spread_of(s[1:]) for n, s in times.items()},
+        "first_loss": losses,
+    }
+
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+def busy(out: Path) -> Result:
+    """For which share of a step the device computes, and how often the host waits for it or reads from it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    found = {}
+    for name, step in _contestants(8 if ON_GPU else 1).items():
+        for _ in range(3):
+            step()
+        synchronise(DEVICE)
+        num_steps = 5 if ON_GPU else 1
+        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]) as seen:
+            began = time.perf_counter()
+            for _ in range(num_steps):
+                step()
+            queued = time.perf_counter() - began
+            synchronise(DEVICE)
+            wall = time.perf_counter() - began
+        events = seen.events() or []
+        spans = [(e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA"]
+        waits = [e.name for e in events if e.name in WAITS] + [e.name for e in events if "Memcpy DtoH" in e.name]
+        found[name] = {
+            "wall_s": wall / num_steps,
+            "queued_s": queued / num_steps,
+            "busy_share": _union_us(spans) / 1e6 / wall if spans else None,
+            "num_kernels": len(spans) / num_steps,
+            "num_host_waits": len(waits) / num_steps,
+        }
+    return {"model": MAIN_MODEL, "contestants": found}
+
+
+def _union_us(spans: list[tuple[float, float]]) -> float:
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def memory(out: Path, world: int) -> Result:
+    """The allocator's peak in a step of one rank of ``world``, beside what is planned from shapes."""
+    from zeroshard.lab.predict.buffers import buffers_of
+    from zeroshard.lab.predict.memory import OPTIMIZER_STATES
+    from zeroshard.lab.predict.model_trace import trace_language_model
+    from zeroshard.lab.predict.step import Settings, step_of
+    from zeroshard.profiling.memory import AllocationRecorder
+
+    precision, rows = MixedPrecision(param_dtype=torch.bfloat16), 8 if ON_GPU else 1
+    found = []
+    for stage in STAGES:
+        model = _model()
+        trace = trace_language_model(model, rows, SEQ_LEN, precision, device_type=DEVICE.type)
+        buffers = buffers_of(model, world, list(model.blocks))
+        planned = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], Settings(STAGES[stage], precision)).peak.total
+        zero = Zero(model, stage, units=model.blocks, comm=NullCommunicator(world), precision=precision)
+        optimizer = zero.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
+        step = _plain_step(model, optimizer, rows)
+
+        for _ in range(2):
+            step()
+        if ON_GPU:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            torch.cuda.synchronize()
+            measured, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        else:
+            recorder = AllocationRecorder(zero.holdings).follow(model, optimizer)
+            with recorder:
+                step()
+            recorder.remove()
+            measured = reserved = recorder.peak.num_bytes
+        found.append({"stage": stage, "planned": planned, "measured": measured, "reserved": reserved})
+        del model, zero, optimizer, step, trace, buffers
+        gc.collect()
+        if ON_GPU:
+            torch.cuda.empty_cache()
+    return {"model": MAIN_MODEL, "world": world, "rows": found}
+
+
+def saving(out: Path) -> Result:
+    """For how long a save in the background holds training up, and what a step beside it takes."""
+    from zeroshard import checkpoint
+
+    model = _model()
+    zero = Zero(model, 2, units=model.blocks, comm=LocalCommunicator())
+    optimizer = zero.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
+    step = _loop(model, optimizer, 8 if ON_GPU else 1)
+    found: dict[str, list[float]] = {"step_s": [], "stall_s": [], "beside_s": [], "total_s": [], "load_s": []}
+
+    def timed(key: str, work: Callable[[], object]) -> None:
+        synchronise(DEVICE)
+        began = time.perf_counter()
+        work()
+        synchronise(DEVICE)
+        found[key].append(time.perf_counter() - began)
+
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        saver = checkpoint.BackgroundSaver(zero.comm, background=True, lend=True)
+        for number in range(4 if ON_GPU else 2):
+            step()
+            timed("step_s", step)
+            path = Path(folder, f"step-{number}")
+            began = time.perf_counter()
+            timed("stall_s", lambda path=path, number=number: saver.start(path, zero, step=number))
+            timed("beside_s", step)
+            saver.settle()
+            saved = saver.wait()
+            if saved is None or saved.error:
+                raise RuntimeError(f"the save failed: {saved}")
+            found["total_s"].append(time.perf_counter() - began)
+            timed("load_s", lambda path=path: checkpoint.load(path, zero))
+        saver.close()
+        num_bytes = sum(file.stat().st_size for file in path.iterdir())
+    return {"model": MAIN_MODEL, "num_bytes": num_bytes, **{key: spread_of(seen[1:]) for key, seen in found.items()}}
+
+
+# ---------------------------------------------------------------------------------------------------- several ranks
+
+
+def _digest(model: nn.Module, zero: Zero) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(zero.state_dict().items()):
+        digest.update(name.encode() + tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _train_stages(comm: Communicator, rank: int, precision: MixedPrecision | None) -> dict[str, str]:
+    """sha256 of the weights after three steps, by stage; a stage that fails has its error instead."""
+    found = {}
+    for stage in STAGES:
+        model = _model("gpt2-demo")
+        zero = Zero(model, stage, units=model.blocks, comm=comm, precision=precision)
+        optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-3)
+        tokens, targets = _batch(2, seed=rank)
+        for _ in range(3):
+            model(tokens, targets).backward()
+            zero.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[str(stage)] = _digest(model, zero)
+        zero.remove()
+    return found
+
+
+def _two_ranks_main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    comm = TorchCommunicator()
+    policies = {"fp32": None, "bf16": MixedPrecision(param_dtype=torch.bfloat16)}
+    found = {name: _train_stages(comm, rank, policy) for name, policy in policies.items()}
+    Path(folder, f"rank-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def two_ranks(out: Path) -> Result:
+    """Two ranks on one device over gloo: each stage's weights, which are to have the same bits."""
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_two_ranks_main, args=(folder,), nprocs=2, start_method="spawn")
+        by_rank = [json.loads(Path(folder, f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    same = {policy: len({digest for rank in by_rank for digest in rank[policy].values()}) == 1 for policy in by_rank[0]}
+    return {"same_bits": same, "digests": by_rank[0]}
+
+
+def strategies(out: Path, world: int) -> Result:
+    """Every data-parallel strategy by the trainer, one after the other: tokens a second on ``world`` GPUs."""
+    if ON_GPU and torch.cuda.device_count() < world:
+        raise SkippedError(f"{world} GPUs are asked for and {torch.cuda.device_count()} are here")
+    if not ON_GPU:
+        raise SkippedError("there is no GPU")
+    return {"world": world, "strategies": {name: _by_trainer(out, name, world) for name in STRATEGIES}}
+
+
+def _by_trainer(out: Path, strategy: str, world: int) -> Result:
+    """Tokens a second of 30 steps of `zeroshard train`, or the last words of a run that failed."""
+    with tempfile.TemporaryDirectory(dir=out) as scratch:
+        words = f"""train --data synthetic --data.dir {scratch}/data --out {scratch}/run --model gpt2-350m
+            --strategy {strategy} --nproc {world} --dtype bfloat16 --seq-len 1024 --micro-batch-size 8 --max-steps 40
+            --eval-interval 0 --eval-batches 1 --warmup-steps 5""".split()
+        done = subprocess.run([sys.executable, "-m", "zeroshard", *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"error": done.stderr[-500:]}
+        lines = Path(scratch, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rates = [event["tokens_per_s"] for event in map(json.loads, lines) if event["event"] == "step"]
+    return {"tokens_per_s": spread_of(rates[10:])}
+
+
+PIECES: dict[str, Piece] = {
+    "tests": Piece("pytest -m gpu", 8, gpu_tests),
+    "two-ranks": Piece("two ranks on one GPU over gloo: the same bits at each stage", 3, two_ranks),
+    "tax": Piece("a step under the engine in a world of one, against the same loop without it", 3, tax),
+    "busy": Piece("share of a step in which the device computes; host waits", 3, busy),
+    **{f"memory-{n}": Piece(f"peak beside the plan, a rank of {n}", 3, memory, {"world": n}) for n in WORLDS},
+    **{
+        f"train-{model}": Piece(f"tokens/s and MFU of {model}", 8, training, {"model": model})
+        for model in (TRAINED if ON_GPU else [MAIN_MODEL])
+    },
+    **{f"kernels-{name}": Piece(f"{name} beside PyTorch and Liger", 6, kernels, {"operation": name}) for name in CASES},
+    "device": Piece("what the device reaches, for `plan --gpu FILE`", 3, device),
+    "saving": Piece("what a checkpoint costs a step", 4, saving),
+    **{f"strategies-{n}": Piece(f"every strategy on {n} GPUs over NCCL", 9, strategies, {"world": n}) for n in GPUS},
+}
