@@ -29,8 +29,18 @@ def test_a_program_adds_up_more_than_one_block(triton, random, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_more_elements_than_a_32_bit_offset_can_name(triton, device):
-    flat = torch.zeros(2**31 + BLOCK + 1, dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize("numel", [2**31 - 1, 2**31 + BLOCK + 1])
+def test_as_many_elements_as_a_32_bit_number_can_count_and_more(numel, triton, device):
+    flat = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+    flat[-1] = 3.0
+    assert sum_of_squares(flat, kernels=triton) == 9
+
+
+@pytest.mark.soak  # a minute: few blocks of many elements, as each block is a turn of a loop in Python
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's
+def test_numbers_of_elements_just_below_an_overflow_in_the_interpreter(triton, device, monkeypatch):
+    monkeypatch.setattr(MODULE, "BLOCK", 2**26)
+    flat = torch.zeros(2**31 - 1, dtype=torch.float16)  # pages that nobody writes to take no memory
     flat[-1] = 3.0
     assert sum_of_squares(flat, kernels=triton) == 9
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from zeroshard.kernels.checks import check_device, check_floating
 from zeroshard.kernels.dispatch import Choice, choose
-from zeroshard.kernels.launch import jit, next_power_of_2, tl
+from zeroshard.kernels.launch import device_of, jit, next_power_of_2, tl
 
 BLOCK = 2048  # elements of a program: 8 of each array in each of 256 threads
 SERVED = (torch.float32, torch.bfloat16, torch.float16)  # by the kernel, which computes in fp32
@@ -357,7 +357,8 @@ def adamw(
         return
     pieces = Pieces() if pieces is None else pieces
     given = [params, grads, exp_avgs, exp_avg_sqs, columns.get("copies", params)]
-    _launch(pieces, given, steps, options, grad_scale, copies is not None, rounding_seed)
+    with device_of(*params):
+        _launch(pieces, given, steps, options, grad_scale, copies is not None, rounding_seed)
 
 
 def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:

@@ -60,19 +60,18 @@ def _activation(x, GELU: tl.constexpr):
 
 
 @jit
-def _place(num_cols, BLOCK: tl.constexpr):
-    """This program's row, and its columns."""
-    blocks = tl.cdiv(num_cols, BLOCK)
+def _place(blocks, BLOCK: tl.constexpr):
+    """This program's row, and its columns; a row has ``blocks`` blocks, counted where integers do not overflow."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     return row, (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
 
 
 @jit
 def _forward_kernel(
-    gate_ptr, up_ptr, y_ptr, num_cols, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr,
+    gate_ptr, up_ptr, y_ptr, num_cols, blocks, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    row, cols = _place(num_cols, BLOCK)
+    row, cols = _place(blocks, BLOCK)
     mask = cols < num_cols
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(ACC)
     up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0).to(ACC)
@@ -82,10 +81,10 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, num_cols, dy_stride, gate_stride, up_stride, GELU: tl.constexpr,
-    BLOCK: tl.constexpr, ACC: tl.constexpr,
+    dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, num_cols, blocks, dy_stride, gate_stride, up_stride,
+    GELU: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    row, cols = _place(num_cols, BLOCK)
+    row, cols = _place(blocks, BLOCK)
     mask = cols < num_cols
     dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(ACC)
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(ACC)
@@ -106,9 +105,10 @@ def _as_one_row(*tensors: Tensor) -> list[Tensor]:
     return list(tensors)
 
 
-def _grid(rows: Tensor) -> tuple[tuple[int], int]:
+def _grid(rows: Tensor) -> tuple[int, int]:
+    """Blocks of a row, and elements of a block."""
     block = min(BLOCK, max(16, next_power_of_2(rows.shape[1])))
-    return (rows.shape[0] * -(-rows.shape[1] // block),), block
+    return -(-rows.shape[1] // block), block
 
 
 @opaque("gated_forward", "y")
@@ -117,10 +117,10 @@ def _forward(gate: Tensor, up: Tensor, y: Tensor, gelu: bool) -> None:
     if y.numel() == 0:
         return
     gate, up, y = _as_one_row(gate, up, y)
-    grid, block = _grid(y)
-    strides = (gate.stride(0), up.stride(0))
-    acc = accumulator(y.dtype)
-    _forward_kernel[grid](gate, up, y, y.shape[1], *strides, GELU=gelu, BLOCK=block, ACC=acc, num_warps=8)
+    blocks, block = _grid(y)
+    sizes = (y.shape[1], blocks, gate.stride(0), up.stride(0))
+    grid, acc = (y.shape[0] * blocks,), accumulator(y.dtype)
+    _forward_kernel[grid](gate, up, y, *sizes, GELU=gelu, BLOCK=block, ACC=acc, num_warps=8)
 
 
 @opaque("gated_backward", "d_gate", "d_up")
@@ -129,10 +129,11 @@ def _backward(dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor
     if dy.numel() == 0:
         return
     tensors = _as_one_row(dy, gate, up, d_gate, d_up)
-    grid, block = _grid(tensors[0])
-    strides = [tensor.stride(0) for tensor in tensors[:3]]
-    acc = accumulator(dy.dtype)
-    _backward_kernel[grid](*tensors, tensors[0].shape[1], *strides, GELU=gelu, BLOCK=block, ACC=acc, num_warps=8)
+    blocks, block = _grid(tensors[0])
+    rows, width = tensors[0].shape
+    sizes = (width, blocks, *(tensor.stride(0) for tensor in tensors[:3]))
+    grid, acc = (rows * blocks,), accumulator(dy.dtype)
+    _backward_kernel[grid](*tensors, *sizes, GELU=gelu, BLOCK=block, ACC=acc, num_warps=8)
 
 
 # ----------------------------------------------------------------------------------------------------- autograd

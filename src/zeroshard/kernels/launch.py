@@ -18,7 +18,7 @@ or interpreted, so ``TRITON_INTERPRET=1`` must be set before this package is imp
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, wraps
 from importlib import import_module
@@ -79,7 +79,8 @@ def opaque(name: str, *writes: str) -> Callable[[Launcher], Launcher]:
 
     def decorate(launcher: Launcher) -> Launcher:
         """``launcher`` in eager mode; under `torch.compile` its node, inside `traced` what stands in for it."""
-        operator = torch.library.custom_op(f"zeroshard::{name}", launcher, mutates_args=writes)
+        launch = on_its_device(launcher)
+        operator = torch.library.custom_op(f"zeroshard::{name}", launch, mutates_args=writes)
         operator.register_fake(lambda *args, **kwargs: None)
 
         @wraps(launcher)
@@ -89,11 +90,30 @@ def opaque(name: str, *writes: str) -> Callable[[Launcher], Launcher]:
             elif (instead := _traced.get()) is not None:
                 instead(name, args)
             else:
-                launcher(*args)
+                launch(*args)
 
         return call
 
     return decorate
+
+
+def on_its_device(launcher: Launcher) -> Launcher:
+    """``launcher`` on the device of its first CUDA tensor."""
+
+    @wraps(launcher)
+    def launch(*args: Any) -> None:
+        with device_of(*args):
+            launcher(*args)
+
+    return launch
+
+
+def device_of(*args: Any) -> AbstractContextManager[Any]:
+    """A block in which the first CUDA tensor's device is the current one: Triton launches on whichever is."""
+    device = next((each.device for each in args if isinstance(each, Tensor) and each.is_cuda), None)
+    if device is None or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def accumulator(dtype: torch.dtype) -> Any:

@@ -29,10 +29,10 @@ def sum_of_squares_reference(flat: Tensor) -> Tensor:
 
 
 @jit
-def _partial_sums(flat_ptr, sums_ptr, numel, BLOCK: tl.constexpr, ACC: tl.constexpr):
+def _partial_sums(flat_ptr, sums_ptr, numel, num_blocks, BLOCK: tl.constexpr, ACC: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), ACC)
-    for block in range(program, tl.cdiv(numel, BLOCK), tl.num_programs(0)):
+    for block in range(program, num_blocks, tl.num_programs(0)):
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         if block * BLOCK + BLOCK <= numel:  # a full block needs no mask, and its loads are vectors
             x = tl.load(flat_ptr + offsets).to(ACC)
@@ -55,9 +55,11 @@ def _add_sums(sums_ptr, out_ptr, num_sums, BLOCK: tl.constexpr):
 @opaque("sum_of_squares", "out")
 def _launch(flat: Tensor, out: Tensor) -> None:
     """flat [numel] contiguous; out 0-dim float64."""
-    num_programs = min(MAX_PROGRAMS, -(-flat.numel() // BLOCK))
+    num_blocks = -(-flat.numel() // BLOCK)  # in the kernel it would overflow for numels just below 2^31
+    num_programs = min(MAX_PROGRAMS, num_blocks)
     sums = torch.empty(num_programs, dtype=torch.float64, device=flat.device)
-    _partial_sums[(num_programs,)](flat, sums, flat.numel(), BLOCK=BLOCK, ACC=accumulator(flat.dtype), num_warps=8)
+    sizes, acc = (flat.numel(), num_blocks), accumulator(flat.dtype)
+    _partial_sums[(num_programs,)](flat, sums, *sizes, BLOCK=BLOCK, ACC=acc, num_warps=8)
     _add_sums[(1,)](sums, out, num_programs, BLOCK=MAX_PROGRAMS)
 
 

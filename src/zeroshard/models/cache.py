@@ -20,8 +20,8 @@ class LayerCache:
         """Add keys and values [B, K, T, D].
 
         Returns:
-            All of them [B, K, S, D], views of the cache; and who of the T sees whom of the S, [T, S], None where the
-            one query sees all.
+            All of them [B, K, S, D], views of the cache; and who of the T sees whom of the S, [T, S], as
+            `zeroshard.models.attention.attend` takes it: None for the first tokens, and for a single one.
         """
         batch, heads, num_new, width = k.shape
         if self._keys is None or self._values is None:
@@ -31,7 +31,7 @@ class LayerCache:
         self._keys[:, :, before : self.num_tokens] = k
         self._values[:, :, before : self.num_tokens] = v
         mask = None
-        if num_new > 1:
+        if num_new > 1 and before:
             mask = torch.ones(num_new, self.num_tokens, dtype=torch.bool, device=k.device).tril(before)
         return self._keys[:, :, : self.num_tokens], self._values[:, :, : self.num_tokens], mask
 

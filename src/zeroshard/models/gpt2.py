@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice, LayerNorm
+from zeroshard.models.attention import attend
 from zeroshard.models.base import (
     LanguageModel,
     Part,
@@ -96,13 +97,10 @@ class Attention(nn.Module):
         B, T, C = x.shape  # (8, 1024, 768)
         qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)  # (8, 1024, 36, 64)
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # each [B, H, T, D]: (8, 12, 1024, 64)
-        causal = mask is None and cache is None
         if cache is not None:
             k, v, mask = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout
-        )  # (8, 12, 1024, 64)
+        y = attend(q, k, v, mask, dropout=dropout)  # [B, H, T, D]: (8, 12, 1024, 64)
         return self.drop(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))  # (8, 1024, 768)
 
 

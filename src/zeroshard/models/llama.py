@@ -17,11 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice, RMSNorm, rope, swiglu
+from zeroshard.models.attention import attend
 from zeroshard.models.base import (
     LanguageModel,
     Part,
@@ -152,12 +152,9 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
         q, k = rope(q, k, cos, sin, inplace=self.turns_in_place, kernels=self.kernels)
-        causal = mask is None and cache is None
         if cache is not None:
             k, v, mask = cache.extend(k, v)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
-        )  # (8, 18, 2048, 64)
+        y = attend(q, k, v, mask)  # [B, H, T, D]: (8, 18, 2048, 64)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, C))  # (8, 2048, 1152)
 
 
