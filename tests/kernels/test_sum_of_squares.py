@@ -39,7 +39,7 @@ def test_as_many_elements_as_a_32_bit_number_can_count_and_more(numel, triton, d
 @pytest.mark.soak  # a minute: few blocks of many elements, as each block is a turn of a loop in Python
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's
 def test_numbers_of_elements_just_below_an_overflow_in_the_interpreter(triton, device, monkeypatch):
-    monkeypatch.setattr(MODULE, "BLOCK", 2**26)
+    monkeypatch.setattr(MODULE, "BLOCK", 2**20)
     flat = torch.zeros(2**31 - 1, dtype=torch.float16)  # pages that nobody writes to take no memory
     flat[-1] = 3.0
     assert sum_of_squares(flat, kernels=triton) == 9
