@@ -1,10 +1,20 @@
-"""Compile every kernel for an H100 on a machine that has none, and print its name and the bytes of its machine code.
+"""Compile every kernel for a GPU that this machine has not, and print what each takes of it, a line of JSON.
+
+    python tests/kernels/compile_for.py 90      # an A100 is 80, an H100 90, a B200 100
 
 Triton compiles without a device when it is told of one. Launchers are called as ever, with tensors on the CPU; what
 they launch is compiled and not run. A program of its own, because Triton decides at import whether it interprets.
 """
 
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -13,11 +23,14 @@ from zeroshard import kernels
 from zeroshard.kernels import AdamWOptions, dispatch, norm_kernels
 
 compile_or_run = JITFunction.run
+CAPABILITY = int(sys.argv[1]) if __name__ == "__main__" else 90
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 
 
 class NoDevice:
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", CAPABILITY, 32)
 
     def get_current_device(self):
         return 0
@@ -28,7 +41,20 @@ class NoDevice:
 
 def compile_only(function, *args, warmup, **kwargs):
     made = compile_or_run(function, *args, warmup=True, **kwargs)
-    print(function.__module__.rpartition(".")[2], function.__name__, len(made.asm["cubin"]), flush=True)
+    registers, stack, _ = usage(made.asm["cubin"])
+    facts = {"module": function.__module__.rpartition(".")[2], "name": function.__name__, "registers": registers}
+    print(json.dumps({**facts, "spilled_bytes": stack, "shared_bytes": made.metadata.shared}), flush=True)
+
+
+def usage(cubin):
+    """Registers of a thread, bytes of its stack (what it spills lies there), static shared memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = USAGE.search(told)
+    assert found, told
+    return [int(number) for number in found.groups()]
 
 
 def draw(*shape, dtype=torch.bfloat16):
