@@ -23,7 +23,7 @@ def test_who_keeps_nothing_has_none():
 def _ring(comm):
     ring = RingCommunicator()
     before = buffer_bytes(ring)
-    ring.all_reduce(torch.ones(1000)).wait()
+    ring.all_reduce(torch.ones(10_000)).wait()
     after = buffer_bytes(ObservedCommunicator(ring))
     ring.close()
     return before, after

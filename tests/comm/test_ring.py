@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zeroshard.comm import PeerError, RingCommunicator, run_threads, thread_transports
-from zeroshard.comm.ring import ring
+from zeroshard.comm.ring import ring, small
 
 
 class Counting:
@@ -98,7 +98,8 @@ def test_a_size_that_the_world_does_not_divide_is_reduced_whole(world_size, nume
     padded_bytes = -(-numel // world_size) * world_size * 8
     for tensor, sent in on_rings(world_size, on_rank):
         assert torch.equal(tensor, expected)
-        assert sent <= 2 * (world_size - 1) * padded_bytes // world_size
+        ring_bytes = 2 * (world_size - 1) * padded_bytes // world_size
+        assert sent <= max(ring_bytes, (world_size - 1) * numel * 8 if small.is_small(numel * 8, world_size) else 0)
 
 
 @pytest.mark.parametrize("op", ["sum", "max", "min", "product"])
@@ -118,6 +119,40 @@ def test_a_shard_is_reduced_from_its_owners_right_neighbour_on(op):
         order = [(shard + 1 + i) % world_size for i in range(world_size)]
         expected[shard] = reduce(torch_op, [held[rank].view(world_size, -1)[shard] for rank in order])
     assert all(torch.equal(tensor, expected.view(-1)) for tensor in on_rings(world_size, on_rank))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7, 8, 9])
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_small_messages_have_the_bits_of_a_ring_in_as_many_rounds_as_doubling_takes(world_size, op, monkeypatch):
+    shard_numel, numels = 3, (1, 2, 5, 3 * world_size)
+
+    def on_rank(comm):
+        found, num_sent = [], []
+        for numel in numels:
+            generator = torch.Generator().manual_seed(comm.rank * 100 + numel)
+            whole = torch.randn(numel, generator=generator) * 10**comm.rank
+            shard = torch.zeros(shard_numel)
+            todo = {
+                "all_reduce": lambda whole=whole: comm.all_reduce(whole, op),
+                "broadcast": lambda whole=whole: comm.broadcast(whole, world_size - 1),
+            }
+            if numel == shard_numel * world_size:
+                todo["reduce_scatter"] = lambda whole=whole, shard=shard: comm.reduce_scatter(shard, whole.clone(), op)
+                todo["all_gather"] = lambda whole=whole, shard=shard: comm.all_gather(whole, shard)
+            for name, start in todo.items():
+                before = len(comm.transport.buffers)
+                start().wait()
+                num_sent.append((name, len(comm.transport.buffers) - before))
+                found += [whole.clone(), shard.clone()] if len(todo) == 4 and name != "broadcast" else [whole.clone()]
+        return found, num_sent
+
+    quick = on_rings(world_size, on_rank)
+    monkeypatch.setattr(small, "MOST_BYTES", 0)
+    around = on_rings(world_size, on_rank)
+    for (ours, num_sent), (theirs, _) in zip(quick, around, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+        num_rounds = (world_size - 1).bit_length()
+        assert all(num <= (1 if name == "broadcast" else num_rounds) for name, num in num_sent)
 
 
 def test_no_more_than_two_chunks_are_held_beside_the_callers_tensors():
@@ -212,6 +247,7 @@ class Until:
 def test_two_chunks_that_land_before_either_is_added_lie_apart(monkeypatch):
     monkeypatch.setattr(ring, "MIN_CHUNK_BYTES", 64)
     monkeypatch.setattr(ring, "MAX_CHUNK_BYTES", 64)
+    monkeypatch.setattr(small, "MOST_BYTES", 0)
     ends, changed = [], threading.Condition()
     ends += [Eager(rank, ends, changed) for rank in range(2)]
 
