@@ -84,24 +84,7 @@ def write_tensors(
         OSError: the disk is full, or the folder cannot be written.
         ValueError: a dtype that the format does not have.
     """
-    header: dict[str, object] = {}
-    offset = 0
-    for key, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise ValueError(
-                f"{key}: a checkpoint cannot hold {tensor.dtype}; keep a buffer out of it by persistent=False, or keep "
-                "the tensor as another dtype (torch.view_as_real)"
-            )
-        end = offset + tensor.numel() * tensor.element_size()
-        header[key] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": [tensor.numel()],
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)  # the format wants the data aligned
-    head = len(head).to_bytes(8, "little") + head
+    head = _head(tensors)
     starts = _starts(len(head), tensors)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
@@ -116,8 +99,27 @@ def write_tensors(
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    entry = FileEntry(len(head) + offset, len(head), xxhash.xxh3_128(head).hexdigest())
+    num_bytes = len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    entry = FileEntry(num_bytes, len(head), xxhash.xxh3_128(head).hexdigest())
     return Written(entry, {key: (starts[key], digest) for key, digest in zip(tensors, digests, strict=True)})
+
+
+def _head(tensors: Mapping[str, Tensor]) -> bytes:
+    """The header of a safetensors file with these 1-D tensors one after another, and its length before it."""
+    header: dict[str, object] = {}
+    offset = 0
+    for key, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{key}: a checkpoint cannot hold {tensor.dtype}; keep a buffer out of it by persistent=False, or keep "
+                "the tensor as another dtype (torch.view_as_real)"
+            )
+        end = offset + tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": [tensor.numel()], "data_offsets": [offset, end]}
+        offset = end
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)  # the format wants the data aligned
+    return len(head).to_bytes(8, "little") + head
 
 
 class _Flushing:

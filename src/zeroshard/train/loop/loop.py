@@ -141,10 +141,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
     ema_val_loss: float | None = None
     loss, started = None, perf_counter()
     step_s: list[float] = []
-    if step >= schedule.max_steps > 0:
-        if run.strategy.comm.rank == 0:
-            what = f"step {step} of {schedule.max_steps} is done, and nothing is left to do"
-            print(f"resume: {what}; give a larger --max-steps to go on", file=sys.stderr, flush=True)
+    if _is_done(run):
         return status
     _tell(run, lambda observer: observer.on_start(_start_info(run)))
     if step == 0 and schedule.eval_interval:
@@ -157,12 +154,8 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
             garbage.as_ever()
         _tell(run, lambda observer, record=record: observer.on_step(record))
         saving.poll()
-        if run.guard.given_up or (run.scaler and run.scaler.exhausted):
-            _complain(run, record)
-            status = ExitStatus.NOT_FINITE
-            break
-        if run.contract and run.contract.enforce and _broken(run, run.contract):
-            status = ExitStatus.CHECK_FAILED
+        status = _verdict(run, record)
+        if status != ExitStatus.OK:
             break
         step, loss, status = step + 1, record.loss, stop
         step_s.append(record.step_s)
@@ -187,10 +180,30 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         "last_checkpoint_step": saving.saved_at,
         "wall_s": perf_counter() - started,
         **_measured(run, step_s),
-        **({"link": run.link} if run.link else {}),
     }
     _tell(run, lambda observer: observer.on_end(summary))
     return status
+
+
+def _is_done(run: Run) -> bool:
+    """Whether a resumed run has no steps left, which rank 0 then says."""
+    step, max_steps = run.first_step, run.schedule.max_steps
+    if not step >= max_steps > 0:
+        return False
+    if run.strategy.comm.rank == 0:
+        what = f"step {step} of {max_steps} is done, and nothing is left to do"
+        print(f"resume: {what}; give a larger --max-steps to go on", file=sys.stderr, flush=True)
+    return True
+
+
+def _verdict(run: Run, record: StepRecord) -> ExitStatus:
+    """OK, or why all ranks end after this step; whoever has to say something of it says it. Collective."""
+    if run.guard.given_up or (run.scaler and run.scaler.exhausted):
+        _complain(run, record)
+        return ExitStatus.NOT_FINITE
+    if run.contract and run.contract.enforce and _broken(run, run.contract):
+        return ExitStatus.CHECK_FAILED
+    return ExitStatus.OK
 
 
 def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[StepRecord, ExitStatus]:
@@ -223,37 +236,52 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
         scaler.update()
     memory_bytes = strategy.memory_bytes()  # here all of it is alive at once
     strategy.optimizer.zero_grad()
-    step_s = perf_counter() - start
-    tokens_per_s = run.tokens_per_step / step_s
-    traffic = run.comm.totals() if run.comm else {}
-    exposed_s = run.comm.exposed.take() if run.comm and run.comm.world_size > 1 else {}
-    records = run.comm.drain() if run.comm else []
-    if run.contract:
-        run.contract.see(step + 1, records, memory_bytes, taken=verdict == "taken")
-    if run.measures:
-        run.measures.see(records, exposed_s)
-    devices, peak = strategy.comm.world_size, run.peak_flops_per_s
-    flops, again = run.num_flops_per_token, run.num_recomputed_flops_per_token
+    speed = _speed(run, perf_counter() - start)
+    taken = verdict == "taken"
+    traffic, exposed_s = _communicated(run, step, memory_bytes, taken=taken)
     record = StepRecord(
         step=step + 1,
         loss=health.loss,
         grad_norm=grad_norm,
         lr=lr,
-        step_s=step_s,
         tokens=run.tokens_at(step + 1),
-        tokens_per_s=tokens_per_s,
-        mfu=model_flops_utilisation(tokens_per_s, flops, devices, peak),
-        hfu=hardware_flops_utilisation(tokens_per_s, flops, again, devices, peak) if again else None,
         memory_bytes=memory_bytes,
         comm=traffic,
-        skipped=verdict != "taken",
-        why_skipped="" if verdict == "taken" else verdict,
+        skipped=not taken,
+        why_skipped="" if taken else verdict,
         num_skipped=guard.num_skipped,
         loss_scale=loss_scale,
         exposed_s=exposed_s,
         spans_s=run.clock.take(),
+        **speed,
     )
     return record, health.stop
+
+
+def _communicated(
+    run: Run, step: int, memory_bytes: dict[str, int], *, taken: bool
+) -> tuple[dict[str, int], dict[str, float]]:
+    """A step's bytes by operation, and seconds of exposed communication by kind; its plan and measures see them too."""
+    traffic = run.comm.totals() if run.comm else {}
+    exposed_s = run.comm.exposed.take() if run.comm and run.comm.world_size > 1 else {}
+    records = run.comm.drain() if run.comm else []
+    if run.contract:
+        run.contract.see(step + 1, records, memory_bytes, taken=taken)
+    if run.measures:
+        run.measures.see(records, exposed_s)
+    return traffic, exposed_s
+
+
+def _speed(run: Run, step_s: float) -> dict[str, Any]:
+    tokens_per_s = run.tokens_per_step / step_s
+    devices, peak = run.strategy.comm.world_size, run.peak_flops_per_s
+    flops, again = run.num_flops_per_token, run.num_recomputed_flops_per_token
+    return {
+        "step_s": step_s,
+        "tokens_per_s": tokens_per_s,
+        "mfu": model_flops_utilisation(tokens_per_s, flops, devices, peak),
+        "hfu": hardware_flops_utilisation(tokens_per_s, flops, again, devices, peak) if again else None,
+    }
 
 
 def _backward(run: Run, step: int) -> Tensor:
@@ -328,7 +356,7 @@ def _measured(run: Run, step_s: list[float]) -> dict[str, Any]:
         peak = run.measures.peak_bytes if run.measures else None
         settled = step_s[1:] or step_s  # the first step warms up
         found["plan"] = run.contract.report(peak, median(settled) if settled else None)
-    return found
+    return {**found, "link": run.link} if run.link else found
 
 
 def _is_due(step: int, interval: int) -> bool:
