@@ -36,7 +36,7 @@ def test_no_rank_has_more_than_its_share_and_one_tensor(sizes, world_size):
     assert max(loads) * world_size <= sum(sizes) + (world_size - 1) * max(sizes)
 
 
-def test_parcels_of_the_owners_alternate():
+def test_buckets_of_the_owners_alternate():
     sizes = [4, 4, 4, 4, 4]
     assert pack(range(5), [0, 0, 0, 1, 1], sizes, [0] * 5, 8, 2) == [
         Bucket(0, (0, 1)),
@@ -56,7 +56,7 @@ def test_only_what_moved_travels_and_devices_do_not_mix():
 
 
 @given(st.data())
-def test_every_tensor_travels_once_in_a_parcel_that_fits(data):
+def test_every_tensor_travels_once_in_a_bucket_that_fits(data):
     n, world_size = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 3))
     draw = lambda values: data.draw(st.lists(values, min_size=n, max_size=n))  # noqa: E731
     sizes, owners, devices = draw(st.integers(0, 30)), draw(st.integers(0, world_size - 1)), draw(st.integers(0, 1))

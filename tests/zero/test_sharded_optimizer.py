@@ -179,7 +179,7 @@ def test_our_communicators_carry_it(gloo_ranks):
     gloo_ranks(2).run(_same_over_our_communicators)
 
 
-def test_messages_travel_while_parcels_are_updated():
+def test_messages_travel_while_buckets_are_updated():
     """On the ring the order of events on rank 0: a bucket is under way when the next one is updated."""
     events = []
 

@@ -34,7 +34,7 @@ from zeroshard.checkpoint.manifest import MANIFEST, FileEntry
 CHUNK_BYTES = 1 << 22
 FLUSH_BYTES = 1 << 30  # after which what was written is flushed, behind the writers
 
-Borrow = Callable[[Tensor], AbstractContextManager[Tensor]]
+Reading = Callable[[Tensor], AbstractContextManager[Tensor]]
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -66,7 +66,7 @@ def write_tensors(
     path: Path,
     tensors: Mapping[str, Tensor],
     progress: Callable[[int], None] = lambda num_bytes: None,
-    borrow: Borrow = nullcontext,
+    reading: Reading = nullcontext,
 ) -> Written:
     """Write 1-D tensors as one safetensors file, and flush it to the disk.
 
@@ -78,7 +78,7 @@ def write_tensors(
         tensors: by key.
         progress: told the number of bytes after each piece of some MiB, and 0 after each flush; called from several
             threads.
-        borrow: entered around the reading of each tensor, whose content it gives; called from several threads.
+        reading: entered around the reading of each tensor, whose content it gives; called from several threads.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -92,7 +92,7 @@ def write_tensors(
         with _Flushing(descriptor, progress) as flushing, ThreadPoolExecutor(num_threads(), "checkpoint-write") as pool:
 
             def write(key: str) -> str:
-                with borrow(tensors[key]) as tensor:
+                with reading(tensors[key]) as tensor:
                     return _write_hashed(descriptor, tensor, starts[key], flushing.wrote)
 
             digests = list(pool.map(write, tensors))

@@ -77,6 +77,7 @@ class _CrossEntropy(torch.autograd.Function):
         reduction: Reduction,
         inplace: bool,
     ) -> Tensor:
+        """logits [..., vocab], targets [...] int64 -> the loss, 0-dim, in the accumulator's dtype."""
         rows, targets = rows_of(logits), targets.flatten().contiguous()
         dtype = accumulator_dtype(logits.dtype)
         losses = torch.empty(rows.shape[0], dtype=dtype, device=logits.device)
@@ -97,6 +98,11 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> Any:
+        """d_loss 0-dim -> the logits' gradient, [..., vocab] in their dtype, and None for all else.
+
+        Raises:
+            RuntimeError: a second backward of logits that were written over.
+        """
         if ctx.in_place:
             logits, later = ctx.saved_tensors
             grad = logits.detach()

@@ -126,6 +126,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         reduction: Reduction,
         chunk_rows: int,
     ) -> Tensor:
+        """hidden [..., width], weight [vocab, width], targets [...] int64 -> the loss, 0-dim, in fp32 or fp64."""
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten().contiguous()
         dtype = accumulator_dtype(hidden.dtype)
         scale = mean_scale(targets, ignore_index, reduction, dtype)
@@ -143,6 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> Any:
+        """d_loss 0-dim -> gradients of hidden and weight in their shapes and dtypes, and None for all else."""
         d_hidden, d_weight, later = ctx.saved_tensors
         if later is not None:
             d_loss = d_loss * later

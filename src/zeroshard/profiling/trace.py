@@ -85,6 +85,8 @@ class _Spans:
         self._backward: Any = None
 
     def forward_begins(self, name: str) -> Any:
+        """The forward pre-hook of the module that the trace calls ``name``."""
+
         def hook(module: nn.Module, args: Any) -> None:
             if not _in_backward():
                 self._forward.append(_opened(f"forward {name}"))
@@ -92,6 +94,8 @@ class _Spans:
         return hook
 
     def forward_ends(self, name: str) -> Any:
+        """The forward hook of that module; its backward begins when its output's gradient comes."""
+
         def backward_begins(grad: Tensor) -> None:
             if self._backward is None:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -114,6 +118,7 @@ class _Spans:
             self._backward = None
 
     def end_all(self) -> None:
+        """Close all spans that are open."""
         self._end_backward()
         while self._forward:  # of a forward that an exception ended
             self._forward.pop().__exit__(None, None, None)
