@@ -101,8 +101,8 @@ class BackgroundSaver:
         keep: which older checkpoints ``step-N`` of the same folder stay once a new one is complete.
         background: False writes at once in `start`, without a copy: no memory, and the loop stands still.
         before_commit: run on rank 0 just before a checkpoint takes its name; an OSError fails the save.
-        in_place: whether state on the CPU may be read where it lies until `settle`. Buffers, which a forward changes, are
-            copied all the same.
+        in_place: whether the writer may read state on the CPU where it lies until `settle`; buffers, which a forward
+            changes, are copied all the same.
         on_progress: called on every rank whenever the ranks have heard that one of them has got further.
     """
 
