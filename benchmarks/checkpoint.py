@@ -170,7 +170,7 @@ def take_turn(
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
     in_background, ours = contestant.endswith("async"), contestant.startswith("ours")
-    saver = checkpoint.BackgroundSaver(strategy.comm, background=in_background, lend=True)
+    saver = checkpoint.BackgroundSaver(strategy.comm, background=in_background, in_place=True)
 
     def save(number: int) -> Callable[[], None]:
         if ours:

@@ -3,7 +3,7 @@
     python benchmarks/conformance.py
     python benchmarks/conformance.py --strategies zero3 fsdp2 --optimizers AdamW Muon --markdown m.md --json m.json
 
-Writes Markdown and JSON. What a cell is, and what it is compared with, stands in `zeroshard.lab.audit.conformance`;
+Writes Markdown and JSON. What a cell is, and what it is compared with, stands in `tests/conformance_cells.py`;
 here are the ranks that it runs on (gloo processes, which live on from cell to cell and are replaced where one leaves
 them in disorder) and the tables. Exit status 1 where a strategy of ours differs by more than `TOLERANCE`, fails or
 hangs.
@@ -34,7 +34,10 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm import TorchCommunicator
-from zeroshard.lab.audit.conformance import (
+from zeroshard.launch.process_group import shutdown
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from conformance_cells import (
     CONTESTANTS,
     FEATURES,
     NUM_STEPS,
@@ -49,12 +52,11 @@ from zeroshard.lab.audit.conformance import (
     one_process,
     train,
 )
-from zeroshard.launch.process_group import shutdown
 
 ANSWER_S = 30.0  # how long a cell may take
 OTHERS_S = 1.5  # and the other ranks, once one has failed
 TOLERANCE = 1e-5  # rounding stays far below, a mistake does not
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "zeroshard.lab.audit.conformance"]
+PRELOAD = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "conformance_cells"]
 END = "end"
 DIED = "a process died"
 MAX_TEXT = 200

@@ -46,7 +46,7 @@ from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes  # noqa: 
 from zeroshard.lab.predict.traffic import messages  # noqa: E402
 from zeroshard.profiling.clock import Clock  # noqa: E402
 from zeroshard.profiling.memory import AllocationRecorder, ThreePoints  # noqa: E402
-from zeroshard.profiling.overlap import Flight, under_way  # noqa: E402
+from zeroshard.profiling.overlap import TimedOperation, under_way  # noqa: E402
 from zeroshard.profiling.trace import named_units  # noqa: E402
 from zeroshard.train.records.plan_contract import Contract, Planned, Sent  # noqa: E402
 from zeroshard.zero import STAGES, Zero  # noqa: E402
@@ -87,7 +87,8 @@ def contestant(name: str, shape: Shape, stage: int) -> Callable[[], None]:
             contract.see(2, records, held, taken=True)
             clock.take()
             if comm.timed:
-                under_way([Flight(r.label, r.issued_at_s, r.ended_at_s) for r in records if r.ended_at_s is not None])
+                ended = ((r, r.ended_at_s) for r in records)
+                under_way([TimedOperation(r.label, r.issued_at_s, end_s) for r, end_s in ended if end_s is not None])
                 del exposed
         optimizer.zero_grad()
 

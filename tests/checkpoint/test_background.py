@@ -73,7 +73,7 @@ def test_lent_state_is_saved_as_it_was_and_copied_only_where_the_update_comes_fi
     together = threading.Barrier(world_size)
 
     def rank_main(comm):
-        source, saver = evenly_sharded(comm, some_tensors), BackgroundSaver(comm, lend=True)
+        source, saver = evenly_sharded(comm, some_tensors), BackgroundSaver(comm, in_place=True)
         saver.start(tmp_path / "step-1", source, step=1)
         together.wait()
         for (_, kind), tensor in some_tensors.items():

@@ -1,4 +1,4 @@
-"""Lent tensors: what the writer reads is what was lent, whatever the loop does after `settle`."""
+"""Tensors that a writer reads in place: what it reads is what was saved, whatever the loop does after `settle`."""
 
 from __future__ import annotations
 
@@ -6,50 +6,50 @@ import threading
 
 import torch
 
-from zeroshard.checkpoint.copy_on_write import HostMemory, Loan
+from zeroshard.checkpoint.copy_on_write import CopyOnWrite, HostMemory
 
 
-def _lent(*tensors):
-    return Loan(list(zip(tensors, HostMemory().places(tensors), strict=True)))
+def _shared(*tensors):
+    return CopyOnWrite(list(zip(tensors, HostMemory().places(tensors), strict=True)))
 
 
 def test_what_was_read_before_the_update_is_never_copied():
     tensors = [torch.randn(5), torch.randn(3).bfloat16(), torch.tensor([7])]
-    loan = _lent(*tensors)
+    shared = _shared(*tensors)
     for tensor in tensors:
-        with loan.borrow(tensor) as content:
+        with shared.reading(tensor) as content:
             assert content is tensor
-    assert loan.settle() == 0
+    assert shared.settle() == 0
 
 
 def test_what_was_not_read_is_copied_from_the_end_and_read_from_the_copy():
     first, second, third = torch.randn(5), torch.randn(3).bfloat16(), torch.tensor([7])
     expected = [tensor.clone() for tensor in (first, second, third)]
-    loan = _lent(first, second, third)
-    with loan.borrow(first):
+    shared = _shared(first, second, third)
+    with shared.reading(first):
         pass
-    assert loan.settle() == 3 * 2 + 8
+    assert shared.settle() == 3 * 2 + 8
     for tensor in (first, second, third):
         tensor.zero_()
-    with loan.borrow(second) as content:
+    with shared.reading(second) as content:
         assert torch.equal(content, expected[1])
-    with loan.borrow(third) as content:
+    with shared.reading(third) as content:
         assert torch.equal(content, expected[2])
-    assert loan.settle() == 0
+    assert shared.settle() == 0
 
 
 def test_an_update_waits_for_what_is_being_read():
     tensor, reading, read = torch.ones(4), threading.Event(), threading.Event()
-    loan, seen = _lent(tensor), []
+    shared, seen = _shared(tensor), []
 
     def write():
-        with loan.borrow(tensor) as content:
+        with shared.reading(tensor) as content:
             reading.set()
             assert read.wait(600)
             seen.append(content.clone())
 
     def update():
-        loan.settle()
+        shared.settle()
         tensor.zero_()
 
     writer, updater = threading.Thread(target=write), threading.Thread(target=update)
@@ -67,7 +67,7 @@ def test_an_update_waits_for_what_is_being_read():
 
 def test_a_tensor_that_was_never_lent_comes_back_as_it_is():
     tensor = torch.ones(2)
-    with Loan().borrow(tensor) as content:
+    with CopyOnWrite().reading(tensor) as content:
         assert content is tensor
 
 

@@ -9,7 +9,22 @@ import torch.distributed as dist
 from fake_time import Clock
 from zeroshard.comm import NullCommunicator, ObservedCommunicator, PeerError, scope, split
 from zeroshard.comm.wrappers import sentinel
-from zeroshard.comm.wrappers.sentinel import MemoryBoard, SentinelCommunicator, StoreBoard, first_difference
+from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard, first_difference
+
+
+class MemoryBoard:
+    """A board for the thread ranks of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def post(self, key: str, value: bytes) -> None:
+        """Set a key."""
+        self._values[key] = value
+
+    def read(self, key: str) -> bytes | None:
+        """A key's value, or None."""
+        return self._values.get(key)
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +218,7 @@ def test_operations_of_another_order_or_kind_differ():
     for calls in (["x", "y", "z"], ["x", "z", "y"]):
         comm = SentinelCommunicator(NullCommunicator(3), MemoryBoard(), lambda line, found_here: None)
         work(comm, calls)
-        pages.append(comm._watch.diary.page())
+        pages.append(comm._watch.log.recent())
         comm.close()
     assert first_difference(pages[0], pages[0]) is None
     place, one, other = first_difference(*pages)
@@ -216,7 +231,7 @@ def test_a_difference_that_has_left_the_page_is_seen_in_all_that_follows(monkeyp
     for calls in (["x", "a", "b", "c", "d"], ["y", "a", "b", "c", "d"]):
         comm = SentinelCommunicator(NullCommunicator(3), MemoryBoard(), lambda line, found_here: None)
         work(comm, calls)
-        pages.append(comm._watch.diary.page())
+        pages.append(comm._watch.log.recent())
         comm.close()
     assert [line for _, _, line in pages[0]] == [line for _, _, line in pages[1]]
     assert first_difference(*pages) == (pages[0][0][0], pages[0][0][2], pages[1][0][2])

@@ -13,7 +13,7 @@ from zeroshard.comm.wrappers import exposed, observe, throttle
 from zeroshard.comm.wrappers.observe import ObservedCommunicator
 from zeroshard.comm.wrappers.throttle import bytes_per_link, num_hops
 from zeroshard.comm.wrappers.wrapper import Wrapper
-from zeroshard.profiling.overlap import Flight, overlap, under_way
+from zeroshard.profiling.overlap import TimedOperation, overlap, under_way
 
 SLOW = Link(latency_s=1e-3, bytes_per_s=1e6)
 MB = 10**6
@@ -121,8 +121,8 @@ def test_what_a_slow_link_takes_is_hidden_or_exposed(clock):
     for work in works:
         clock.now += 8e-3
         work.wait()
-    flights = [Flight(record.label, record.issued_at_s, record.ended_at_s) for record in comm.drain()]
-    found = overlap(under_way(flights), comm.exposed.take())
+    operations = [TimedOperation(record.label, record.issued_at_s, record.ended_at_s) for record in comm.drain()]
+    found = overlap(under_way(operations), comm.exposed.take())
     assert len(found) == 2
     for value in found.values():
         assert value.total_s == pytest.approx(11e-3, abs=3e-6)

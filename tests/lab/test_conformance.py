@@ -13,9 +13,8 @@ from itertools import permutations
 import pytest
 import torch
 
-from zeroshard.comm import LocalCommunicator
-from zeroshard.lab.audit import conformance
-from zeroshard.lab.audit.conformance import (
+import conformance_cells as conformance
+from conformance_cells import (
     CONTESTANTS,
     FEATURES,
     MAX_NORM,
@@ -32,6 +31,7 @@ from zeroshard.lab.audit.conformance import (
     rows,
     train,
 )
+from zeroshard.comm import LocalCommunicator
 
 REFUSED = {"LBFGS": "calls the closure again", "SparseAdam": "does not support dense gradients"}
 

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
-from zeroshard.profiling.overlap import Flight, Overlap, overlap, table, under_way
+from zeroshard.profiling.overlap import Overlap, TimedOperation, overlap, table, under_way
 
 
 def test_shares_add_up_to_the_time_in_which_anything_was_under_way():
-    flights = [Flight("a", 0.0, 4.0), Flight("b", 1.0, 6.0), Flight("a", 7.0, 8.0), Flight("c", 7.5, 7.8)]
-    found = under_way(flights)
+    operations = [
+        TimedOperation("a", 0.0, 4.0),
+        TimedOperation("b", 1.0, 6.0),
+        TimedOperation("a", 7.0, 8.0),
+        TimedOperation("c", 7.5, 7.8),
+    ]
+    found = under_way(operations)
     assert found == {"a": 5.0, "b": 2.0, "c": 0.0}
     assert sum(found.values()) == 7.0  # 0 to 6, and 7 to 8
 

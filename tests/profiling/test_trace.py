@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.profiling.overlap import Flight
+from zeroshard.profiling.overlap import TimedOperation
 from zeroshard.profiling.trace import (
     RankTrace,
     clock_offsets,
@@ -17,7 +17,7 @@ from zeroshard.profiling.trace import (
     merged,
     named_units,
     wall_minus_monotonic_s,
-    with_flights,
+    with_operations,
 )
 
 
@@ -26,13 +26,13 @@ class _Checkpointed(nn.Linear):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def _record(tmp_path, kind=nn.Linear, flights=lambda began: ()):
+def _record(tmp_path, kind=nn.Linear, operations=lambda began: ()):
     net = nn.Sequential(*(kind(8, 8) for _ in range(3)))
     trace = RankTrace([(f"blocks.{i}", module) for i, module in enumerate(net)], torch.device("cpu"))
     trace.start()
     began = time.perf_counter()
     net(torch.ones(2, 8)).sum().backward()
-    trace.stop(tmp_path / "rank.json", flights(began))
+    trace.stop(tmp_path / "rank.json", operations(began))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net)
     return json.loads((tmp_path / "rank.json").read_text())
 
@@ -64,11 +64,11 @@ def test_a_forward_that_fails_leaves_no_span_open(tmp_path):
 
 
 def test_what_was_under_way_lies_where_its_spans_lie(tmp_path):
-    def flights(began):
+    def operations(began):
         now = time.perf_counter()
-        return [Flight("root/weights/forward", began, now), Flight("control", began, now + 0.001)]
+        return [TimedOperation("root/weights/forward", began, now), TimedOperation("control", began, now + 0.001)]
 
-    trace = _record(tmp_path, flights=flights)
+    trace = _record(tmp_path, operations=operations)
     gather, control = [event for event in trace["traceEvents"] if event.get("cat") == "communication"]
     spans = _spans(trace, "forward", "backward")
     first, last = min(span["ts"] for span in spans), max(span["ts"] + span["dur"] for span in spans)
@@ -127,4 +127,4 @@ def test_the_wall_clock_is_tied_to_the_monotonic_one():
 
 
 def test_an_empty_trace_gets_no_empty_track():
-    assert with_flights({"traceEvents": []}, [], 0.0)["traceEvents"] == []
+    assert with_operations({"traceEvents": []}, [], 0.0)["traceEvents"] == []

@@ -14,6 +14,7 @@ from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop import loop
 from zeroshard.train.loop.loop import run_training, train
+from zeroshard.train.loop.step import step_seed
 from zeroshard.train.setup.build import build_run
 
 CPU = torch.device("cpu")
@@ -290,9 +291,9 @@ def test_an_interrupt_leaves_a_log_of_whole_lines(tiny_config, monkeypatch):
 
 
 def test_dropout_has_another_seed_for_each_step_and_rank(built_run):
-    seeds = {loop._step_seed(0, step, rank) for step in range(10) for rank in range(4)}
+    seeds = {step_seed(0, step, rank) for step in range(10) for rank in range(4)}
     assert len(seeds) == 40
-    assert loop._step_seed(0, 3, 1) == loop._step_seed(0, 3, 1)
+    assert step_seed(0, 3, 1) == step_seed(0, 3, 1)
 
 
 def test_a_resumed_run_that_is_already_done_ends_at_once(tiny_config):

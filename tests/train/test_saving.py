@@ -64,10 +64,10 @@ def test_every_rank_hears_that_one_of_them_gets_on_with_the_last_save(tiny_confi
     """Or the watchdogs of those that have written would end the run, which waits for the slowest disk."""
     heard, write = _Heard(), api.write_rank
 
-    def slow(folder, comm, shards, progress, borrow):
+    def slow(folder, comm, shards, progress, reading):
         for _ in range(5) if comm.rank == 0 else ():
             heard.wait_until_both_hear_more(lambda: progress(1))
-        write(folder, comm, shards, progress, borrow)
+        write(folder, comm, shards, progress, reading)
 
     monkeypatch.setattr(api, "write_rank", slow)
     heard.train(tiny_config(eval_interval=0))
@@ -87,12 +87,12 @@ def test_every_rank_hears_that_one_of_them_gets_on_with_an_earlier_save(tiny_con
         heard.tell(self._run.strategy.comm.rank, f"save of step {step}")
         begin(self, step)
 
-    def slow(folder, comm, shards, progress, borrow):
+    def slow(folder, comm, shards, progress, reading):
         if comm.rank == 0 and "step-00000002" in folder.name:
             heard.wait_until_both_hear("save of step 4")
             for _ in range(5):
                 heard.wait_until_both_hear_more(lambda: progress(1))
-        write(folder, comm, shards, progress, borrow)
+        write(folder, comm, shards, progress, reading)
 
     monkeypatch.setattr(Saving, "begin", noted)
     monkeypatch.setattr(api, "write_rank", slow)

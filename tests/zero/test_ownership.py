@@ -1,11 +1,11 @@
-"""Owners and parcels, from sizes alone."""
+"""Owners and buckets, from sizes alone."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.zero.sharded_optimizer.ownership import Parcel, assign, pack
+from zeroshard.zero.sharded_optimizer.ownership import Bucket, assign, pack
 
 
 def test_the_largest_goes_first_and_to_the_rank_that_has_least():
@@ -36,33 +36,33 @@ def test_no_rank_has_more_than_its_share_and_one_tensor(sizes, world_size):
     assert max(loads) * world_size <= sum(sizes) + (world_size - 1) * max(sizes)
 
 
-def test_parcels_of_the_owners_alternate():
+def test_buckets_of_the_owners_alternate():
     sizes = [4, 4, 4, 4, 4]
     assert pack(range(5), [0, 0, 0, 1, 1], sizes, [0] * 5, 8, 2) == [
-        Parcel(0, (0, 1)),
-        Parcel(1, (3, 4)),
-        Parcel(0, (2,)),
+        Bucket(0, (0, 1)),
+        Bucket(1, (3, 4)),
+        Bucket(0, (2,)),
     ]
 
 
 def test_a_large_tensor_travels_alone_and_small_ones_close_ranks_around_it():
-    assert pack(range(3), [0] * 3, [3, 8, 3], [0] * 3, 8, 1) == [Parcel(0, (0, 2)), Parcel(0, (1,))]
+    assert pack(range(3), [0] * 3, [3, 8, 3], [0] * 3, 8, 1) == [Bucket(0, (0, 2)), Bucket(0, (1,))]
 
 
 def test_only_what_moved_travels_and_devices_do_not_mix():
     found = pack([0, 2, 3], [0] * 4, [1] * 4, ["a", "a", "b", "a"], 8, 3)
-    assert found == [Parcel(0, (0, 3)), Parcel(0, (2,))]
+    assert found == [Bucket(0, (0, 3)), Bucket(0, (2,))]
     assert pack([], [0], [1], ["a"], 8, 2) == []
 
 
 @given(st.data())
-def test_every_tensor_travels_once_in_a_parcel_that_fits(data):
+def test_every_tensor_travels_once_in_a_bucket_that_fits(data):
     n, world_size = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 3))
     draw = lambda values: data.draw(st.lists(values, min_size=n, max_size=n))  # noqa: E731
     sizes, owners, devices = draw(st.integers(0, 30)), draw(st.integers(0, world_size - 1)), draw(st.integers(0, 1))
-    parcels = pack(range(n), owners, sizes, devices, 16, world_size)
-    assert sorted(i for parcel in parcels for i in parcel.members) == list(range(n))
-    for parcel in parcels:
-        assert {owners[i] for i in parcel.members} == {parcel.owner}
-        assert len({devices[i] for i in parcel.members}) == 1
-        assert len(parcel.members) == 1 or sum(sizes[i] for i in parcel.members) <= 16
+    buckets = pack(range(n), owners, sizes, devices, 16, world_size)
+    assert sorted(i for bucket in buckets for i in bucket.members) == list(range(n))
+    for bucket in buckets:
+        assert {owners[i] for i in bucket.members} == {bucket.owner}
+        assert len({devices[i] for i in bucket.members}) == 1
+        assert len(bucket.members) == 1 or sum(sizes[i] for i in bucket.members) <= 16

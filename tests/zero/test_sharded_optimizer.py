@@ -52,7 +52,7 @@ SETTINGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Muon": (O.Muon, {"lr": 1e-2, "momentum": 0.9}),
 }
 NUM_STEPS, LATE, THAW = 8, 3, 5
-SMALL = 100  # bytes a message: several parcels for each owner, and weights that travel alone
+SMALL = 100  # bytes a message: several buckets for each owner, and weights that travel alone
 VOCAB, WIDTH = 7, 6
 
 
@@ -179,8 +179,8 @@ def test_our_communicators_carry_it(gloo_ranks):
     gloo_ranks(2).run(_same_over_our_communicators)
 
 
-def test_messages_travel_while_parcels_are_updated():
-    """On the ring the order of events on rank 0: a parcel is under way when the next one is updated."""
+def test_messages_travel_while_buckets_are_updated():
+    """On the ring the order of events on rank 0: a bucket is under way when the next one is updated."""
     events = []
 
     class Told(ObservedCommunicator):

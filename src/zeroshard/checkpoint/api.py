@@ -28,7 +28,7 @@ from zeroshard.checkpoint import manifest as manifests
 from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import MANIFEST, FileEntry, Manifest, Piece, TensorEntry
 from zeroshard.checkpoint.reader import CheckpointReader
-from zeroshard.checkpoint.shared_outcome import first_words, together
+from zeroshard.checkpoint.shared_outcome import fail_together, first_message
 from zeroshard.checkpoint.verify import damage_of, share
 from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
@@ -104,9 +104,9 @@ def save(path: str | PathLike[str], source: Saveable, *, step: int, extra: Mappi
     first = comm.rank == 0
     facts = facts_of(source, step, extra)
     try:
-        together(comm, "making the folder", lambda: store.begin(path) if first else None)
-        together(comm, "writing", lambda: write_rank(store.temporary(path), comm, collect(source)))
-        together(comm, "completing", lambda: finish(path, facts) if first else None)
+        fail_together(comm, "making the folder", lambda: store.begin(path) if first else None)
+        fail_together(comm, "writing", lambda: write_rank(store.temporary(path), comm, collect(source)))
+        fail_together(comm, "completing", lambda: finish(path, facts) if first else None)
     except (OSError, ValueError):
         if first:
             give_up(path)
@@ -145,7 +145,7 @@ def load(
         folder, manifest = open_manifest(path)
     with CheckpointReader(folder, manifest) as reader:
         # All ranks leave together: nobody may overwrite the folder while others still read.
-        together(comm, "loading", lambda: target.load_named_shards(reader))
+        fail_together(comm, "loading", lambda: target.load_named_shards(reader))
     if settings and isinstance(target, TakesParamGroups):
         target.load_param_groups(manifest.param_groups)
     return {**manifest.extra, "step": manifest.step}
@@ -249,9 +249,9 @@ def write_rank(
     comm: Communicator,
     shards: Iterable[NamedShard],
     progress: Callable[[int], None] = lambda num_bytes: None,
-    borrow: store.Borrow = nullcontext,
+    reading: store.Reading = nullcontext,
 ) -> None:
-    """Write this rank's file, and beside it a note of what is in it; `borrow` as of `store.write_tensors`."""
+    """Write this rank's file, and beside it a note of what is in it; `reading` as of `store.write_tensors`."""
     file = f"rank-{comm.rank:05d}-of-{comm.world_size:05d}.safetensors"
     by_key: dict[str, NamedShard] = {}
     for shard in shards:
@@ -261,7 +261,7 @@ def write_rank(
         assert key not in by_key, f"{key} is there twice"
         by_key[key] = shard
     tensors: dict[str, Tensor] = {key: shard.tensor for key, shard in by_key.items()}
-    written = store.write_tensors(folder / file, tensors, progress, borrow)
+    written = store.write_tensors(folder / file, tensors, progress, reading)
     entries = [
         TensorEntry(
             shard.name,
@@ -343,7 +343,7 @@ def _first_damage(comm: Communicator, folder: Path, manifest: Manifest) -> UserE
 
 
 def _first_error(comm: Communicator, error: UserError | None) -> UserError | None:
-    words = first_words(comm, json.dumps([error.field, error.what, error.todo]) if error else None)
+    words = first_message(comm, json.dumps([error.field, error.what, error.todo]) if error else None)
     return UserError(*json.loads(words[1])) if words else None
 
 

@@ -6,7 +6,7 @@
 The loop stops for the copy alone; the copy's memory is kept for the next save. Where a save is wanted while one is
 still being written, the loop waits for that one first: there is never more than one copy.
 
-State on the CPU need not be copied at all where it may be lent (`zeroshard.checkpoint.copy_on_write`):
+State on the CPU need not be copied at all where the writer may read it in place (`zeroshard.checkpoint.copy_on_write`):
 
     step loop   forward, backward | copy what is not read yet | update | forward, ...
     writer      hash and write, flush ...
@@ -32,9 +32,9 @@ import torch
 
 from zeroshard.checkpoint import api, store
 from zeroshard.checkpoint.api import Facts, Saveable
-from zeroshard.checkpoint.copy_on_write import HostMemory, Loan
+from zeroshard.checkpoint.copy_on_write import CopyOnWrite, HostMemory
 from zeroshard.checkpoint.folder import prune
-from zeroshard.checkpoint.shared_outcome import first_words, together
+from zeroshard.checkpoint.shared_outcome import fail_together, first_message
 from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.zero.state.named_shards import NamedShard
 
@@ -80,7 +80,7 @@ class _Pending:
     facts: Facts
     began: float
     work: Future[str] | None = None  # this rank's part of the phase; its result is a warning
-    loan: Loan = field(default_factory=Loan)
+    copy_on_write: CopyOnWrite = field(default_factory=CopyOnWrite)
     completing: bool = False
     done_bytes: int = 0
     num_done: int = 0  # pieces of work, of whatever size
@@ -101,8 +101,8 @@ class BackgroundSaver:
         keep: which older checkpoints ``step-N`` of the same folder stay once a new one is complete.
         background: False writes at once in `start`, without a copy: no memory, and the loop stands still.
         before_commit: run on rank 0 just before a checkpoint takes its name; an OSError fails the save.
-        lend: whether state on the CPU may be read where it lies until `settle`. Buffers, which a forward changes, are
-            copied all the same.
+        in_place: whether the writer may read state on the CPU where it lies until `settle`; buffers, which a forward
+            changes, are copied all the same.
         on_progress: called on every rank whenever the ranks have heard that one of them has got further.
     """
 
@@ -113,11 +113,11 @@ class BackgroundSaver:
         *,
         background: bool = True,
         before_commit: Callable[[], None] = lambda: None,
-        lend: bool = False,
+        in_place: bool = False,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._comm, self._keep, self._background, self._before_commit = comm, keep, background, before_commit
-        self._lend, self._on_progress = lend, on_progress
+        self._in_place, self._on_progress = in_place, on_progress
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._host = HostMemory()
         self._pending: _Pending | None = None
@@ -134,7 +134,7 @@ class BackgroundSaver:
     ) -> Saved | None:
         """Begin to save ``source`` as `zeroshard.checkpoint.save` does, and return once its state may change again.
 
-        With ``lend`` it may not change before `settle`, but for buffers.
+        With ``in_place`` it may not change before `settle`, but for buffers.
 
         A disk that is full or may not be written raises nothing here: `poll` and `wait` tell.
 
@@ -153,7 +153,7 @@ class BackgroundSaver:
         path, comm = Path(path), self._comm
         self._pending = pending = _Pending(Saved(path, step), api.facts_of(source, step, extra), began)
         try:
-            together(comm, "making the folder", lambda: store.begin(path) if comm.rank == 0 else None)
+            fail_together(comm, "making the folder", lambda: store.begin(path) if comm.rank == 0 else None)
         except OSError as error:
             pending.saved = replace(pending.saved, error=str(error))
             return earlier
@@ -168,14 +168,14 @@ class BackgroundSaver:
         return earlier
 
     def settle(self) -> None:
-        """Call it before lent state changes, so before the optimizer's step: copies what is not written yet.
+        """Copy what the writer reads in place and has not written yet: call it before the optimizer's step.
 
-        Not collective; nothing to do where no save is under way, or nothing was lent.
+        Not collective; nothing to do where no save is under way, or where all was copied when it began.
         """
         pending, began = self._pending, perf_counter()
         if pending is None or pending.work is None or pending.work.done():
             return
-        num_copied = pending.loan.settle()
+        num_copied = pending.copy_on_write.settle()
         saved = pending.saved
         pending.saved = replace(
             saved,
@@ -238,26 +238,26 @@ class BackgroundSaver:
         self._pending, self._host = None, HostMemory()
 
     def _hold(self, pending: _Pending, shards: Sequence[NamedShard]) -> list[NamedShard]:
-        """The same pieces, copied to the host or lent."""
+        """The same pieces, copied to the host, or to be read in place."""
         places = self._host.places([shard.tensor for shard in shards])
-        held, lent = [], []
+        held, in_place = [], []
         for shard, place in zip(shards, places, strict=True):
             tensor = shard.tensor.detach()
-            if self._lend and tensor.device.type == "cpu" and shard.kind != "buffer":
-                lent.append((tensor, place))
+            if self._in_place and tensor.device.type == "cpu" and shard.kind != "buffer":
+                in_place.append((tensor, place))
             else:
                 tensor = place.copy_(tensor, non_blocking=True)
             held.append(replace(shard, tensor=tensor))
         if any(shard.tensor.is_cuda for shard in shards):
             torch.cuda.synchronize()
-        pending.loan = Loan(lent)
-        num_copied = pending.saved.num_bytes - sum(tensor.numel() * tensor.element_size() for tensor, _ in lent)
+        pending.copy_on_write = CopyOnWrite(in_place)
+        num_copied = pending.saved.num_bytes - sum(tensor.numel() * tensor.element_size() for tensor, _ in in_place)
         pending.saved = replace(pending.saved, num_copied_bytes=num_copied)
         return held
 
     def _write(self, pending: _Pending, shards: Sequence[NamedShard]) -> str:
         folder = store.temporary(pending.saved.path)
-        api.write_rank(folder, self._comm, shards, pending.advance, pending.loan.borrow)
+        api.write_rank(folder, self._comm, shards, pending.advance, pending.copy_on_write.reading)
         return ""
 
     def _complete(self, pending: _Pending) -> str:
@@ -287,14 +287,14 @@ class BackgroundSaver:
         failure = None if pending.work is None else pending.work.exception()
         ours = failure is not None and not isinstance(failure, OSError)
         told = json.dumps([ours, f"{type(failure).__name__}: {failure}" if ours else str(failure)])
-        words = first_words(self._comm, None if failure is None else told)
+        words = first_message(self._comm, None if failure is None else told)
         if words is not None:
             rank, (ours, what) = words[0], json.loads(words[1])
             if ours:
                 raise RuntimeError(f"rank {rank} failed to write {pending.saved.path}: {what}") from failure
             return replace(pending.saved, error=f"{what} (rank {rank})")
         warning = "" if pending.work is None else pending.work.result()
-        warned = first_words(self._comm, warning or None)
+        warned = first_message(self._comm, warning or None)
         return replace(pending.saved, warning=warned[1] if warned else "")
 
 

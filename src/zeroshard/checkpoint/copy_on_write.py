@@ -1,4 +1,4 @@
-"""State that is written while training goes on: lent to the writer, and copied only where it changes too soon.
+"""State that a writer reads in place while training goes on: copied only where it changes before it is written.
 
 Between two updates weights and optimizer states stand still; a step's forward and backward only read them
 (DataStates-LLM, Maurya et al., HPDC 2024, section 4). So a writer on the same host may read them where they lie. Just
@@ -39,39 +39,39 @@ class HostMemory:
         ]
 
 
-class Loan:
+class CopyOnWrite:
     """Tensors that a writer may read where they lie, until `settle`.
 
     Args:
-        lent: tensors on the CPU, distinct objects, each with a place for its copy.
+        shared: tensors on the CPU, distinct objects, each with a place for its copy.
     """
 
-    def __init__(self, lent: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        self._unread = {id(tensor): (tensor, place) for tensor, place in lent}
+    def __init__(self, shared: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        self._unread = {id(tensor): (tensor, place) for tensor, place in shared}
         self._copies: dict[int, Tensor] = {}
         self._num_reading = 0
         self._changed = Condition()
 
     @contextmanager
-    def borrow(self, tensor: Tensor) -> Generator[Tensor]:
-        """The content of ``tensor`` as it was lent; read it inside, each tensor once. Called by the writer's threads.
+    def reading(self, tensor: Tensor) -> Generator[Tensor]:
+        """The content of ``tensor`` as of the save; read it inside, each tensor once. Called by the writer's threads.
 
-        A tensor that was never lent is given back as it is.
+        A tensor that is not among these is given back as it is.
         """
         with self._changed:
-            lent = self._unread.pop(id(tensor), None)
+            shared = self._unread.pop(id(tensor), None)
             content = self._copies.pop(id(tensor), tensor)
-            self._num_reading += lent is not None
+            self._num_reading += shared is not None
         try:
             yield content
         finally:
-            if lent is not None:
+            if shared is not None:
                 with self._changed:
                     self._num_reading -= 1
                     self._changed.notify_all()
 
     def settle(self) -> int:
-        """Return once every lent tensor may change; the bytes that had to be copied for that."""
+        """Return once every tensor may change; the bytes that had to be copied for that."""
         num_bytes = 0
         while True:
             with self._changed:

@@ -15,7 +15,7 @@ from zeroshard.errors import UserError
 from zeroshard.zero.transfer import send_bytes
 
 
-def together(comm: Communicator, phase: str, work: Callable[[], object]) -> None:
+def fail_together(comm: Communicator, phase: str, work: Callable[[], object]) -> None:
     """Run this rank's part of a phase; raise on every rank when it failed on any. Collective.
 
     Raises:
@@ -27,7 +27,7 @@ def together(comm: Communicator, phase: str, work: Callable[[], object]) -> None
         work()
     except (OSError, ValueError) as error:
         failure = error
-    told = first_words(comm, None if failure is None else json.dumps(_describe(failure)))
+    told = first_message(comm, None if failure is None else json.dumps(_describe(failure)))
     if failure is not None:
         raise failure
     if told is not None:
@@ -44,7 +44,7 @@ def _describe(failure: OSError | ValueError) -> list[str]:
     return ["OSError" if isinstance(failure, OSError) else "ValueError", str(failure)]
 
 
-def first_words(comm: Communicator, words: str | None) -> tuple[int, str] | None:
+def first_message(comm: Communicator, words: str | None) -> tuple[int, str] | None:
     """The first rank that has ``words``, and what they are; None where no rank has any. Collective."""
     size = comm.world_size
     first = size - largest(comm, 0 if words is None else size - comm.rank)

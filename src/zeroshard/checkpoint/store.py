@@ -34,7 +34,7 @@ from zeroshard.checkpoint.manifest import MANIFEST, FileEntry
 CHUNK_BYTES = 1 << 22
 FLUSH_BYTES = 1 << 30  # after which what was written is flushed, behind the writers
 
-Borrow = Callable[[Tensor], AbstractContextManager[Tensor]]
+Reading = Callable[[Tensor], AbstractContextManager[Tensor]]
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -66,7 +66,7 @@ def write_tensors(
     path: Path,
     tensors: Mapping[str, Tensor],
     progress: Callable[[int], None] = lambda num_bytes: None,
-    borrow: Borrow = nullcontext,
+    reading: Reading = nullcontext,
 ) -> Written:
     """Write 1-D tensors as one safetensors file, and flush it to the disk.
 
@@ -78,12 +78,34 @@ def write_tensors(
         tensors: by key.
         progress: told the number of bytes after each piece of some MiB, and 0 after each flush; called from several
             threads.
-        borrow: entered around the reading of each tensor, whose content it gives; called from several threads.
+        reading: entered around the reading of each tensor, whose content it gives; called from several threads.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
         ValueError: a dtype that the format does not have.
     """
+    head = _head(tensors)
+    starts = _starts(len(head), tensors)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        _write_at(descriptor, memoryview(head), 0)
+        with _Flushing(descriptor, progress) as flushing, ThreadPoolExecutor(num_threads(), "checkpoint-write") as pool:
+
+            def write(key: str) -> str:
+                with reading(tensors[key]) as tensor:
+                    return _write_hashed(descriptor, tensor, starts[key], flushing.wrote)
+
+            digests = list(pool.map(write, tensors))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    num_bytes = len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    entry = FileEntry(num_bytes, len(head), xxhash.xxh3_128(head).hexdigest())
+    return Written(entry, {key: (starts[key], digest) for key, digest in zip(tensors, digests, strict=True)})
+
+
+def _head(tensors: Mapping[str, Tensor]) -> bytes:
+    """The header of a safetensors file with these 1-D tensors one after another, and its length before it."""
     header: dict[str, object] = {}
     offset = 0
     for key, tensor in tensors.items():
@@ -93,31 +115,11 @@ def write_tensors(
                 "the tensor as another dtype (torch.view_as_real)"
             )
         end = offset + tensor.numel() * tensor.element_size()
-        header[key] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": [tensor.numel()],
-            "data_offsets": [offset, end],
-        }
+        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": [tensor.numel()], "data_offsets": [offset, end]}
         offset = end
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)  # the format wants the data aligned
-    head = len(head).to_bytes(8, "little") + head
-    starts = _starts(len(head), tensors)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        _write_at(descriptor, memoryview(head), 0)
-        with _Flushing(descriptor, progress) as flushing, ThreadPoolExecutor(num_threads(), "checkpoint-write") as pool:
-
-            def write(key: str) -> str:
-                with borrow(tensors[key]) as tensor:
-                    return _write_hashed(descriptor, tensor, starts[key], flushing.wrote)
-
-            digests = list(pool.map(write, tensors))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    entry = FileEntry(len(head) + offset, len(head), xxhash.xxh3_128(head).hexdigest())
-    return Written(entry, {key: (starts[key], digest) for key, digest in zip(tensors, digests, strict=True)})
+    return len(head).to_bytes(8, "little") + head
 
 
 class _Flushing:

@@ -68,36 +68,39 @@ def probe(comm: Communicator, asked: Link, node_size: int = 1) -> Probed | None:
     most = long // (part.world_size - 1)  # from each rank
     whole = torch.zeros(part.world_size * most, dtype=torch.uint8)
 
-    def seconds(issue: Callable[[], Work], times: int = 1) -> float:
-        """Of an operation; of ``times`` one after another, the mean."""
-        part.barrier()
-        time.sleep(PAUSE_S)
-        part.barrier()
-        start = time.perf_counter()
-        for _ in range(times):
-            issue().wait()
-        return (time.perf_counter() - start) / times
-
     def gather(numel: int) -> Callable[[], Work]:
         """Of ``numel`` bytes from each rank, in place as the engine's: nothing is copied beside it."""
         own = whole[part.rank * numel : (part.rank + 1) * numel]
         return lambda: part.all_gather(whole[: part.world_size * numel], own)
 
     def median_s(numel: int) -> float:
-        return statistics.median(seconds(gather(numel)) for _ in range(REPEATS))
+        return statistics.median(_seconds(part, gather(numel)) for _ in range(REPEATS))
 
     num_hops = part.world_size - 1  # of a gather; an all-reduce has as many more
     few, many = short // num_hops, most
-    seconds(gather(few))  # connections open, memory is there
+    _seconds(part, gather(few))  # connections open, memory is there
     sent = (many - few) * num_hops  # more over a link in the long transfer than in the short one
     bytes_per_s = sent / max(median_s(many) - median_s(few), 1e-9)
     times = max(min(NUM_SMALL, int(SMALL_S / max(num_hops * asked.latency_s, 1e-9))), 2)
     ones = torch.zeros(part.world_size, dtype=torch.uint8)
-    differences = [seconds(lambda: part.all_reduce(ones), times) - seconds(gather(1), times) for _ in range(REPEATS)]
+    differences = [
+        _seconds(part, lambda: part.all_reduce(ones), times) - _seconds(part, gather(1), times) for _ in range(REPEATS)
+    ]
     if node_size > 1:
         comm.barrier()
     latency_s = max(statistics.median(differences), 0.0) / num_hops
     return Probed(bytes_per_s, latency_s, time.perf_counter() - began)
+
+
+def _seconds(comm: Communicator, issue: Callable[[], Work], times: int = 1) -> float:
+    """Of an operation, after a pause; of ``times`` one after another, the mean."""
+    comm.barrier()
+    time.sleep(PAUSE_S)
+    comm.barrier()
+    start = time.perf_counter()
+    for _ in range(times):
+        issue().wait()
+    return (time.perf_counter() - start) / times
 
 
 def why_not_comparable(asked: Link, achieved: Probed) -> str:

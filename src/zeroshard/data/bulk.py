@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroshard.data.meta import DTYPES, SPLITS, ShardMeta, SplitMeta
-from zeroshard.data.parts import PartMaker, read_part, write_whole
+from zeroshard.data.parts import MadePart, PartMaker, read_part, write_whole
 from zeroshard.data.pool import Workers
 from zeroshard.data.split import Holdout
 from zeroshard.data.tables import Part, PartReader, Tables
@@ -150,10 +150,7 @@ def join_parts(
     """
     draft = work / "draft"
     state = _read_state(work / "state.json")
-    limits = {"train": -1, "val": -1}
-    if max_tokens:
-        limits["val"] = int(max_tokens * holdout.val_fraction)
-        limits["train"] = max_tokens - limits["val"]
+    limits = token_limits(max_tokens, holdout.val_fraction)
     shards = {
         split: _Shards(draft, split, DTYPES[dtype], shard_tokens, limits[split], getattr(state, split))
         for split in SPLITS
@@ -167,21 +164,11 @@ def join_parts(
         is_full = max_tokens > 0 and all(each.is_full for each in shards.values())
         parts = islice(tables.parts() if not is_full else (), state.next_part, None)
         for part, file in _made(parts, make, num_workers, stack):
+            state.next_part = part.index + 1
             if part.file.path != state.file:
                 state.num_before += _size_of(tables, state.file)
                 state.file = part.file.path
-            made = read_part(file, DTYPES[dtype])
-            for split in SPLITS:
-                shards[split].write(made.tokens[split])
-            state.next_part, state.train, state.val = (
-                part.index + 1,
-                shards["train"].num_tokens,
-                shards["val"].num_tokens,
-            )
-            state.num_documents += made.num_documents
-            state.num_bytes += made.num_bytes
-            state.num_read = made.position
-            unsaved += made.num_tokens
+            unsaved += _join(read_part(file, DTYPES[dtype]), shards, state)
             now = time.monotonic()
             progress(_told(state, tables, max_tokens, began_with, now - began))
             if unsaved * DTYPES[dtype].itemsize > _SAVE_BYTES or now - saved_at > _SAVE_S:
@@ -194,6 +181,12 @@ def join_parts(
     return Joined(splits, state.num_documents, state.num_bytes)
 
 
+def token_limits(max_tokens: int, val_fraction: float) -> dict[str, int | None]:
+    """The most tokens of each split, where there are ``max_tokens`` of both; None of each where that is 0."""
+    num_val = int(max_tokens * val_fraction)
+    return {"train": max_tokens - num_val, "val": num_val} if max_tokens else {"train": None, "val": None}
+
+
 def remove(work: Path) -> None:
     """Take the work folder away, when what it was for is in its place."""
     shutil.rmtree(work, ignore_errors=True)
@@ -203,7 +196,7 @@ class _Shards:
     """The files of a split: as many tokens as are known to be good, and room for more."""
 
     def __init__(
-        self, draft: Path, split: str, dtype: np.dtype[Any], shard_tokens: int, limit: int, num_tokens: int
+        self, draft: Path, split: str, dtype: np.dtype[Any], shard_tokens: int, limit: int | None, num_tokens: int
     ) -> None:
         self._folder, self._split, self._dtype = draft / split, split, dtype
         self._shard_tokens, self._limit, self.num_tokens = shard_tokens, limit, num_tokens
@@ -222,10 +215,10 @@ class _Shards:
 
     @property
     def is_full(self) -> bool:
-        return 0 <= self._limit <= self.num_tokens
+        return self._limit is not None and self._limit <= self.num_tokens
 
     def write(self, ids: NDArray[np.unsignedinteger]) -> None:
-        if self._limit >= 0:
+        if self._limit is not None:
             ids = ids[: self._limit - self.num_tokens]
         while ids.size:
             number, at = divmod(self.num_tokens, self._shard_tokens)
@@ -279,6 +272,17 @@ def _made(
         workers: Workers[Part, str] = Workers(PartMaker, make, num_workers)
         stack.callback(workers.close)
         yield from workers.in_order(parts)
+
+
+def _join(made: MadePart, shards: dict[str, _Shards], state: _State) -> int:
+    """Write a part behind those before it, and count it; returns its tokens."""
+    for split in SPLITS:
+        shards[split].write(made.tokens[split])
+    state.train, state.val = shards["train"].num_tokens, shards["val"].num_tokens
+    state.num_documents += made.num_documents
+    state.num_bytes += made.num_bytes
+    state.num_read = made.position
+    return made.num_tokens
 
 
 def _save(state: _State, shards: dict[str, _Shards], work: Path) -> None:

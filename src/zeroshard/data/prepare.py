@@ -155,8 +155,8 @@ def prepare(
         return out  # without a question to the hub: a commit was read, and that does not change
     source = _open(spec)
     if isinstance(source, Tables):
-        num_workers = num_workers or _workers_for(source.num_bytes)
-        return _prepare_tables(spec, source, out, shard_tokens, num_workers, told or _untold)
+        workers = num_workers or _workers_for(source.num_bytes)
+        return _prepare_tables(spec, source, out, shard_tokens, workers, told or _untold)
     fingerprint = source.fingerprint()
     if is_prepared(spec.identity(), fingerprint, out):
         warn_of_earlier_rules(out, _rules_that_matter(spec, source, fingerprint), _around(spec))
@@ -242,16 +242,9 @@ def _prepare_tables(
             return out
         tokenizer = bulk.tokenizer_of(spec.tokenizer, tables, holdout, work)
         dtype = dtype_for(tokenizer.vocab_size)
+        sizes = (spec.max_tokens, shard_tokens)
         joined = bulk.join_parts(
-            tables,
-            spec.tokenizer,
-            dtype,
-            holdout,
-            spec.max_tokens,
-            shard_tokens,
-            work,
-            num_workers=num_workers,
-            progress=told,
+            tables, spec.tokenizer, dtype, holdout, *sizes, work, num_workers=num_workers, progress=told
         )
         _require_tokens({split: meta.num_tokens for split, meta in joined.splits.items()}, spec.val_fraction)
         if _open(spec) != tables:
@@ -260,19 +253,9 @@ def _prepare_tables(
         draft = work / "draft"
         tokenizer_sha256 = _write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
         source = SourceMeta(_described(spec, tables), fingerprint.num_bytes, joined.num_documents, fingerprint.sha256)
-        write_meta(
-            draft,
-            DataMeta(
-                _recorded(spec, holdout.rule, tokenizer),
-                source,
-                tokenizer.name,
-                tokenizer_sha256,
-                tokenizer.vocab_size,
-                dtype,
-                joined.splits,
-                eos_id=tokenizer.eos_id,
-            ),
-        )
+        recorded, named = _recorded(spec, holdout.rule, tokenizer), (tokenizer.name, tokenizer_sha256)
+        meta = DataMeta(recorded, source, *named, tokenizer.vocab_size, dtype, joined.splits, tokenizer.eos_id)
+        write_meta(draft, meta)
         _publish(draft, out, spec, fingerprint)
         bulk.remove(work)
     return out
@@ -316,10 +299,7 @@ def _write(
         name, vocab_size, rule = tokenizer.name, tokenizer.vocab_size, holdout.rule
         keep_for_workers(draft, tokenizer)
     dtype = dtype_for(vocab_size)
-    limits: dict[str, int | None] = dict.fromkeys(SPLITS)
-    if spec.max_tokens:
-        limits["val"] = int(spec.max_tokens * spec.val_fraction)
-        limits["train"] = spec.max_tokens - limits["val"]
+    limits = bulk.token_limits(spec.max_tokens, spec.val_fraction)
     with ExitStack() as stack:
         writers = {
             split: stack.enter_context(TokenWriter(draft, split, dtype, shard_tokens, limits[split]))

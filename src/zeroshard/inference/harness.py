@@ -94,28 +94,33 @@ def harness_model(model: LanguageModel, tokenizer: Tokenizer, batch_size: int = 
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             """What follows each context, up to the first of the words that end it."""
-            return [self._continuation(*request.args) for request in requests]
-
-        def _continuation(self, context: str, settings: dict[str, Any]) -> str:
-            until = settings.get("until") or []
-            until = [until] if isinstance(until, str) else until
-            heat = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
-            limit = int(settings.get("max_gen_toks", 256))
-            ids = self.tok_encode(context) or [self.eot_token_id]
-            prompt = torch.tensor(ids[-max(1, model.config.seq_len - limit) :], device=_device(model))
-            written: list[int] = []
-            eos_id, num_ids = tokenizer.eos_id, tokenizer.vocab_size
-            for token in sample(model, prompt, limit, temperature=heat, stop=eos_id, num_ids=num_ids):
-                if token == tokenizer.eos_id:
-                    break
-                written.append(token)
-                text = tokenizer.decode(written)
-                ends = [place for place in (text.find(word) for word in until if word) if place >= 0]
-                if ends:
-                    return text[: min(ends)]
-            return tokenizer.decode(written)
+            asked = (request.args for request in requests)
+            return [
+                _continuation(model, tokenizer, self.tok_encode(context) or [self.eot_token_id], settings)
+                for context, settings in asked
+            ]
 
     return HarnessModel()
+
+
+def _continuation(model: LanguageModel, tokenizer: Tokenizer, ids: list[int], settings: dict[str, Any]) -> str:
+    """What follows the context ``ids``, with the harness's settings of a generation."""
+    until = settings.get("until") or []
+    until = [until] if isinstance(until, str) else until
+    heat = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
+    limit = int(settings.get("max_gen_toks", 256))
+    prompt = torch.tensor(ids[-max(1, model.config.seq_len - limit) :], device=_device(model))
+    written: list[int] = []
+    eos_id, num_ids = tokenizer.eos_id, tokenizer.vocab_size
+    for token in sample(model, prompt, limit, temperature=heat, stop=eos_id, num_ids=num_ids):
+        if token == eos_id:
+            break
+        written.append(token)
+        text = tokenizer.decode(written)
+        ends = [place for place in (text.find(word) for word in until if word) if place >= 0]
+        if ends:
+            return text[: min(ends)]
+    return tokenizer.decode(written)
 
 
 @torch.no_grad()

@@ -342,23 +342,27 @@ def adamw(
     _check(columns, steps, grad_scale)
     if not steps:
         return
-    backend = choose("adamw", params[0].device, kernels)
-    unserved = [(name, tensors[0].dtype) for name, tensors in columns.items() if tensors[0].dtype not in SERVED]
-    if backend == "triton" and unserved:
-        if kernels == "triton":
-            name, dtype = unserved[0]
-            raise ValueError(f"{name}: {dtype} is not served by triton; give float32, bfloat16 or float16")
-        backend = "reference"
-    rows = list(zip(*columns.values(), strict=True))
-    if backend == "reference":
+    if _backend(columns, kernels) == "reference":
+        rows = zip(*columns.values(), strict=True)
         for index, ((param, grad, m, v, *copy), count) in enumerate(zip(rows, steps, strict=True)):
             seed = None if rounding_seed is None else rounding_seed + index
             adamw_reference(param, grad, m, v, count, options, grad_scale, copy[0] if copy else None, seed)
         return
-    pieces = Pieces() if pieces is None else pieces
     given = [params, grads, exp_avgs, exp_avg_sqs, columns.get("copies", params)]
     with device_of(*params):
-        _launch(pieces, given, steps, options, grad_scale, copies is not None, rounding_seed)
+        _launch(pieces or Pieces(), given, steps, options, grad_scale, copies is not None, rounding_seed)
+
+
+def _backend(columns: dict[str, list[Tensor]], kernels: Choice | None) -> str:
+    """Who computes it; a dtype that Triton does not serve is the reference's, unless Triton was asked for by name."""
+    backend = choose("adamw", columns["params"][0].device, kernels)
+    unserved = [(name, tensors[0].dtype) for name, tensors in columns.items() if tensors[0].dtype not in SERVED]
+    if backend != "triton" or not unserved:
+        return backend
+    if kernels == "triton":
+        name, dtype = unserved[0]
+        raise ValueError(f"{name}: {dtype} is not served by triton; give float32, bfloat16 or float16")
+    return "reference"
 
 
 def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:

@@ -30,7 +30,7 @@ from zeroshard.kernels.checks import check_device, check_floating
 from zeroshard.kernels.cross_entropy_kernels import gradient_of_logits, losses_and_gradient, scale_in_place
 from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.kernels.launch import accumulator_dtype, rows_of
-from zeroshard.kernels.losses import Reduction, check_loss_options, check_target_range, mean_scale, split_scale
+from zeroshard.kernels.losses import Reduction, check_loss_options, mean_scale, split_scale
 
 # ---------------------------------------------------------------------------------------------------- reference
 
@@ -77,6 +77,7 @@ class _CrossEntropy(torch.autograd.Function):
         reduction: Reduction,
         inplace: bool,
     ) -> Tensor:
+        """logits [..., vocab], targets [...] int64 -> the loss, 0-dim, in the accumulator's dtype."""
         rows, targets = rows_of(logits), targets.flatten().contiguous()
         dtype = accumulator_dtype(logits.dtype)
         losses = torch.empty(rows.shape[0], dtype=dtype, device=logits.device)
@@ -97,6 +98,11 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> Any:
+        """d_loss 0-dim -> the logits' gradient, [..., vocab] in their dtype, and None for all else.
+
+        Raises:
+            RuntimeError: a second backward of logits that were written over.
+        """
         if ctx.in_place:
             logits, later = ctx.saved_tensors
             grad = logits.detach()
@@ -149,14 +155,9 @@ def cross_entropy(
 
     Sources: arXiv:1805.02867 (online softmax), arXiv:1512.00567 (smoothing), arXiv:2204.02311 (z-loss).
     """
-    check_floating("logits", logits)
-    if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(f"logits: shape {tuple(logits.shape)} has no vocabulary; give [..., vocab]")
-    check_device("targets", targets, "logits", logits)
-    check_loss_options(targets, logits.shape[:-1], ignore_index, label_smoothing, z_loss, reduction)
-    if check_targets:
-        check_target_range(targets, logits.shape[-1], ignore_index)
+    _check(logits, targets)
     options = (ignore_index, label_smoothing, z_loss, reduction)
+    check_loss_options(targets, logits.shape, *options, check_targets=check_targets)
     backend = choose("cross_entropy", logits.device, kernels)
     if backend == "reference":
         return cross_entropy_reference(logits, targets, *options)
@@ -166,8 +167,20 @@ def cross_entropy(
         logits = logits.detach()
     inplace = inplace and not torch.compiler.is_compiling()  # there the compiler decides what lies where
     if inplace and logits.requires_grad:
-        if logits.is_leaf:
-            raise ValueError("logits: a leaf that requires a gradient cannot be written over; leave inplace out")
-        if rows_of(logits).data_ptr() != logits.data_ptr():
-            raise ValueError(f"logits: strides {logits.stride()} are not those of rows in memory; leave inplace out")
+        _check_writable(logits)
     return _CrossEntropy.apply(logits, targets, ignore_index, float(label_smoothing), float(z_loss), reduction, inplace)
+
+
+def _check(logits: Tensor, targets: Tensor) -> None:
+    check_floating("logits", logits)
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits: shape {tuple(logits.shape)} has no vocabulary; give [..., vocab]")
+    check_device("targets", targets, "logits", logits)
+
+
+def _check_writable(logits: Tensor) -> None:
+    """Raise ValueError where the gradient cannot take the place of these logits."""
+    if logits.is_leaf:
+        raise ValueError("logits: a leaf that requires a gradient cannot be written over; leave inplace out")
+    if rows_of(logits).data_ptr() != logits.data_ptr():
+        raise ValueError(f"logits: strides {logits.stride()} are not those of rows in memory; leave inplace out")

@@ -57,6 +57,43 @@ def _fill_zeros(ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
+def _statistics(
+    logits_ptr, SMOOTHING: tl.constexpr, VOCAB: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    TAIL: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Of one row x, in one pass: its maximum, the sum of exp(x - maximum), and where labels are smoothed that of x."""
+    highest = tl.full([], float("-inf"), ACC)
+    sum_exp = tl.full([], 0.0, ACC)
+    sum_x = tl.full([], 0.0, ACC)
+    if WHOLE > 0:
+        sums = tl.zeros((BLOCK,), ACC)
+        totals = tl.zeros((BLOCK,), ACC)
+        x_next = tl.load(logits_ptr + tl.arange(0, BLOCK), eviction_policy="evict_last")
+        for start in range(0, WHOLE, BLOCK):
+            x = x_next.to(ACC)
+            following = logits_ptr + BLOCK + start + tl.arange(0, BLOCK)
+            x_next = tl.load(following, mask=start + BLOCK < WHOLE, other=0.0, eviction_policy="evict_last")
+            higher = tl.maximum(highest, tl.max(x, axis=0))
+            shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf minus -inf would be NaN
+            sums = sums * tl.exp(highest - shift) + tl.exp(x - shift)
+            highest = higher
+            if SMOOTHING > 0:
+                totals += x
+        sum_exp = tl.sum(sums, axis=0)
+        sum_x = tl.sum(totals, axis=0)
+    if TAIL > 0:
+        cols = WHOLE + tl.arange(0, TAIL)
+        x = tl.load(logits_ptr + cols, mask=cols < VOCAB, other=float("-inf")).to(ACC)
+        higher = tl.maximum(highest, tl.max(x, axis=0))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        sum_exp = sum_exp * tl.exp(highest - shift) + tl.sum(tl.exp(x - shift), axis=0)
+        highest = higher
+        if SMOOTHING > 0:
+            sum_x += tl.sum(tl.where(cols < VOCAB, x, 0.0), axis=0)
+    return highest, sum_exp, sum_x
+
+
+@jit
 def _loss_kernel(
     logits_ptr, targets_ptr, grad_ptr, losses_ptr, stats_ptr, scale_ptr, logits_stride, grad_stride, ignore_index,
     KEEPS_STATS: tl.constexpr, WRITES_GRAD: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
@@ -71,34 +108,7 @@ def _loss_kernel(
         if WRITES_GRAD:
             _fill_zeros(grad_ptr, VOCAB, BLOCK)
     else:
-        highest = tl.full([], float("-inf"), ACC)
-        sum_exp = tl.full([], 0.0, ACC)
-        sum_x = tl.full([], 0.0, ACC)
-        if WHOLE > 0:
-            sums = tl.zeros((BLOCK,), ACC)
-            totals = tl.zeros((BLOCK,), ACC)
-            x_next = tl.load(logits_ptr + tl.arange(0, BLOCK), eviction_policy="evict_last")
-            for start in range(0, WHOLE, BLOCK):
-                x = x_next.to(ACC)
-                following = logits_ptr + BLOCK + start + tl.arange(0, BLOCK)
-                x_next = tl.load(following, mask=start + BLOCK < WHOLE, other=0.0, eviction_policy="evict_last")
-                higher = tl.maximum(highest, tl.max(x, axis=0))
-                shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf minus -inf would be NaN
-                sums = sums * tl.exp(highest - shift) + tl.exp(x - shift)
-                highest = higher
-                if SMOOTHING > 0:
-                    totals += x
-            sum_exp = tl.sum(sums, axis=0)
-            sum_x = tl.sum(totals, axis=0)
-        if TAIL > 0:
-            cols = WHOLE + tl.arange(0, TAIL)
-            x = tl.load(logits_ptr + cols, mask=cols < VOCAB, other=float("-inf")).to(ACC)
-            higher = tl.maximum(highest, tl.max(x, axis=0))
-            shift = tl.where(higher == float("-inf"), 0.0, higher)
-            sum_exp = sum_exp * tl.exp(highest - shift) + tl.sum(tl.exp(x - shift), axis=0)
-            highest = higher
-            if SMOOTHING > 0:
-                sum_x += tl.sum(tl.where(cols < VOCAB, x, 0.0), axis=0)
+        highest, sum_exp, sum_x = _statistics(logits_ptr, SMOOTHING, VOCAB, WHOLE, BLOCK, TAIL, ACC)
         log_sum = tl.log(sum_exp)
         # A target that is none makes loss and gradient NaN: there is no right number.
         exists = (target >= 0) & (target < VOCAB)

@@ -144,6 +144,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+        """gate, up [..., width] of one dtype, any strides -> y [..., width], contiguous."""
         gate_rows, up_rows = rows_of(gate), rows_of(up)
         y = torch.empty(gate_rows.shape, dtype=gate.dtype, device=gate.device)
         _forward(gate_rows, up_rows, y, gelu)
@@ -154,6 +155,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
+        """dy [..., width] -> gradients of gate and up, in their shape and dtype."""
         gate, up = ctx.saved_tensors
         d_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         d_up = torch.empty_like(d_gate)

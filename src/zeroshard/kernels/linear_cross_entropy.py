@@ -24,7 +24,7 @@ from zeroshard.kernels.cross_entropy import cross_entropy_reference
 from zeroshard.kernels.cross_entropy_kernels import losses_and_gradient
 from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.kernels.launch import accumulator_dtype, opaque
-from zeroshard.kernels.losses import Reduction, check_loss_options, check_target_range, mean_scale, split_scale
+from zeroshard.kernels.losses import Reduction, check_loss_options, mean_scale, split_scale
 
 CHUNK_BYTES = 2**29  # of logits at once: large products, and a small share of what all logits would take
 ROW_MULTIPLE = 128  # rows of a chunk: a tile of a matrix product
@@ -126,6 +126,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         reduction: Reduction,
         chunk_rows: int,
     ) -> Tensor:
+        """hidden [..., width], weight [vocab, width], targets [...] int64 -> the loss, 0-dim, in fp32 or fp64."""
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten().contiguous()
         dtype = accumulator_dtype(hidden.dtype)
         scale = mean_scale(targets, ignore_index, reduction, dtype)
@@ -143,6 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> Any:
+        """d_loss 0-dim -> gradients of hidden and weight in their shapes and dtypes, and None for all else."""
         d_hidden, d_weight, later = ctx.saved_tensors
         if later is not None:
             d_loss = d_loss * later
@@ -195,25 +197,28 @@ def linear_cross_entropy(
 
     Source: Hsu et al. 2024, arXiv:2410.10989.
     """
-    if torch.is_autocast_enabled(hidden.device.type):  # as for any other product of matrices
-        narrow = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(narrow), weight.to(narrow)
+    hidden, weight = _autocast(hidden, weight)
     _check(hidden, weight, targets, chunk_rows)
-    check_loss_options(targets, hidden.shape[:-1], ignore_index, label_smoothing, z_loss, reduction)
-    if check_targets:
-        check_target_range(targets, weight.shape[0], ignore_index)
+    options = (ignore_index, label_smoothing, z_loss, reduction)
+    check_loss_options(targets, (*hidden.shape[:-1], weight.shape[0]), *options, check_targets=check_targets)
     if not torch.is_grad_enabled():  # autograd tells a function what takes gradients elsewhere, not whether any is due
         hidden, weight = hidden.detach(), weight.detach()
-    options = (ignore_index, label_smoothing, z_loss, reduction)
     backend = choose("linear_cross_entropy", hidden.device, kernels)
     if backend == "reference":
         return linear_cross_entropy_reference(hidden, weight, targets, *options)
     if backend == "liger":
         return liger.linear_cross_entropy(hidden, weight, targets, *options)
-    num_rows = hidden.numel() // hidden.shape[-1]
-    rows = chunk_rows or rows_at_once(num_rows, weight.shape[0], hidden.element_size())
+    rows = chunk_rows or rows_at_once(targets.numel(), weight.shape[0], hidden.element_size())
     options = (ignore_index, float(label_smoothing), float(z_loss), reduction)
     return _LinearCrossEntropy.apply(hidden, weight, targets, *options, max(1, rows))
+
+
+def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the dtype of `torch.autocast`, where it is on: as for any other product of matrices."""
+    if not torch.is_autocast_enabled(hidden.device.type):
+        return hidden, weight
+    narrow = torch.get_autocast_dtype(hidden.device.type)
+    return hidden.to(narrow), weight.to(narrow)
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int | None) -> None:

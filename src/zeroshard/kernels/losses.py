@@ -39,12 +39,21 @@ def check_loss_options(
     label_smoothing: float,
     z_loss: float,
     reduction: str,
+    *,
+    check_targets: bool,
 ) -> None:
-    """Raise ValueError for arguments of a loss that do not fit; ``shape``: what the targets must have."""
+    """Raise ValueError for arguments of a loss that do not fit.
+
+    Args:
+        targets: [...], int64.
+        shape: [..., vocab], of the logits.
+        ignore_index, label_smoothing, z_loss, reduction: as in `zeroshard.kernels.cross_entropy`.
+        check_targets: whether to look for targets outside the vocabulary too, which waits for the device.
+    """
     if targets.dtype != torch.int64:
         raise ValueError(f"targets: {targets.dtype} is not int64; cast them")
-    if targets.shape != shape:
-        raise ValueError(f"targets: shape {tuple(targets.shape)} is not {tuple(shape)}, one for each row")
+    if targets.shape != shape[:-1]:
+        raise ValueError(f"targets: shape {tuple(targets.shape)} is not {tuple(shape[:-1])}, one for each row")
     if not isinstance(ignore_index, int):
         raise ValueError(f"ignore_index: {ignore_index!r} is not an integer")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -53,12 +62,11 @@ def check_loss_options(
         raise ValueError(f"z_loss: {z_loss} is not a finite number >= 0")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction: {reduction!r} is unknown; choose 'mean' or 'sum'")
+    if check_targets and not torch.compiler.is_compiling():
+        _check_target_range(targets, shape[-1], ignore_index)
 
 
-def check_target_range(targets: Tensor, vocab: int, ignore_index: int) -> None:
-    """Raise ValueError for a target outside the vocabulary; waits for the device, so not in a compiled graph."""
-    if torch.compiler.is_compiling():
-        return
+def _check_target_range(targets: Tensor, vocab: int, ignore_index: int) -> None:
     wrong = ((targets < 0) | (targets >= vocab)) & (targets != ignore_index)
     if bool(wrong.any()):
         value = int(targets[wrong][0])

@@ -70,6 +70,7 @@ class _Norm(torch.autograd.Function):
         eps: float,
         centred: bool,
     ) -> Any:
+        """x, residual [..., width], weight, bias [width] -> y, or y and h = x + residual, both as x."""
         ctx.set_materialize_grads(False)
         rows = rows_of(x)
         weight = None if weight is None else weight.contiguous()
@@ -88,6 +89,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, d_summed: Tensor | None = None) -> Any:
+        """dy, d_summed [..., width], None where unused -> gradients of x, weight, bias and residual, where wanted."""
         x, weight, mean, rstd = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
         if dy is None:  # y was not used

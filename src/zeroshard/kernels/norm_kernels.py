@@ -103,6 +103,18 @@ def _forward_strips(
 
 
 @jit
+def _load_rows(
+    x_ptr, dy_ptr, mean_ptr, rstd_ptr, rows, cols, mask, num_rows, x_stride, dy_stride, CENTRED: tl.constexpr
+):
+    """x and dy [ROWS, BLOCK], mean and rstd [ROWS] in their own dtypes; zeros past the last row."""
+    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
+    dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
+    rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
+    mean = tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0) if CENTRED else rstd
+    return x, dy, mean, rstd
+
+
+@jit
 def _backward_held(
     dy_ptr, d_summed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, parts_ptr, num_rows, dy_stride,
     d_summed_stride, x_stride, CENTRED: tl.constexpr, HAS_D_SUMMED: tl.constexpr, HAS_WEIGHT: tl.constexpr,
@@ -122,10 +134,9 @@ def _backward_held(
     # The next tile is on its way while this one is worked on: a program's loads and sums would else take turns.
     rows = program * ROWS + tl.arange(0, ROWS)
     mask = (rows < num_rows)[:, None] & in_row
-    x_next = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
-    dy_next = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
-    rstd_next = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)
-    mean_next = tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0) if CENTRED else rstd_next
+    x_next, dy_next, mean_next, rstd_next = _load_rows(
+        x_ptr, dy_ptr, mean_ptr, rstd_ptr, rows, cols, mask, num_rows, x_stride, dy_stride, CENTRED
+    )
     for tile in range(program, tl.cdiv(num_rows, ROWS), num_programs):
         x, dy, rstd, mean = x_next.to(ACC), dy_next.to(ACC), rstd_next[:, None], mean_next[:, None]
         rows = tile * ROWS + tl.arange(0, ROWS)
@@ -134,10 +145,9 @@ def _backward_held(
             d_summed = tl.load(d_summed_ptr + rows[:, None] * d_summed_stride + cols[None, :], mask=mask, other=0.0)
         after = rows + num_programs * ROWS
         mask_after = (after < num_rows)[:, None] & in_row
-        x_next = tl.load(x_ptr + after[:, None] * x_stride + cols[None, :], mask=mask_after, other=0.0)
-        dy_next = tl.load(dy_ptr + after[:, None] * dy_stride + cols[None, :], mask=mask_after, other=0.0)
-        rstd_next = tl.load(rstd_ptr + after, mask=after < num_rows, other=0.0)
-        mean_next = tl.load(mean_ptr + after, mask=after < num_rows, other=0.0) if CENTRED else rstd_next
+        x_next, dy_next, mean_next, rstd_next = _load_rows(
+            x_ptr, dy_ptr, mean_ptr, rstd_ptr, after, cols, mask_after, num_rows, x_stride, dy_stride, CENTRED
+        )
 
         z = (x - mean) * rstd if CENTRED else x * rstd
         if NEEDS_DX:
@@ -161,6 +171,19 @@ def _backward_held(
 
 
 @jit
+def _load_strip(
+    dy_ptr, x_ptr, weight_ptr, row, dy_stride, x_stride, cols, HAS_WEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """A strip of a row: the gradient of the normalised x, which is dy times the weight, and x."""
+    g = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+    x = tl.load(x_ptr + row * x_stride + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+    if HAS_WEIGHT:
+        g *= tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+    return g, x
+
+
+@jit
 def _backward_strips(
     dy_ptr, d_summed_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dy_stride, d_summed_stride, x_stride,
     CENTRED: tl.constexpr, HAS_D_SUMMED: tl.constexpr, HAS_WEIGHT: tl.constexpr, WIDTH: tl.constexpr,
@@ -173,18 +196,12 @@ def _backward_strips(
     sum_g = tl.full([], 0.0, ACC)
     for start in range(0, WIDTH, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        g = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < WIDTH, other=0.0).to(ACC)
-        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < WIDTH, other=0.0).to(ACC)
-        if HAS_WEIGHT:
-            g *= tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+        g, x = _load_strip(dy_ptr, x_ptr, weight_ptr, row, dy_stride, x_stride, cols, HAS_WEIGHT, WIDTH, ACC)
         sum_gz += tl.sum(g * ((x - mean) * rstd), axis=0)
         sum_g += tl.sum(g, axis=0)
     for start in range(0, WIDTH, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        g = tl.load(dy_ptr + row * dy_stride + cols, mask=cols < WIDTH, other=0.0).to(ACC)
-        x = tl.load(x_ptr + row * x_stride + cols, mask=cols < WIDTH, other=0.0).to(ACC)
-        if HAS_WEIGHT:
-            g *= tl.load(weight_ptr + cols, mask=cols < WIDTH, other=0.0).to(ACC)
+        g, x = _load_strip(dy_ptr, x_ptr, weight_ptr, row, dy_stride, x_stride, cols, HAS_WEIGHT, WIDTH, ACC)
         dx = g - (x - mean) * rstd * (sum_gz / WIDTH)
         if CENTRED:
             dx -= sum_g / WIDTH
@@ -325,46 +342,19 @@ def norm_backward(
     # As many programs as a multiprocessor has registers for, at 128 (8 warps and more) to 160 a thread.
     num_parts = min(-(-num_rows // tile.rows), multiprocessors * {16: 1, 8: 2, 4: 3}.get(tile.num_warps, 6))
     parts = torch.empty(num_grads, num_parts, width, dtype=rstd.dtype, device=x.device)
+    shapes = {"NUM_GRADS": num_grads, "ROWS": tile.rows, "BLOCK": tile.block, "num_warps": tile.num_warps}
     if held:
-        _backward_held[(num_parts,)](
-            dy,
-            _or(d_summed, dy),
-            *saved,
-            _or(dx, dy),
-            parts if num_grads else rstd,
-            num_rows,
-            *strides,
-            **common,
-            **flags,
-            NEEDS_DX=dx is not None,
-            NUM_GRADS=num_grads,
-            ROWS=tile.rows,
-            BLOCK=tile.block,
-            num_warps=tile.num_warps,
-            num_stages=1,  # the kernel fetches ahead itself
-        )
+        shapes |= {"NEEDS_DX": dx is not None, "num_stages": 1}  # the kernel fetches ahead itself
+        tensors = (dy, _or(d_summed, dy), *saved, _or(dx, dy), parts if num_grads else rstd)
+        _backward_held[(num_parts,)](*tensors, num_rows, *strides, **common, **flags, **shapes)
     elif dx is not None:
-        _backward_strips[(num_rows,)](
-            dy, _or(d_summed, dy), *saved, dx, *strides, **common, **flags, BLOCK=STRIP, num_warps=16
-        )
+        tensors = (dy, _or(d_summed, dy), *saved, dx)
+        _backward_strips[(num_rows,)](*tensors, *strides, **common, **flags, BLOCK=STRIP, num_warps=16)
     if grads is None:
         return
     if not held:
-        _partial_grads[(-(-width // tile.block), num_parts)](
-            dy,
-            x,
-            _or(mean, rstd),
-            rstd,
-            parts,
-            num_rows,
-            dy.stride(0),
-            x.stride(0),
-            **common,
-            NUM_GRADS=num_grads,
-            ROWS=tile.rows,
-            BLOCK=tile.block,
-            num_warps=tile.num_warps,
-        )
+        tensors, strides = (dy, x, _or(mean, rstd), rstd, parts), (dy.stride(0), x.stride(0))
+        _partial_grads[(-(-width // tile.block), num_parts)](*tensors, num_rows, *strides, **common, **shapes)
     _add_parts[(-(-width // 64), num_grads)](parts, grads, num_parts, WIDTH=width, ROWS=32, BLOCK=64, ACC=acc)
 
 

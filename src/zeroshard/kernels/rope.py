@@ -126,6 +126,7 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
+        """q [B, H, T, D] and k [B, K, T, D], any strides -> both turned, in their dtypes; cos, sin [T, D / 2]."""
         cos, sin = _angles(cos), _angles(sin)
         q_out, k_out = (q, k) if inplace else (torch.empty_like(q), torch.empty_like(k))
         _rope(q, k, q_out, k_out, cos, sin, False)
@@ -139,6 +140,7 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
+        """Gradients of the turned q and k -> of q and k, in the same shapes: turned by the negative angles."""
         cos, sin = ctx.saved_tensors
         inplace = ctx.inplace and not any(_overlaps(x) for x in (dq, dk)) and not _begin_together(dq, dk)
         dq_out, dk_out = (dq, dk) if inplace else (torch.empty_like(dq), torch.empty_like(dk))

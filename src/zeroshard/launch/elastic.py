@@ -88,31 +88,12 @@ def run_elastic(
         handler = OneHost(meeting.host, meeting.port, run_id) if one_host else _meet(meeting, run_id)
     except RendezvousConnectionError:
         return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: nobody answers at {meeting.endpoint}; start there too")
-    spec = WorkerSpec(
-        role="default",
-        local_world_size=nproc,
-        entrypoint=sys.executable,
-        args=("-m", "zeroshard", *words),
-        rdzv_handler=handler,
-        max_restarts=max_restarts + max_moves,
-        monitor_interval=MONITOR_INTERVAL_S,
-        local_addr=meeting.own_address,
-    )
     with owned_folder("zeroshard-launch-") as log_dir, _ended_where_cut_off(meeting, log_dir):
-        agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir), shutdown_timeout=grace_s)
-        agent.restarts_left, agent.moves_left = max_restarts, max_moves
-        agent.alone, agent.words = one_host, tuple(words)
+        agent = _agent(words, nproc, meeting, handler, max_restarts, max_moves, grace_s, log_dir)
         try:
             result = agent.run()
-        except RendezvousTimeoutError:
-            what = f"fewer than {meeting.min_nodes} machines came to {meeting.endpoint} within {JOIN_TIMEOUT_S} s"
-            return Ending(ExitStatus.PEER_LOST, f"nnodes: {what}; start the others too")
-        except RendezvousClosedError:
-            what = f"the run that met at {meeting.endpoint} has ended"
-            return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: {what}; start it again on every machine")
-        except (RendezvousConnectionError, DistNetworkError):
-            what = f"whoever served the meeting at {meeting.endpoint} is gone"
-            return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: {what}; start again on every machine, --resume auto")
+        except (RendezvousTimeoutError, RendezvousClosedError, RendezvousConnectionError, DistNetworkError) as error:
+            return Ending(ExitStatus.PEER_LOST, _why_not_met(error, meeting))
         except SignalException as stop:
             hung_up = stop.sigval == signal.SIGHUP  # which asks for the same as SIGTERM
             return Ending(ExitStatus.TERMINATED if hung_up else 128 + stop.sigval)
@@ -121,6 +102,17 @@ def run_elastic(
             raise
         handler.shutdown()
         return _ending(result.failures) if result.is_failed() else Ending(ExitStatus.OK)
+
+
+def _why_not_met(error: Exception, meeting: Meeting) -> str:
+    """One line for a user whose machines did not meet, or met no more."""
+    if isinstance(error, RendezvousTimeoutError):
+        what = f"fewer than {meeting.min_nodes} machines came to {meeting.endpoint} within {JOIN_TIMEOUT_S} s"
+        return f"nnodes: {what}; start the others too"
+    if isinstance(error, RendezvousClosedError):
+        return f"rdzv_endpoint: the run that met at {meeting.endpoint} has ended; start it again on every machine"
+    what = f"whoever served the meeting at {meeting.endpoint} is gone"
+    return f"rdzv_endpoint: {what}; start again on every machine, --resume auto"
 
 
 @contextmanager
@@ -272,6 +264,32 @@ def _environment(group: WorkerGroup, worker: Worker, restarts: int) -> dict[str,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": variable("TORCH_NCCL_ASYNC_ERROR_HANDLING") or "1",
     }
+
+
+def _agent(
+    words: Sequence[str],
+    nproc: int,
+    meeting: Meeting,
+    handler: RendezvousHandler,
+    max_restarts: int,
+    max_moves: int,
+    grace_s: int,
+    log_dir: str,
+) -> _Agent:
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=nproc,
+        entrypoint=sys.executable,
+        args=("-m", "zeroshard", *words),
+        rdzv_handler=handler,
+        max_restarts=max_restarts + max_moves,
+        monitor_interval=MONITOR_INTERVAL_S,
+        local_addr=meeting.own_address,
+    )
+    agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir), shutdown_timeout=grace_s)
+    agent.restarts_left, agent.moves_left = max_restarts, max_moves
+    agent.alone, agent.words = isinstance(handler, OneHost), tuple(words)
+    return agent
 
 
 def _ending(failures: Mapping[int, Any]) -> Ending:

@@ -61,10 +61,7 @@ def launch_workers(
 
     if meeting.max_nodes == 1:
         import_all(imports)
-
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # their banner says less than our one line
+    _silence_elastic_loggers()
     return run_elastic(
         argv,
         nproc,
@@ -74,6 +71,13 @@ def launch_workers(
         grace_s=SHUTDOWN_GRACE_S,
         run_id=f"zeroshard-{os.getpid()}" if meeting.max_nodes == 1 else "zeroshard",
     )
+
+
+def _silence_elastic_loggers() -> None:
+    """Their banner says less than our one line."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def start_child(words: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:

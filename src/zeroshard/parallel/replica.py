@@ -221,6 +221,7 @@ class _Autocast(nn.Module):
         self._dtype = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, under `torch.autocast` of its device."""
         device_type = next(self.module.parameters()).device.type
         with torch.autocast(device_type, dtype=self._dtype):
             return self.module(*args, **kwargs)

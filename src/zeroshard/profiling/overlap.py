@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Flight:
+class TimedOperation:
     """One operation: what it was for, when it was issued, and when it had ended; seconds on one clock."""
 
     label: str
@@ -51,14 +51,14 @@ class Overlap:
         return Overlap(self.total_s + other.total_s, self.exposed_s + other.exposed_s)
 
 
-def under_way(flights: Iterable[Flight]) -> dict[str, float]:
-    """Seconds by label; together the time in which any operation was under way. ``flights`` in order of issue."""
+def under_way(operations: Iterable[TimedOperation]) -> dict[str, float]:
+    """Seconds by label; together the time in which any operation was under way. ``operations`` in order of issue."""
     seconds: defaultdict[str, float] = defaultdict(float)
     last_end = float("-inf")
-    for flight in flights:
-        start = max(flight.issued_s, last_end)
-        seconds[flight.label] += max(flight.ended_s - start, 0.0)
-        last_end = max(last_end, flight.ended_s)
+    for operation in operations:
+        start = max(operation.issued_s, last_end)
+        seconds[operation.label] += max(operation.ended_s - start, 0.0)
+        last_end = max(last_end, operation.ended_s)
     return dict(seconds)
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.profiling.overlap import Flight
+from zeroshard.profiling.overlap import TimedOperation
 from zeroshard.regular_files import LOG_BYTES, read_text
 
 Trace = dict[str, Any]
@@ -85,6 +85,8 @@ class _Spans:
         self._backward: Any = None
 
     def forward_begins(self, name: str) -> Any:
+        """The forward pre-hook of the module that the trace calls ``name``."""
+
         def hook(module: nn.Module, args: Any) -> None:
             if not _in_backward():
                 self._forward.append(_opened(f"forward {name}"))
@@ -92,6 +94,8 @@ class _Spans:
         return hook
 
     def forward_ends(self, name: str) -> Any:
+        """The forward hook of that module; its backward begins when its output's gradient comes."""
+
         def backward_begins(grad: Tensor) -> None:
             if self._backward is None:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -114,6 +118,7 @@ class _Spans:
             self._backward = None
 
     def end_all(self) -> None:
+        """Close all spans that are open."""
         self._end_backward()
         while self._forward:  # of a forward that an exception ended
             self._forward.pop().__exit__(None, None, None)
@@ -149,21 +154,21 @@ class RankTrace:
         self._profile.__enter__()
         self._names.__enter__()
 
-    def stop(self, path: Path, flights: Iterable[Flight] = ()) -> None:
+    def stop(self, path: Path, operations: Iterable[TimedOperation] = ()) -> None:
         """End, and write this rank's events to ``path``.
 
         Args:
             path: of a file for this rank alone.
-            flights: what was under way, by `time.perf_counter`.
+            operations: what was under way, by `time.perf_counter`.
         """
         self._names.__exit__(None, None, None)
         self._profile.__exit__(None, None, None)
         self._profile.export_chrome_trace(str(path))
         trace = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps(with_flights(trace, flights, wall_minus_monotonic_s())), encoding="utf-8")
+        path.write_text(json.dumps(with_operations(trace, operations, wall_minus_monotonic_s())), encoding="utf-8")
 
 
-def with_flights(trace: Trace, flights: Iterable[Flight], wall_minus_monotonic: float) -> Trace:
+def with_operations(trace: Trace, operations: Iterable[TimedOperation], wall_minus_monotonic: float) -> Trace:
     """``trace`` with a track of what was under way; its own time base is kept."""
     base_s = trace.get("baseTimeNanoseconds", 0) / 1e9
     pid = next((event["pid"] for event in trace["traceEvents"] if isinstance(event.get("pid"), int)), 0)
@@ -171,13 +176,13 @@ def with_flights(trace: Trace, flights: Iterable[Flight], wall_minus_monotonic: 
         {
             "ph": "X",
             "cat": "communication",
-            "name": flight.label,
+            "name": operation.label,
             "pid": pid,
             "tid": UNDER_WAY,
-            "ts": (flight.issued_s + wall_minus_monotonic - base_s) * _US,
-            "dur": (flight.ended_s - flight.issued_s) * _US,
+            "ts": (operation.issued_s + wall_minus_monotonic - base_s) * _US,
+            "dur": (operation.ended_s - operation.issued_s) * _US,
         }
-        for flight in _one_after_another(flights)
+        for operation in _one_after_another(operations)
     ]
     name = {"ph": "M", "name": "thread_name", "pid": pid, "tid": UNDER_WAY, "args": {"name": "communication under way"}}
     return {**trace, "traceEvents": [*trace["traceEvents"], *([name] if events else []), *events]}
@@ -227,12 +232,12 @@ def merge_files(paths: Mapping[int, Path], target: Path, offsets_s: Sequence[flo
         path.unlink()
 
 
-def _one_after_another(flights: Iterable[Flight]) -> list[Flight]:
+def _one_after_another(operations: Iterable[TimedOperation]) -> list[TimedOperation]:
     """A track shows one thing at a time: each begins where the one before it has ended, as in `overlap`."""
-    shown: list[Flight] = []
-    for flight in flights:
-        start = max(flight.issued_s, shown[-1].ended_s) if shown else flight.issued_s
-        shown.append(Flight(flight.label, start, max(flight.ended_s, start)))
+    shown: list[TimedOperation] = []
+    for operation in operations:
+        start = max(operation.issued_s, shown[-1].ended_s) if shown else operation.issued_s
+        shown.append(TimedOperation(operation.label, start, max(operation.ended_s, start)))
     return shown
 
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from zeroshard.comm import CONTROL, Communicator, Work, scope
 
-PARCELS_IN_FLIGHT = 4  # the memory of so many buckets; two suffice on two ranks, more ranks take turns
+MAX_PENDING_BROADCASTS = 4  # the memory of so many buckets; two suffice on two ranks, more ranks take turns
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def put_bytes(tensor: Tensor, content: Tensor) -> None:
 
 
 @dataclass
-class _Parcel:
+class _Broadcast:
     work: Work
     buffer: Tensor
     tensors: Sequence[Tensor]
@@ -43,8 +43,8 @@ class _Parcel:
     in_place: bool
 
 
-class Flight:
-    """Broadcasts under way, at most `PARCELS_IN_FLIGHT`; every rank sends the same ones in the same order.
+class PendingBroadcasts:
+    """Broadcasts under way, at most `MAX_PENDING_BROADCASTS`; every rank sends the same ones in the same order.
 
     Args:
         comm: among which ranks.
@@ -54,18 +54,18 @@ class Flight:
     def __init__(self, comm: Communicator, label: str) -> None:
         self._comm = comm
         self._label = label
-        self._parcels: deque[_Parcel] = deque()
+        self._issued: deque[_Broadcast] = deque()
 
-    def depart(self, tensors: Sequence[Tensor], src: int) -> None:
-        """Begin to make ``tensors``, all on one device, rank ``src``'s. They must stay as they are until `land`.
+    def issue(self, tensors: Sequence[Tensor], src: int) -> None:
+        """Begin to make ``tensors``, all on one device, rank ``src``'s. They must stay as they are until `wait`.
 
         A contiguous tensor that travels alone needs no memory; else a buffer of their bytes is taken.
         """
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         if self._comm.world_size == 1 or num_bytes == 0:
             return
-        if len(self._parcels) == PARCELS_IN_FLIGHT:
-            self._land_oldest()
+        if len(self._issued) == MAX_PENDING_BROADCASTS:
+            self._wait_oldest()
         in_place = len(tensors) == 1 and tensors[0].is_contiguous()
         if in_place:
             buffer = as_bytes(tensors[0])
@@ -75,23 +75,23 @@ class Flight:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device)
         with scope(self._label):
             work = self._comm.broadcast(buffer, src)
-        self._parcels.append(_Parcel(work, buffer, tensors, src, in_place))
+        self._issued.append(_Broadcast(work, buffer, tensors, src, in_place))
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Return when everything has arrived and stands in its place."""
-        while self._parcels:
-            self._land_oldest()
+        while self._issued:
+            self._wait_oldest()
 
-    def _land_oldest(self) -> None:
-        parcel = self._parcels.popleft()
-        parcel.work.wait()
-        if parcel.src == self._comm.rank:
+    def _wait_oldest(self) -> None:
+        oldest = self._issued.popleft()
+        oldest.work.wait()
+        if oldest.src == self._comm.rank:
             return
-        if parcel.in_place:
-            increment_version(parcel.tensors[0])
+        if oldest.in_place:
+            increment_version(oldest.tensors[0])
             return
-        contents = parcel.buffer.split([tensor.nbytes for tensor in parcel.tensors])
-        for tensor, content in zip(parcel.tensors, contents, strict=True):
+        contents = oldest.buffer.split([tensor.nbytes for tensor in oldest.tensors])
+        for tensor, content in zip(oldest.tensors, contents, strict=True):
             put_bytes(tensor, content)
 
 

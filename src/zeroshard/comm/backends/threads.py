@@ -57,6 +57,11 @@ class _Table:
                 part.abort()
 
     def meet(self) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            PeerError: one failed, or did not come in time.
+        """
         try:
             self.barrier.wait()
         except threading.BrokenBarrierError:

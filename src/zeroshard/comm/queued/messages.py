@@ -59,7 +59,7 @@ class Transport(Protocol):
         ...
 
 
-class _Parcel:
+class _Message:
     """A message in a queue: the sender's own tensor, and whether its reader is done with it."""
 
     __slots__ = ("taken", "tensor", "topic")
@@ -71,34 +71,34 @@ class _Parcel:
 
 
 class _ThreadSend:
-    def __init__(self, parcel: _Parcel, to: int, timeout_s: float) -> None:
-        self._parcel, self._to, self._timeout_s = parcel, to, timeout_s
+    def __init__(self, sent: _Message, to: int, timeout_s: float) -> None:
+        self._message, self._to, self._timeout_s = sent, to, timeout_s
 
     def wait(self) -> None:
-        if not self._parcel.taken.wait(self._timeout_s):
+        if not self._message.taken.wait(self._timeout_s):
             raise PeerError(f"rank {self._to} did not take a message within {self._timeout_s:g} s")
 
 
 class _ThreadRecv:
     def __init__(
-        self, parcels: queue.SimpleQueue[_Parcel], buffer: Tensor, topic: int, source: int, timeout_s: float
+        self, messages: queue.SimpleQueue[_Message], buffer: Tensor, topic: int, source: int, timeout_s: float
     ) -> None:
-        self._parcels, self._buffer, self._topic = parcels, buffer, topic
+        self._messages, self._buffer, self._topic = messages, buffer, topic
         self._source, self._timeout_s = source, timeout_s
 
     def wait(self) -> None:
         try:
-            parcel = self._parcels.get(timeout=self._timeout_s)
+            sent = self._messages.get(timeout=self._timeout_s)
         except queue.Empty:
             raise PeerError(f"rank {self._source} sent no message within {self._timeout_s:g} s") from None
-        if parcel.topic != self._topic:
+        if sent.topic != self._topic:
             raise PeerError(f"rank {self._source} made another call than this rank")
-        assert parcel.tensor.nbytes == self._buffer.nbytes, (parcel.tensor.shape, self._buffer.shape)
-        self._buffer.copy_(parcel.tensor)
-        parcel.taken.set()
+        assert sent.tensor.nbytes == self._buffer.nbytes, (sent.tensor.shape, self._buffer.shape)
+        self._buffer.copy_(sent.tensor)
+        sent.taken.set()
 
 
-_Queues = dict[tuple[int, ...], queue.SimpleQueue[_Parcel]]  # by part, sender and receiver
+_Queues = dict[tuple[int, ...], queue.SimpleQueue[_Message]]  # by part, sender and receiver
 
 
 class ThreadTransport:
@@ -115,14 +115,14 @@ class ThreadTransport:
         self._part = part
         self._num_splits = 0
 
-    def _queue(self, source: int, to: int) -> queue.SimpleQueue[_Parcel]:
+    def _queue(self, source: int, to: int) -> queue.SimpleQueue[_Message]:
         return self._queues.setdefault((*self._part, source, to), queue.SimpleQueue())  # atomic: ranks are threads
 
     def send(self, message: Tensor, to: int) -> Work:
         """Put ``message`` itself, not a copy, where rank ``to`` finds it."""
-        parcel = _Parcel(message, self.topic)
-        self._queue(self.rank, to).put(parcel)
-        return _ThreadSend(parcel, to, self._timeout_s)
+        sent = _Message(message, self.topic)
+        self._queue(self.rank, to).put(sent)
+        return _ThreadSend(sent, to, self._timeout_s)
 
     def recv(self, buffer: Tensor, source: int) -> Work:
         """Copy the next message from rank ``source`` when waited on."""

@@ -14,9 +14,9 @@ Whoever finds a fault posts it as the verdict, and every rank acts on that one.
 
 [Note: What a stall asks of the store]
     One process serves the board, and in a stall all ranks look at once. If each looked at all others, 512 ranks would
-    ask for 262,144 pages a second exactly when the store is needed. Beyond `FULL_LOOK` ranks each looks at rank 0 and
+    ask for 262,144 logs a second exactly when the store is needed. Beyond `FULL_LOOK` ranks each looks at rank 0 and
     at its own neighbours, who look at it too, so that whoever falls silent is noticed at once by somebody who lives;
-    and at all ranks in turns, in which no more than `FULL_LOOK` ranks' worth of pages is read a second by each.
+    and at all ranks in turns, in which no more than `FULL_LOOK` ranks' worth of logs is read a second by each.
 """
 
 from __future__ import annotations
@@ -81,22 +81,7 @@ class StoreBoard:
         return self._store.get(key)
 
 
-class MemoryBoard:
-    """A board for the thread ranks of one process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def post(self, key: str, value: bytes) -> None:
-        """Set a key."""
-        self._values[key] = value
-
-    def read(self, key: str) -> bytes | None:
-        """A key's value, or None."""
-        return self._values.get(key)
-
-
-class _Diary:
+class _OperationLog:
     """What this rank issued: the last operations with their rolling digests."""
 
     def __init__(self) -> None:
@@ -104,18 +89,20 @@ class _Diary:
         self._digest = b""
         self._entries: deque[tuple[int, str, str]] = deque(maxlen=REMEMBERED)
 
-    def write(self, op: str, num_bytes: int, label: str) -> None:
+    def add(self, op: str, num_bytes: int, label: str) -> None:
+        """Note an operation that is about to be issued."""
         line = f"{op} of {num_bytes} bytes for {label or 'no unit'}"
         self._digest = hashlib.blake2b(self._digest + line.encode(), digest_size=8).digest()
         self._entries.append((self.count, self._digest.hex(), line))
         self.count += 1
 
-    def page(self) -> list[tuple[int, str, str]]:
+    def recent(self) -> list[tuple[int, str, str]]:
+        """The last `REMEMBERED` operations: number, digest of all up to it, and what it was."""
         return list(self._entries)
 
 
 def first_difference(one: list[tuple[int, str, str]], other: list[tuple[int, str, str]]) -> tuple[int, str, str] | None:
-    """The first place where two diaries have different operations: ``(place, one's, other's)``; None where none is.
+    """The first place where two logs have different operations: ``(place, one's, other's)``; None where none is.
 
     Digests roll, so all places after a difference differ; before it they agree.
     """
@@ -127,13 +114,13 @@ def first_difference(one: list[tuple[int, str, str]], other: list[tuple[int, str
 
 
 class _Watch:
-    """The thread beside one rank, its diary and the board."""
+    """The thread beside one rank, its log of operations and the board."""
 
     def __init__(
         self, rank: int, world_size: int, board: Board, on_fault: Callable[[str, bool], None], stall_s: float
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.diary = _Diary()
+        self.log = _OperationLog()
         self._board, self._on_fault, self._stall_s = board, on_fault, stall_s
         self._waiting_since: float | None = None
         self._last_pulse: dict[int, tuple[int, float]] = {}  # of each rank: its number, when it changed
@@ -223,22 +210,22 @@ class _Watch:
 
     def _post(self) -> None:
         self._pulse += 1
-        page = {"pulse": self._pulse, "count": self.diary.count, "page": self.diary.page()}
-        self._board.post(f"rank{self.rank}", json.dumps(page).encode())
+        posted = {"pulse": self._pulse, "count": self.log.count, "recent": self.log.recent()}
+        self._board.post(f"rank{self.rank}", json.dumps(posted).encode())
 
-    def _page_of(self, rank: int) -> list[tuple[int, str, str]]:
+    def _log_of(self, rank: int) -> list[tuple[int, str, str]]:
         posted = self._board.read(f"rank{rank}")
         if posted is None:
             return []
         content = json.loads(posted)
         if self._last_pulse.get(rank, (0, 0.0))[0] != content["pulse"]:
             self._last_pulse[rank] = (content["pulse"], time.monotonic())
-        return [tuple(entry) for entry in content["page"]]
+        return [tuple(entry) for entry in content["recent"]]
 
     def _divergence(self, ranks: list[int]) -> str | None:
-        own = self.diary.page()
+        own = self.log.recent()
         for rank in ranks:
-            difference = first_difference(self._page_of(rank), own) if rank != self.rank else None
+            difference = first_difference(self._log_of(rank), own) if rank != self.rank else None
             if difference is not None:
                 place, theirs, ours = difference
                 return (
@@ -250,7 +237,7 @@ class _Watch:
         now = time.monotonic()
         for rank in ranks:
             if rank != self.rank:
-                self._page_of(rank)
+                self._log_of(rank)
                 seen = self._last_pulse.setdefault(rank, (0, now))[1]
                 if now - seen > LOST_AFTER_S:
                     return f"rank {rank} has not answered for {LOST_AFTER_S:.0f} s: it is stopped or lost"
@@ -270,7 +257,7 @@ class _Watch:
                     return fault
             silent = [rank for rank, pulse in self._heard_of(near).items() if pulse == before[rank]]
             if silent:
-                return self._tell_those_further_off(self._obituary(silent[0]))
+                return self._tell_those_further_off(self._line_of_lost(silent[0]))
             return self._told_from_further_off()
         except (RuntimeError, OSError):
             return "rank 0, or the launcher, is gone: the store that it kept does not answer"
@@ -294,12 +281,14 @@ class _Watch:
         """The number of the last pulse of these ranks, this one left out."""
         others = [rank for rank in ranks if rank != self.rank]
         for rank in others:
-            self._page_of(rank)
+            self._log_of(rank)
         return {rank: self._last_pulse.get(rank, (0, 0.0))[0] for rank in others}
 
-    def _obituary(self, rank: int) -> str:
-        page = self._page_of(rank)
-        last = f"; when it was last heard of, it had issued {page[-1][2]} as operation {page[-1][0]}" if page else ""
+    def _line_of_lost(self, rank: int) -> str:
+        recent = self._log_of(rank)
+        last = (
+            f"; when it was last heard of, it had issued {recent[-1][2]} as operation {recent[-1][0]}" if recent else ""
+        )
         return f"rank {rank} is gone{last}; see what it printed"
 
     def close(self) -> None:
@@ -350,7 +339,7 @@ class SentinelCommunicator(Wrapper):
     def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
         """Note an operation and issue it."""
         num_bytes = 0 if whole is None else whole.numel() * whole.element_size()
-        self._watch.diary.write(f"{op} {detail}".rstrip(), num_bytes, current_scope())
+        self._watch.log.add(f"{op} {detail}".rstrip(), num_bytes, current_scope())
         with self.waiting():
             return _WatchedWork(issue(), self)
 

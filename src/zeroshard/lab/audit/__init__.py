@@ -1,1 +1,1 @@
-"""What strategies and optimizers do, held against one process."""
+"""What optimizers do to pieces of tensors, held against one process."""

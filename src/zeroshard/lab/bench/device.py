@@ -286,16 +286,21 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
     )
     if world == 1 or not comm:
         return Calibration(device)
+    return Calibration(device, _link_of(middle, world, comm, device))
+
+
+def _link_of(middle: Mapping[str, float], world: int, comm: str, device: Device) -> Link:
+    """The link that collectives of ``comm`` among ``world`` ranks show; ``middle``: median seconds by measurement."""
     collectives: dict[str, tuple[float, float]] = {}
     beside: dict[str, tuple[float, float]] = {}
     sizes = list(SIZES.values())
     for op in OPS:
         collectives[op] = fitted(sizes, [middle[f"{comm} {op} {size}"] for size in SIZES])
-        if device_type == "cpu":
+        if device.device_type == "cpu":
             # Where computation hid it all, the difference of two times may come out below 0.
             beside[op] = fitted(sizes, [max(middle[f"{comm} {op} {size} beside"], 0.0) for size in SIZES])
     constant, s_per_byte = collectives["all_gather"]
-    link = Link(
+    return Link(
         name=f"{comm} among {world} ranks",
         latency_s=constant / (world - 1),
         bytes_per_s=(world - 1) / world / max(s_per_byte, 1e-15),
@@ -306,7 +311,6 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
         collectives=collectives,
         beside=beside,
     )
-    return Calibration(device, link)
 
 
 def _rows(found: Mapping[str, Any], world: int) -> list[Row]:

@@ -24,9 +24,10 @@ class Case:
     """One operation at one size.
 
     Attributes:
-        bytes: that must move, by mode; a mode that is not there is not measured.
-        inputs: makes fresh tensors.
-        call: (kernels, inputs) -> outputs; ``kernels`` as in `zeroshard.kernels.choose`.
+        bytes: that must move through memory, by mode (``forward``, ``backward``, ``both``); a mode that is not there
+            is not measured.
+        inputs: makes fresh tensors on `DEVICE`, of ``shape`` and ``dtype``.
+        call: (kernels, *inputs) -> outputs; ``kernels`` as in `zeroshard.kernels.choose`, or a name of ``contestants``.
         wanted: indices of the inputs that get a gradient.
         contestants: names, the first of which the others are held against.
     """

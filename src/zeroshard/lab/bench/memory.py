@@ -53,21 +53,10 @@ def run(
         for stage in stages:
             found = _rows(name, stage, world, rank, DTYPES[dtype], seq_len, micro_batch_size, torch.device(device))
             rows += found
-            after_step, peak = found[POINTS.index("after_step")], found[-1]["by_category"]
-            parts = {category: after_step[category]["measured"] for category in STATE if category in after_step}
-            parts |= {category: num_bytes for category, num_bytes in peak.items() if category not in STATE}
-            drawn += [
-                {"model": name, "stage": stage, "category": category, "num_bytes": num_bytes}
-                for category, num_bytes in parts.items()
-                if num_bytes
-            ]
-    columns = [
-        Column("model", "model"),
-        Column("stage", "stage"),
-        Column("point", "point"),
-        *(Column(category, category, _beside) for category in (*STATE[:4], "all")),
-        Column("note", ""),
-    ]
+            drawn += _drawn(found)
+    columns = [Column(name, name) for name in ("model", "stage", "point")]
+    columns += [Column(category, category, _beside) for category in (*STATE[:4], "all")]
+    columns.append(Column("note", ""))
     charts = [
         Chart(
             f"{model}, rank {rank} of {world}: state, and what comes on top at the peak",
@@ -85,6 +74,15 @@ def run(
     exact = sum(not row["note"] for row in points)
     note = f"MiB; {exact} of {len(points)} points as predicted, to the byte"
     return Report("memory", rows, columns, charts, facts, [note], drawn)
+
+
+def _drawn(found: list[Row]) -> list[Row]:
+    """The bars of one model at one stage: its state after a step, and what comes on top of it at the peak."""
+    after_step, peak = found[POINTS.index("after_step")], found[-1]
+    parts = {category: after_step[category]["measured"] for category in STATE if category in after_step}
+    parts |= {name: num_bytes for name, num_bytes in peak["by_category"].items() if name not in STATE}
+    shared = {"model": peak["model"], "stage": peak["stage"]}
+    return [shared | {"category": name, "num_bytes": num_bytes} for name, num_bytes in parts.items() if num_bytes]
 
 
 def predicted_points(

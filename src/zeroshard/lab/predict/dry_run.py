@@ -99,12 +99,26 @@ def dry_run(
     make = optimizer or (lambda zero: [zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)])
     optimizers = make(zero)
     given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs(micro_batch))
-    start = zero.memory_bytes()
-    before_update = after_update = start
+    recorder = AllocationRecorder(zero.holdings).follow(model, optimizers[0]) if record else None
+    return _measured(zero, comm, model, optimizers, given, num_micro, num_steps, device, recorder)
+
+
+def _measured(
+    zero: Zero,
+    comm: ObservedCommunicator,
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    given: tuple[Any, ...],
+    num_micro: int,
+    num_steps: int,
+    device: torch.device,
+    recorder: AllocationRecorder | None,
+) -> Measured:
+    """Take the steps and measure them; ``recorder`` follows allocations, where they are to be followed."""
+    start = before_update = after_update = zero.memory_bytes()
     seconds: list[float] = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    recorder = AllocationRecorder(zero.holdings).follow(model, optimizers[0]) if record else None
     with recorder or nullcontext():
         for _ in range(num_steps):
             comm.drain()

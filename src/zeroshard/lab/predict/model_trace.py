@@ -197,6 +197,7 @@ class _Unit:
         self.params = spec.params
 
     def trained_groups(self) -> list[Any]:
+        """As `Unit.trained_groups`: here each trained parameter stands for a group."""
         return [param for _, param in self.params if param.requires_grad]
 
 
@@ -224,6 +225,7 @@ class _Log:
     # -- what happens -----------------------------------------------------------------------------------------
 
     def heard(self, storage: int, change: int) -> None:
+        """A storage has grown by ``change`` bytes, or shrunk."""
         self._entries.append((storage, change))
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

@@ -158,7 +158,7 @@ def operation_s(work: Work, device: Device) -> tuple[float, str]:
     return longest, limit
 
 
-class _Flight:
+class _Running:
     """A collective under way."""
 
     def __init__(self, issue: Issue, seconds: float, slowing_s: float) -> None:
@@ -177,8 +177,8 @@ class _Clock:
         self._compute_s = self._comm_s = self._exposed_s = 0.0
         self._bound: defaultdict[str, float] = defaultdict(float)
         self._exposed_by: defaultdict[str, float] = defaultdict(float)
-        self._streams: dict[bool, deque[_Flight]] = {False: deque(), True: deque()}  # by whether replicas talk
-        self._flights: dict[int, _Flight] = {}
+        self._streams: dict[bool, deque[_Running]] = {False: deque(), True: deque()}  # by whether replicas talk
+        self._running: dict[int, _Running] = {}
         self._known: dict[int, tuple[tuple[Work, ...], float, Mapping[str, float]]] = {}
         self._spans: list[TimedSpan] = []
 
@@ -238,31 +238,31 @@ class _Clock:
         seconds = self._cluster.collective_s(
             message.op, message.num_bytes, message.world_size, replicas=action.replicas
         )
-        flight = _Flight(action, seconds, self._cluster.slowing_s(message))
-        flight.start_s = self._now  # later if others are before it
-        self._flights[action.number] = flight
-        self._streams[action.replicas].append(flight)
+        running = _Running(action, seconds, self._cluster.slowing_s(message))
+        running.start_s = self._now  # later if others are before it
+        self._running[action.number] = running
+        self._streams[action.replicas].append(running)
         self._comm_s += seconds
 
     def _wait(self, action: Wait) -> None:
-        flight = self._flights.pop(action.number, None)
-        if flight is None:
+        running = self._running.pop(action.number, None)
+        if running is None:
             return  # a collective of one rank
-        stream = self._streams[flight.issue.replicas]
+        stream = self._streams[running.issue.replicas]
         held = 0.0
-        if flight in stream:
-            before = list(stream)[: stream.index(flight) + 1]
+        if running in stream:
+            before = list(stream)[: stream.index(running) + 1]
             held = sum(each.left * each.seconds for each in before)
         if held:
             start = self._now
-            kind = self._expose(flight, action.phase, held)
+            kind = self._expose(running, action.phase, held)
             self._pass(held, computing=False)
             self._note("wait", action.unit, action.phase, kind, start, self._now)
 
-    def _expose(self, flight: _Flight, phase: str, seconds: float) -> str:
-        """Count ``seconds`` without computation for ``flight``, under the name that is returned."""
-        message = flight.issue.message
-        kind = message.buffer if flight.issue.control else f"{message.buffer}/{message.phase}/{phase}"
+    def _expose(self, running: _Running, phase: str, seconds: float) -> str:
+        """Count ``seconds`` without computation for ``running``, under the name that is returned."""
+        message = running.issue.message
+        kind = message.buffer if running.issue.control else f"{message.buffer}/{message.phase}/{phase}"
         if seconds:
             self._exposed_by[kind] += seconds
             self._exposed_s += seconds
@@ -274,17 +274,17 @@ class _Clock:
         for stream in self._streams.values():
             at = self._now
             while stream:
-                flight = stream[0]
-                whole = flight.beside_s if computing else flight.seconds
-                over = at + flight.left * whole
+                running = stream[0]
+                whole = running.beside_s if computing else running.seconds
+                over = at + running.left * whole
                 if over > end + 1e-12:  # of a second: rounding leaves no crumbs
-                    flight.left -= (end - at) / whole
+                    running.left -= (end - at) / whole
                     break
-                at, flight.left = over, 0.0
-                message = flight.issue.message
+                at, running.left = over, 0.0
+                message = running.issue.message
                 name = f"{message.op} {message.buffer}/{message.phase}"
-                issue = flight.issue
-                self._note("comm", issue.unit, issue.phase, name, flight.start_s, at, message.num_bytes)
+                issue = running.issue
+                self._note("comm", issue.unit, issue.phase, name, running.start_s, at, message.num_bytes)
                 stream.popleft()
                 if stream:
                     stream[0].start_s = max(stream[0].start_s, at)

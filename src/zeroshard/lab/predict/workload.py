@@ -159,17 +159,8 @@ def language_model(
         model = build_model(name, overrides={**overrides, "seq_len": config.seq_len}, kernels=kernels)
     model.eos_id = 0 if document_mask else None
     model.check_seq_len(length)
-    return Workload(
-        model,
-        label or name,
-        list(model.blocks),
-        tokens_and_targets(length),
-        length,
-        precision,
-        known_optimizer(optimizer),
-        kernels,
-        ours=True,
-    )
+    make, known = tokens_and_targets(length), known_optimizer(optimizer)
+    return Workload(model, label or name, list(model.blocks), make, length, precision, known, kernels, ours=True)
 
 
 def workload_of(
@@ -204,25 +195,14 @@ def workload_of(
     if isinstance(model, LanguageModel):
         length = model.config.seq_len if seq_len is None else seq_len
         model.check_seq_len(length)
-        chosen = list(model.blocks) if chosen is None else chosen
-        make = inputs or tokens_and_targets(length)
-        return Workload(
-            model,
-            type(model).__name__,
-            chosen,
-            make,
-            length,
-            precision,
-            known_optimizer(optimizer),
-            model.kernels,
-            ours=inputs is None and units is None,
-        )
+        chosen, ours = list(model.blocks) if chosen is None else chosen, inputs is None and units is None
+        make, known = inputs or tokens_and_targets(length), known_optimizer(optimizer)
+        return Workload(model, type(model).__name__, chosen, make, length, precision, known, model.kernels, ours=ours)
     if inputs is None:
         what = f"a {type(model).__name__} is no language model of ours"
         raise UserError("inputs", what, "give inputs=lambda rows: (tensor, ...), the arguments of one micro-batch")
-    return Workload(
-        model, type(model).__name__, chosen, inputs, seq_len or 1, precision, known_optimizer(optimizer), kernels
-    )
+    known = known_optimizer(optimizer)
+    return Workload(model, type(model).__name__, chosen, inputs, seq_len or 1, precision, known, kernels)
 
 
 def _require_trainable(model: object) -> None:

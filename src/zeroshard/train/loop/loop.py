@@ -10,20 +10,16 @@ Steps are counted by how many are done: the first record has ``step`` 1, and ``s
 from __future__ import annotations
 
 import gc
-import hashlib
-import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from math import inf
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zeroshard import garbage
 from zeroshard.comm import CONTROL, scope
@@ -31,12 +27,12 @@ from zeroshard.comm.wrappers.sentinel import peer_error_of
 from zeroshard.errors import ExitStatus, FirstRankStorageError, is_of_storage, is_out_of_memory, storage_line
 from zeroshard.launch.environment import World, world_from_env
 from zeroshard.launch.leaving import end_as_peer_lost, end_at_once
-from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.diagnose import first_not_finite
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.saving import Saving
 from zeroshard.train.loop.signals import stop_signals_noted
+from zeroshard.train.loop.step import backward, step_seed, take_step
 from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.loop.watchdog import PATIENCE_S, Alive, Watchdog
 from zeroshard.train.records.plan_contract import Contract, Predict
@@ -45,14 +41,6 @@ from zeroshard.train.setup.auto import ChooseStage, move_up
 from zeroshard.train.setup.build import built
 
 TIME_TO_SPEAK_S = 1.0
-
-
-@dataclass(frozen=True)
-class _Health:
-    """What all ranks know of a step before they take it."""
-
-    loss: float
-    stop: ExitStatus
 
 
 def run_training(config: TrainConfig, choose_stage: ChooseStage | None = None, predict: Predict | None = None) -> int:
@@ -141,10 +129,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
     ema_val_loss: float | None = None
     loss, started = None, perf_counter()
     step_s: list[float] = []
-    if step >= schedule.max_steps > 0:
-        if run.strategy.comm.rank == 0:
-            what = f"step {step} of {schedule.max_steps} is done, and nothing is left to do"
-            print(f"resume: {what}; give a larger --max-steps to go on", file=sys.stderr, flush=True)
+    if _is_done(run):
         return status
     _tell(run, lambda observer: observer.on_start(_start_info(run)))
     if step == 0 and schedule.eval_interval:
@@ -157,12 +142,8 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
             garbage.as_ever()
         _tell(run, lambda observer, record=record: observer.on_step(record))
         saving.poll()
-        if run.guard.given_up or (run.scaler and run.scaler.exhausted):
-            _complain(run, record)
-            status = ExitStatus.NOT_FINITE
-            break
-        if run.contract and run.contract.enforce and _broken(run, run.contract):
-            status = ExitStatus.CHECK_FAILED
+        status = _verdict(run, record)
+        if status != ExitStatus.OK:
             break
         step, loss, status = step + 1, record.loss, stop
         step_s.append(record.step_s)
@@ -187,103 +168,30 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         "last_checkpoint_step": saving.saved_at,
         "wall_s": perf_counter() - started,
         **_measured(run, step_s),
-        **({"link": run.link} if run.link else {}),
     }
     _tell(run, lambda observer: observer.on_end(summary))
     return status
 
 
-def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[StepRecord, ExitStatus]:
-    """One optimizer step, number ``step`` from 0; where `run.guard` says so, all ranks skip its update together.
-
-    Data go on then, the learning rate does not: it belongs to the steps that were taken.
-
-    Returns:
-        The record, the same on every rank but for times and memory, and the status to stop with: OK to go on.
-    """
-    strategy, schedule, scaler, guard = run.strategy, run.schedule, run.scaler, run.guard
-    start, span = perf_counter(), run.clock.span
-    torch.manual_seed(_step_seed(schedule.seed, step, strategy.comm.rank))
-    loss_scale = scaler.scale if scaler else None
-    lr = run.learning_rate(step - guard.num_skipped)
-    for group in strategy.optimizer.param_groups:
-        group["lr"] = lr
-    health = _agree(run, _backward(run, step), stop_wanted())
-    finite = scaler.unscale_(strategy.optimizer) if scaler else True
-    # The norm is wanted in every record; infinity as the limit measures and clips nothing.
-    with span("clip"):
-        grad_norm = float(strategy.clip_grad_norm_(schedule.grad_clip or inf)) if finite else inf
-    verdict = guard.judge(health.loss, grad_norm, overflow=not finite)
-    if verdict == "taken":
-        with span("update"):
-            strategy.optimizer.step()
-            if strategy.ema is not None:
-                strategy.ema.update()
-    if scaler:
-        scaler.update()
-    memory_bytes = strategy.memory_bytes()  # here all of it is alive at once
-    strategy.optimizer.zero_grad()
-    step_s = perf_counter() - start
-    tokens_per_s = run.tokens_per_step / step_s
-    traffic = run.comm.totals() if run.comm else {}
-    exposed_s = run.comm.exposed.take() if run.comm and run.comm.world_size > 1 else {}
-    records = run.comm.drain() if run.comm else []
-    if run.contract:
-        run.contract.see(step + 1, records, memory_bytes, taken=verdict == "taken")
-    if run.measures:
-        run.measures.see(records, exposed_s)
-    devices, peak = strategy.comm.world_size, run.peak_flops_per_s
-    flops, again = run.num_flops_per_token, run.num_recomputed_flops_per_token
-    record = StepRecord(
-        step=step + 1,
-        loss=health.loss,
-        grad_norm=grad_norm,
-        lr=lr,
-        step_s=step_s,
-        tokens=run.tokens_at(step + 1),
-        tokens_per_s=tokens_per_s,
-        mfu=model_flops_utilisation(tokens_per_s, flops, devices, peak),
-        hfu=hardware_flops_utilisation(tokens_per_s, flops, again, devices, peak) if again else None,
-        memory_bytes=memory_bytes,
-        comm=traffic,
-        skipped=verdict != "taken",
-        why_skipped="" if verdict == "taken" else verdict,
-        num_skipped=guard.num_skipped,
-        loss_scale=loss_scale,
-        exposed_s=exposed_s,
-        spans_s=run.clock.take(),
-    )
-    return record, health.stop
+def _is_done(run: Run) -> bool:
+    """Whether a resumed run has no steps left, which rank 0 then says."""
+    step, max_steps = run.first_step, run.schedule.max_steps
+    if not step >= max_steps > 0:
+        return False
+    if run.strategy.comm.rank == 0:
+        what = f"step {step} of {max_steps} is done, and nothing is left to do"
+        print(f"resume: {what}; give a larger --max-steps to go on", file=sys.stderr, flush=True)
+    return True
 
 
-def _backward(run: Run, step: int) -> Tensor:
-    """Forward and backward over this rank's micro-batches; returns the mean of their losses, 0-dim."""
-    num_micro = run.schedule.grad_accum_steps
-    total = torch.zeros((), dtype=torch.float64, device=run.device)  # stays there: reading it would stop the host
-    span = run.clock.span
-    for micro_step in range(num_micro):
-        with span("data"):
-            tokens_BT, targets_BT = (x.to(run.device, non_blocking=True) for x in run.batches(step, micro_step))
-        with run.strategy.micro_batch(last=micro_step == num_micro - 1):
-            with span("forward"):
-                loss = run.strategy.model(tokens_BT, targets_BT)
-            with span("backward"):
-                (run.scaler.scale_loss(loss / num_micro) if run.scaler else loss / num_micro).backward()
-        total += loss.detach().to(total)
-    return total / num_micro
-
-
-def _agree(run: Run, loss: Tensor, stop: int) -> _Health:
-    """The mean loss over ranks, and whether any of them wants to stop and why: one message of 24 bytes."""
-    preempted = stop == signal.SIGUSR1
-    wishes = loss.new_tensor([float(preempted), float(bool(stop) and not preempted)])
-    message = torch.cat([loss.view(1), wishes]).to(run.strategy.comm.control_device)
-    with scope(CONTROL):
-        run.strategy.comm.all_reduce(message).wait()
-    mean_loss, num_preempted, num_terminated = (message / run.strategy.comm.world_size).tolist()
-    if num_terminated:
-        return _Health(mean_loss, ExitStatus.TERMINATED)
-    return _Health(mean_loss, ExitStatus.PREEMPTED if num_preempted else ExitStatus.OK)
+def _verdict(run: Run, record: StepRecord) -> ExitStatus:
+    """OK, or why all ranks end after this step; whoever has to say something of it says it. Collective."""
+    if run.guard.given_up or (run.scaler and run.scaler.exhausted):
+        _complain(run, record)
+        return ExitStatus.NOT_FINITE
+    if run.contract and run.contract.enforce and _broken(run, run.contract):
+        return ExitStatus.CHECK_FAILED
+    return ExitStatus.OK
 
 
 def _evaluate(
@@ -328,17 +236,11 @@ def _measured(run: Run, step_s: list[float]) -> dict[str, Any]:
         peak = run.measures.peak_bytes if run.measures else None
         settled = step_s[1:] or step_s  # the first step warms up
         found["plan"] = run.contract.report(peak, median(settled) if settled else None)
-    return found
+    return {**found, "link": run.link} if run.link else found
 
 
 def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-def _step_seed(seed: int, step: int, rank: int) -> int:
-    """Seeds dropout: another one for each step and rank, with nothing to save for a resumed run."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
 
 
 def _start_info(run: Run) -> dict[str, Any]:
@@ -365,8 +267,8 @@ def _tell(run: Run, call: Callable[[Observer], None]) -> None:
 def _complain(run: Run, record: StepRecord) -> None:
     """Say on rank 0 why the run is given up, and which module was the first to go wrong; collective."""
     step = record.step - 1
-    torch.manual_seed(_step_seed(run.schedule.seed, step, run.strategy.comm.rank))
-    origin = first_not_finite(run.strategy.model, run.strategy.comm, lambda: _backward(run, step))
+    torch.manual_seed(step_seed(run.schedule.seed, step, run.strategy.comm.rank))
+    origin = first_not_finite(run.strategy.model, run.strategy.comm, lambda: backward(run, step))
     run.strategy.optimizer.zero_grad()
     if run.strategy.comm.rank == 0:
         scale = "" if record.loss_scale is None else f" at a loss scale of {record.loss_scale:g}"

@@ -28,7 +28,7 @@ from zeroshard.profiling.memory import (
     in_order,
     reconciled,
 )
-from zeroshard.profiling.overlap import Flight, overlap, under_way
+from zeroshard.profiling.overlap import TimedOperation, overlap, under_way
 from zeroshard.profiling.trace import RankTrace, clock_offsets, merge_files
 from zeroshard.train.config.sections import ProfileConfig
 
@@ -67,7 +67,7 @@ class Measures:
         self._points = ThreePoints(strategy.optimizer, strategy.memory_bytes)
         self._peak: dict[str, Any] = {}
         self._trace: RankTrace | None = None
-        self._flights: list[Flight] = []  # of the steps that are traced
+        self._operations: list[TimedOperation] = []  # of the steps that are traced
         self._total_s: defaultdict[str, float] = defaultdict(float)
         self._exposed_s: defaultdict[str, float] = defaultdict(float)
         self._num_steps = self._num_timed = 0
@@ -92,13 +92,13 @@ class Measures:
 
     def see(self, records: Iterable[CommRecord], exposed_s: dict[str, float]) -> None:
         """What a step sent, and how long computation stood still for it; the first step warms up and is left out."""
-        flights = [Flight(r.label, r.issued_at_s, r.ended_at_s) for r in records if r.ended_at_s is not None]
+        operations = [TimedOperation(r.label, r.issued_at_s, r.ended_at_s) for r in records if r.ended_at_s is not None]
         if self._trace is not None:
-            self._flights += flights
+            self._operations += operations
         if self._num_steps <= 1 or self._comm is None or not self._comm.timed:
             return
         self._num_timed += 1
-        for label, seconds in under_way(flights).items():
+        for label, seconds in under_way(operations).items():
             self._total_s[label] += seconds
         for label, seconds in exposed_s.items():
             self._exposed_s[label] += seconds
@@ -153,8 +153,8 @@ class Measures:
         comm = self._strategy.comm
         self._folder.mkdir(parents=True, exist_ok=True)
         paths = {rank: self._folder / f"rank-{rank:05}.json" for rank in range(comm.world_size)}
-        trace.stop(paths[comm.rank], self._flights)
-        self._flights = []
+        trace.stop(paths[comm.rank], self._operations)
+        self._operations = []
         offsets = self._clock_offsets()  # whose barriers come after every rank has written
         if comm.rank == 0:
             merge_files(paths, self._folder / "trace.json", offsets)

@@ -38,7 +38,7 @@ class Saving:
             Keep(schedule.keep_checkpoints, schedule.keep_every),
             background=schedule.checkpoint_async,
             before_commit=run.require_folder,
-            lend=True,
+            in_place=True,
             on_progress=self.alive,
         )
         self._hook = run.strategy.optimizer.register_step_pre_hook(lambda *_: self.settle())

@@ -5,6 +5,7 @@ Nothing here touches a run folder: training, evaluation and planning build the s
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,12 @@ def check_shard_size(config: TrainConfig, world_size: int) -> None:
         sizes = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
         what = f"{config.shard_size} does not divide a world of {world_size}"
         raise UserError("shard_size", what, f"choose one of {sizes}, or 0 for all ranks")
+
+
+def _check_vocab_size(config: TrainConfig, vocab_size: int) -> None:
+    if 0 < config.model.vocab_size < vocab_size:
+        what = f"{config.model.vocab_size} is below the {vocab_size} ids of the tokens"
+        raise UserError("model.vocab_size", what, "use tokens made for this model, or 0 for a vocabulary of their size")
 
 
 def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str) -> LanguageModel:
@@ -117,9 +124,7 @@ def sharded(
     Raises:
         UserError: the model has fewer ids than ``vocab_size``, or ranks have different models.
     """
-    if 0 < config.model.vocab_size < vocab_size:
-        what = f"{config.model.vocab_size} is below the {vocab_size} ids of the tokens"
-        raise UserError("model.vocab_size", what, "use tokens made for this model, or 0 for a vocabulary of their size")
+    _check_vocab_size(config, vocab_size)
     from_meta = strategy_entry(config.strategy).from_meta
     model = make_model(config, vocab_size, "meta")
     if not from_meta:
@@ -129,21 +134,13 @@ def sharded(
         compile_blocks(model.blocks, config.compile_backend, device)
 
     agree_on(comm, model_facts(model))
-
-    def groups(module: nn.Module) -> list[dict[str, Any]]:
-        if config.optimizer == "muon":
-            blocks = {id(block) for block in model.blocks}
-            names = [name for name, each in module.named_modules() if id(each) in blocks]
-            return muon_groups(module.named_parameters(), config.weight_decay, names)
-        return decay_groups(module.named_parameters(), config.weight_decay)
-
     optimizer_cls, optimizer_kwargs = _optimizer(config, device)
     setup = Setup(
         model=model,
         units=list(model.blocks),
         comm=comm,
         optimizer_cls=optimizer_cls,
-        param_groups=groups,
+        param_groups=partial(_param_groups, config, model.blocks),
         optimizer_kwargs=optimizer_kwargs,
         compute_dtype=DTYPES[config.dtype],
         init=(InitialValues(model) if draw else loaded_later) if from_meta else None,
@@ -153,6 +150,15 @@ def sharded(
         ema_decay=config.ema_decay or None,
     )
     return model, build_strategy(config.strategy, setup)
+
+
+def _param_groups(config: TrainConfig, blocks: nn.ModuleList, module: nn.Module) -> list[dict[str, Any]]:
+    """The groups of ``module``'s parameters, which a strategy may have wrapped; ``blocks`` are in it somewhere."""
+    if config.optimizer != "muon":
+        return decay_groups(module.named_parameters(), config.weight_decay)
+    wanted = {id(block) for block in blocks}
+    names = [name for name, each in module.named_modules() if id(each) in wanted]
+    return muon_groups(module.named_parameters(), config.weight_decay, names)
 
 
 def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -106,7 +106,7 @@ def build_run(
     require_trackers(config.track)
     check_shard_size(config, comm.world_size)
     describe(device, config.kernels)  # refuses what cannot be had
-    grad_accum_steps = accumulation_steps(config, comm.world_size)
+    accumulation_steps(config, comm.world_size)  # likewise
     if comm.rank == 0 and config.shortened_warmup:
         print(config.shortened_warmup, file=sys.stderr, flush=True)
     folder = Path(config.out)
@@ -117,7 +117,7 @@ def build_run(
         first_rank_does(comm, lambda: locks.append(claim_folder(folder, resuming=resuming)))
         lock = locks[0] if locks else None
         with checkpoint.parsed_once():
-            run = _build_in(folder, config, comm, device, grad_accum_steps, lock, choose_stage, predict)
+            run = _build_in(folder, config, comm, device, lock, choose_stage, predict)
         undo.pop_all()
     return run
 
@@ -127,15 +127,16 @@ def _build_in(
     config: TrainConfig,
     comm: Communicator,
     device: torch.device,
-    grad_accum_steps: int,
     lock: RunLock | None,
     choose_stage: ChooseStage | None,
     predict: Predict | None,
 ) -> Run:
+    """Build this rank's part in a folder that is this run's. Collective."""
+    schedule = _schedule(config, comm.world_size)
     resume_from = resume.choose(comm, config.resume, checkpoint_folder(folder))
     if resume_from is not None:
         config = resume.with_same_evaluation(saved_run(resume_from), config)
-    corpus = open_corpus(config, comm, grad_accum_steps)
+    corpus = open_corpus(config, comm, schedule.grad_accum_steps)
     observed = ObservedCommunicator(comm, timed=config.profile.overlap or config.profile.trace_steps > 0)
     as_given, stage = config, None
     eos_id = separating_id(config, corpus.eos_id)
@@ -144,79 +145,79 @@ def _build_in(
         config = config.model_copy(update={"strategy": f"zero{stage}"})
     model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=resume_from is None)
     scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
-    guard = StepGuard(config.optim.max_not_finite, config.optim.skip_spikes)
-    first_step = first_token = 0
-    tokens_per_step = config.micro_batch_size * grad_accum_steps * comm.world_size * config.seq_len
-    if resume_from is not None:
-        load = partial(_load, resume_from, strategy, scaler, guard, verified=config.resume == "auto")
-        first_step, first_token = _resume(resume_from, config, corpus, comm, load, tokens_per_step)
-        if config.resume != "auto":
-            first_rank_does(comm, partial(resume.leave_branch, checkpoint_folder(folder), first_step))
-    describe = partial(describe_run, folder, as_given, corpus)
-    first_rank_does(comm, describe)
-    observers: list[Observer] = []  # rank 0's
-    first_rank_does(comm, lambda: observers.extend(_observers(config, folder)))
-    observed.drain()
-
-    measures = Measures(config.profile, strategy, observed, _named_units(strategy), folder, device)
-    saves = isinstance(strategy.optimizer, FusedAdamW)
-    shapes = _shapes(config, corpus.vocab_size, eos_id)
-    contract = contract_of(config, shapes, observed, device, grad_accum_steps, predict, saves)
-    return Run(
+    run = Run(
         strategy=strategy,
         batches=corpus.batches,
         data_position=corpus.position,
         eval_batches=corpus.eval_batches,
         learning_rate=partial(learning_rate, **resume.schedule_of(config.model_dump())),
-        schedule=_schedule(config, grad_accum_steps),
-        observers=observers,
+        schedule=schedule,
+        observers=(),
         folder=folder,
         device=device,
-        tokens_per_step=tokens_per_step,
-        num_flops_per_token=model.num_flops_per_token(config.seq_len),
-        num_recomputed_flops_per_token=model.num_recomputed_flops_per_token(config.seq_len),
-        peak_flops_per_s=_peak_flops_per_s(config.dtype, device),
-        first_step=first_step,
-        first_token=first_token,
+        tokens_per_step=config.micro_batch_size * schedule.grad_accum_steps * comm.world_size * config.seq_len,
         scaler=scaler,
-        guard=guard,
+        guard=StepGuard(config.optim.max_not_finite, config.optim.skip_spikes),
         config=config.model_dump(mode="json"),
         stage=stage,
         comm=observed,
-        kernels=serving(config, model, strategy, device),
         data_sha256=corpus.sha256,
         lock=lock,
-        describe=describe,
+        describe=partial(describe_run, folder, as_given, corpus),
         clock=Clock(device),
-        measures=measures,
-        contract=contract,
-        about=about_run(
-            config, folder, shapes, corpus, comm, device, grad_accum_steps, first_step, chosen=stage is not None
-        ),
         release=corpus.close,
+    )
+    if resume_from is not None:
+        run = _resumed(run, resume_from, config, corpus, comm)
+    return _with_records(run, config, corpus, model, comm, predict)
+
+
+def _with_records(
+    run: Run,
+    config: TrainConfig,
+    corpus: Corpus,
+    model: LanguageModel,
+    comm: Communicator,
+    predict: Predict | None,
+) -> Run:
+    """The run with all that it writes, prints and measures of itself; its folder is described. Collective."""
+    first_rank_does(comm, run.describe)
+    observers: list[Observer] = []  # rank 0's
+    first_rank_does(comm, lambda: observers.extend(_observers(config, run.folder)))
+    observed = run.comm
+    assert observed is not None
+    observed.drain()
+
+    strategy, device, num_micro = run.strategy, run.device, run.schedule.grad_accum_steps
+    shapes = _shapes(config, corpus.vocab_size, separating_id(config, corpus.eos_id))
+    chosen = run.stage is not None
+    saves = isinstance(strategy.optimizer, FusedAdamW)
+    return replace(
+        run,
+        observers=observers,
+        num_flops_per_token=model.num_flops_per_token(config.seq_len),
+        num_recomputed_flops_per_token=model.num_recomputed_flops_per_token(config.seq_len),
+        peak_flops_per_s=_peak_flops_per_s(config.dtype, device),
+        kernels=serving(config, model, strategy, device),
+        measures=Measures(config.profile, strategy, observed, _named_units(strategy), run.folder, device),
+        contract=contract_of(config, shapes, observed, device, num_micro, predict, saves),
+        about=about_run(config, run.folder, shapes, corpus, comm, device, num_micro, run.first_step, chosen=chosen),
     )
 
 
-def _resume(
-    path: Path,
-    config: TrainConfig,
-    corpus: Corpus,
-    comm: Communicator,
-    load: Callable[[], int],
-    tokens_per_step: int,
-) -> tuple[int, int]:
-    """Go on from a checkpoint, if the run may have changed as it has: the first step and the first token. Collective.
-
-    ``load`` gives the training state, and returns the step that comes next.
-    """
+def _resumed(run: Run, path: Path, config: TrainConfig, corpus: Corpus, comm: Communicator) -> Run:
+    """The run as of the checkpoint at ``path``, if its settings may have changed as they have. Collective."""
     saved = saved_run(path)
     now = config.model_dump(mode="json")
-    changes = resume.check_changes(saved, now, tokens_per_step, corpus.sha256, corpus.earlier_sha256)
-    first_step = load()
+    changes = resume.check_changes(saved, now, run.tokens_per_step, corpus.sha256, corpus.earlier_sha256)
+    first_step = _load(path, run.strategy, run.scaler, run.guard, verified=config.resume == "auto")
     position = saved.get("position", {})
     corpus.go_on(position.get("stream"), first_step)
     resume.say_start(comm, path, changes)
-    return first_step, position.get("tokens", first_step * tokens_per_step)
+    if config.resume != "auto":
+        first_rank_does(comm, partial(resume.leave_branch, checkpoint_folder(run.folder), first_step))
+    first_token = position.get("tokens", first_step * run.tokens_per_step)
+    return replace(run, first_step=first_step, first_token=first_token)
 
 
 def _load(path: Path, strategy: Strategy, scaler: LossScaler | None, guard: StepGuard, *, verified: bool) -> int:
@@ -239,7 +240,7 @@ def _load(path: Path, strategy: Strategy, scaler: LossScaler | None, guard: Step
         raise UserError("resume", f"{path}: {error}", todo) from None
 
 
-def _schedule(config: TrainConfig, grad_accum_steps: int) -> Schedule:
+def _schedule(config: TrainConfig, world_size: int) -> Schedule:
     return Schedule(
         max_steps=config.max_steps,
         grad_clip=config.grad_clip,
@@ -248,7 +249,7 @@ def _schedule(config: TrainConfig, grad_accum_steps: int) -> Schedule:
         checkpoint_async=config.checkpoint_async,
         keep_checkpoints=config.keep_checkpoints,
         keep_every=config.keep_every,
-        grad_accum_steps=grad_accum_steps,
+        grad_accum_steps=accumulation_steps(config, world_size),
         seed=config.seed,
     )
 

@@ -68,19 +68,14 @@ def join(
         raise UserError("comm", f"{wanted} moves CPU tensors, and this run is on {device}", "use auto or torch")
     if links is not None:
         links.enter(world)
-    store = _met(world)
-    if facts is not None and world.world_size > 1:
-        agree_at(dist.PrefixStore("agree", store), world.rank, world.world_size, facts)
+    store = _met(world, facts)
     init_process_group(world, device, store=store)
     in_kernel = links is not None and links.in_kernel
     comm = (named or COMMUNICATORS[choose(strategy, device, in_kernel=in_kernel)])()
     close = getattr(comm, "close", None)
     if close is not None:
         stack.callback(close)
-    found: Mapping[str, Any] = {}
-    if links is not None:
-        comm = links.slow(comm, device)
-        found = links.probed(comm)  # ranks of a node do other than each other, so before they are watched
+    comm, found = (comm, {}) if links is None else _slowed(comm, links, device)
     if world.world_size > 1:
         comm = SentinelCommunicator(comm, StoreBoard(store), end_as_peer_lost)
         stack.callback(comm.close)
@@ -89,12 +84,18 @@ def join(
     return Joined(comm, found)
 
 
-def _met(world: World) -> dist.Store:
-    """The store where the ranks meet.
+def _slowed(comm: Communicator, links: Links, device: torch.device) -> tuple[Communicator, Mapping[str, Any]]:
+    """The communicator over links as they were asked for, and what was found of these. Collective."""
+    comm = links.slow(comm, device)
+    return comm, links.probed(comm)  # ranks of a node do other than each other, so before they are watched
+
+
+def _met(world: World, facts: Mapping[str, object] | None) -> dist.Store:
+    """The store where the ranks meet, each started with the same ``facts``.
 
     Raises:
         PeerError: rank 0, which keeps it, did not come.
-        UserError: its port is in use.
+        UserError: its port is in use, or some rank has other facts.
     """
     try:
         store = meet(world, MEETING_S)
@@ -107,6 +108,8 @@ def _met(world: World) -> dist.Store:
         where = f"{world.master_addr}:{world.master_port}"
         raise PeerError(f"rank 0 did not come to {where}, where ranks meet, within {MEETING_S:g} s") from error
     store.set_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    if facts is not None and world.world_size > 1:
+        agree_at(dist.PrefixStore("agree", store), world.rank, world.world_size, facts)
     return store
 
 

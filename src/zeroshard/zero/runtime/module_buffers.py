@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, scope
-from zeroshard.zero.transfer import Flight
+from zeroshard.zero.transfer import PendingBroadcasts
 
 BufferSync = Literal["broadcast", "average", "keep"]
 _LABEL = "buffers/step"
@@ -59,10 +59,10 @@ class ModuleBuffers:
             if self._sync == "average":
                 self._average([tensor for tensor in tensors if tensor.is_floating_point()])
                 tensors = [tensor for tensor in tensors if not tensor.is_floating_point()]
-            flight = Flight(self._comm, _LABEL)
+            pending = PendingBroadcasts(self._comm, _LABEL)
             for device in dict.fromkeys(tensor.device for tensor in tensors):
-                flight.depart([tensor for tensor in tensors if tensor.device == device], src=0)
-            flight.land()
+                pending.issue([tensor for tensor in tensors if tensor.device == device], src=0)
+            pending.wait()
         for place in places:
             self._seen[place] = _marks(self._modules[place])
 

@@ -11,10 +11,10 @@ the same bits; element by element is not needed. Source: optimizer state shardin
 ZeRO, https://arxiv.org/abs/1910.02054, section 5.1.
 
 [Note: Update in parts]
-    Parcel after parcel of this rank's parameters is updated while earlier parcels travel. For that the inner
-    optimizer steps once per parcel, on the parameters in it alone. It is exact where all that a step counts is
+    Bucket after bucket of this rank's parameters is updated while earlier buckets travel. For that the inner
+    optimizer steps once per bucket, on the parameters in it alone. It is exact where all that a step counts is
     counted per parameter, as every class of `torch.optim` does. A class from elsewhere may count steps in itself or
-    in a group, so it steps once, on everything, before this rank sends its first parcel; the other ranks' travel on.
+    in a group, so it steps once, on everything, before this rank sends its first bucket; the other ranks' travel on.
     So does one with step hooks of its own.
 """
 
@@ -34,8 +34,8 @@ from torch.optim import Optimizer
 from zeroshard.comm import CONTROL, Communicator, LocalCommunicator, TorchCommunicator, scope
 from zeroshard.zero.sharded_optimizer.acceptance import PER_RANK, check_class, check_param, check_reach, describe
 from zeroshard.zero.sharded_optimizer.agreement import agreement
-from zeroshard.zero.sharded_optimizer.ownership import Parcel, assign, pack
-from zeroshard.zero.transfer import Flight, gather_to
+from zeroshard.zero.sharded_optimizer.ownership import Bucket, assign, pack
+from zeroshard.zero.transfer import PendingBroadcasts, gather_to
 
 BUCKET_BYTES = 16 << 20
 
@@ -60,7 +60,7 @@ class ShardedOptimizer(Optimizer):
         process_group: among which ranks; None: `torch.distributed`'s default group if initialised, else one process.
         comm: a `Communicator` instead of a process group.
         bucket_bytes: parameters smaller than this travel packed in messages of at most so many bytes, of which
-            `PARCELS_IN_FLIGHT` are under way: that is all the memory a step takes. A larger one travels alone from
+            `MAX_PENDING_BROADCASTS` are under way: that is all the memory a step takes. A larger one travels alone from
             where it lies (if its elements do not lie in order, by way of a copy of it).
         **kwargs: for ``optimizer_cls``; ``fused`` and ``foreach`` too.
 
@@ -175,14 +175,14 @@ class ShardedOptimizer(Optimizer):
             inner.update({key: part[key] for key in PER_RANK if key in part})
 
     def _start_from_rank_0(self, added: list[Tensor]) -> None:
-        parcels = pack(
+        buckets = pack(
             range(len(added)), [0] * len(added), [p.nbytes for p in added], _devices(added), self.bucket_bytes, 1
         )
-        flight = Flight(self.comm, "optimizer/start")
+        pending = PendingBroadcasts(self.comm, "optimizer/start")
         with torch.no_grad():
-            for parcel in parcels:
-                flight.depart([added[i] for i in parcel.members], 0)
-            flight.land()
+            for bucket in buckets:
+                pending.issue([added[i] for i in bucket.members], 0)
+            pending.wait()
 
     # -- the step ---------------------------------------------------------------------------------------------
 
@@ -204,21 +204,21 @@ class ShardedOptimizer(Optimizer):
         self._give_options()
         if closure:  # as torch's ZeroRedundancyOptimizer: whatever is false is none
             loss = self.optim.step(closure=torch.enable_grad()(closure), **kwargs)
-        parcels = self._parcels()
+        buckets = self._buckets()
         params = list(self._owners)
-        mine = [parcel for parcel in parcels if parcel.owner == self.comm.rank]
+        mine = [bucket for bucket in buckets if bucket.owner == self.comm.rank]
         updates = iter(()) if closure else self._update_in_parts(mine, kwargs)
-        flight = Flight(self.comm, "optimizer/weights")
-        for parcel in parcels:
-            next(updates, None)  # while the parcels before travel; by now our next parcel to leave is up to date
-            flight.depart([params[i] for i in parcel.members], parcel.owner)
+        pending = PendingBroadcasts(self.comm, "optimizer/weights")
+        for bucket in buckets:
+            next(updates, None)  # while the buckets before travel; by now our next bucket to leave is up to date
+            pending.issue([params[i] for i in bucket.members], bucket.owner)
         for _ in updates:
             pass
-        flight.land()
+        pending.wait()
         self._take_options()
         return loss
 
-    def _parcels(self) -> list[Parcel]:
+    def _buckets(self) -> list[Bucket]:
         """What will have changed on any rank: parameters with a gradient on their owner. Collective."""
         if self.comm.world_size == 1:
             return []
@@ -232,8 +232,8 @@ class ShardedOptimizer(Optimizer):
         sizes = [param.nbytes for param in params]
         return pack(moved, owners, sizes, _devices(params), self.bucket_bytes, self.comm.world_size)
 
-    def _update_in_parts(self, mine: list[Parcel], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Each `next` updates the parameters of this rank's next parcel, or all: [Note: Update in parts]."""
+    def _update_in_parts(self, mine: list[Bucket], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Each `next` updates the parameters of this rank's next bucket, or all: [Note: Update in parts]."""
         hooked = self.optim._optimizer_step_pre_hooks or self.optim._optimizer_step_post_hooks
         of_torch = type(self.optim).__module__.startswith("torch.optim.")
         if self.comm.world_size == 1 or hooked or not of_torch:
@@ -241,8 +241,8 @@ class ShardedOptimizer(Optimizer):
             yield
             return
         params = list(self._owners)
-        for parcel in mine:
-            with _only({params[i] for i in parcel.members}, self.optim.param_groups):
+        for bucket in mine:
+            with _only({params[i] for i in bucket.members}, self.optim.param_groups):
                 self.optim.step(**kwargs)
             yield
 

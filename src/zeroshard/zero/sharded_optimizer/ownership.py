@@ -4,8 +4,8 @@ Owners: largest tensor first, each to the rank that owns the fewest bytes so far
 ranks from the lowest. The fullest rank then holds at most 4/3 of what the best assignment would give it (R. L. Graham,
 "Bounds on multiprocessing timing anomalies", 1969), and no rank needs to ask another.
 
-Parcels: an owner's tensors are packed, in their order, into parcels of at most ``bucket_bytes``; one of that size or
-more travels alone, from where it lies. The parcels of all owners alternate:
+Buckets: an owner's tensors are packed, in their order, into buckets of at most ``bucket_bytes``; one of that size or
+more travels alone, from where it lies. The buckets of all owners alternate:
 
     owner 0, first | owner 1, first | owner 2, first | owner 0, second | owner 1, second | ...
 
@@ -20,7 +20,7 @@ from itertools import zip_longest
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Bucket:
     """What one broadcast carries: tensors of one owner, on one device, by their indices."""
 
     owner: int
@@ -50,8 +50,8 @@ def pack(
     devices: Sequence[Hashable],
     bucket_bytes: int,
     world_size: int,
-) -> list[Parcel]:
-    """The parcels that carry the tensors with the indices ``moved``, in the order in which they leave.
+) -> list[Bucket]:
+    """The buckets that carry the tensors with the indices ``moved``, in the order in which they leave.
 
     ``owners``, ``num_bytes`` and ``devices`` are those of all tensors, by index.
     """
@@ -69,4 +69,4 @@ def pack(
         bucket.append(index)
         filling[place] = bucket, size + num_bytes[index]
     rounds = zip_longest(*by_owner)
-    return [Parcel(owner, tuple(bucket)) for row in rounds for owner, bucket in enumerate(row) if bucket is not None]
+    return [Bucket(owner, tuple(bucket)) for row in rounds for owner, bucket in enumerate(row) if bucket is not None]

@@ -22,7 +22,7 @@ from zeroshard.zero.runtime.relayout import require_rest, take_row
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.sharded_optimizer.agreement import agreement
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
-from zeroshard.zero.transfer import Flight, send_bytes
+from zeroshard.zero.transfer import PendingBroadcasts, send_bytes
 
 State = dict[str, Any]  # of one piece, by kind
 
@@ -110,16 +110,16 @@ def _sent(comm: Communicator, src: int, mine: list[list[State]], device: torch.d
         send_bytes(comm, json.dumps([[_describe(s) for s in each] for each in mine]).encode(), src)
     )
     received = mine if comm.rank == src else [[_empty(s) for s in each] for each in description]
-    flight = Flight(comm, "restage/state")
+    pending = PendingBroadcasts(comm, "restage/state")
     homes: list[tuple[State, str, Tensor]] = []
     for each in received:
         for state in each:
             for kind, value in state.items():
                 if isinstance(value, Tensor):  # a count may lie on the CPU beside weights on a GPU
                     there = value.to(device).contiguous()
-                    flight.depart([there], src)
+                    pending.issue([there], src)
                     homes.append((state, kind, there))
-    flight.land()
+    pending.wait()
     for state, kind, there in homes:
         if comm.rank != src:
             state[kind] = there.to(state[kind].device)

@@ -235,10 +235,12 @@ class _OnGrid(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
+        """A view of ``weight``."""
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """The gradient as the nearest multiple of `GRID`, at most `MOST` of them in size, in its dtype."""
         (grad,) = grads
         return (grad.float() / GRID).round().clamp(-MOST, MOST).mul(GRID).to(grad.dtype)
 
@@ -252,7 +254,8 @@ class _Dense(nn.Module):
         self.bias = nn.Parameter(torch.empty(fan_out))
         self._on_grid = on_grid
 
-    def forward(self, x: Tensor) -> Tensor:  # [rows, fan_in] -> [rows, fan_out]
+    def forward(self, x: Tensor) -> Tensor:
+        """x [rows, fan_in] -> [rows, fan_out]."""
         weight, bias = self.weight, self.bias
         if self._on_grid:
             weight, bias = cast("Any", _OnGrid.apply(weight)), cast("Any", _OnGrid.apply(bias))
@@ -260,6 +263,8 @@ class _Dense(nn.Module):
 
 
 class _Block(nn.Module):
+    """A residual block of two layers, with a third that no forward uses where ``unused``."""
+
     def __init__(self, *, unused: bool, on_grid: bool) -> None:
         super().__init__()
         self.up = _Dense(WIDTH, INNER, on_grid=on_grid)
@@ -267,7 +272,8 @@ class _Block(nn.Module):
         if unused:
             self.spare = _Dense(WIDTH, 3, on_grid=on_grid)
 
-    def forward(self, x: Tensor) -> Tensor:  # [rows, WIDTH] -> the same
+    def forward(self, x: Tensor) -> Tensor:
+        """x [rows, WIDTH] -> the same."""
         return x + self.down(torch.tanh(self.up(x)))
 
 

@@ -1,4 +1,4 @@
-"""The planner's side of a run's contract; `tests/train/test_contract.py` has the run's."""
+"""The planner's side of a run's contract; `tests/train/test_plan_contract.py` has the run's."""
 
 from __future__ import annotations
 

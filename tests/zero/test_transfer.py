@@ -13,8 +13,8 @@ import torch
 
 from zeroshard.comm import ObservedCommunicator, run_threads
 from zeroshard.zero.transfer import (
-    PARCELS_IN_FLIGHT,
-    Flight,
+    MAX_PENDING_BROADCASTS,
+    PendingBroadcasts,
     _Unpickler,
     as_bytes,
     cut,
@@ -47,11 +47,11 @@ def test_bytes_make_the_tensor_again(index):
 def test_packed_and_alone_tensors_arrive():
     def go(comm):
         mine = [torch.full_like(x, comm.rank) for x in KINDS]
-        flight = Flight(comm, "test")
-        flight.depart(mine[:4], 1)
+        pending = PendingBroadcasts(comm, "test")
+        pending.issue(mine[:4], 1)
         for x in mine[4:]:
-            flight.depart([x], 2)
-        flight.land()
+            pending.issue([x], 2)
+        pending.wait()
         return mine
 
     for found in run_threads(go, 3):
@@ -78,12 +78,12 @@ def test_so_many_are_under_way_and_no_more():
             return Work(self.log)
 
     comm = Comm()
-    flight = Flight(comm, "test")
-    for _ in range(3 * PARCELS_IN_FLIGHT):
-        flight.depart([torch.zeros(2), torch.zeros(3)], 0)
-    flight.land()
+    pending = PendingBroadcasts(comm, "test")
+    for _ in range(3 * MAX_PENDING_BROADCASTS):
+        pending.issue([torch.zeros(2), torch.zeros(3)], 0)
+    pending.wait()
     under_way = torch.tensor(comm.log).cumsum(0)
-    assert under_way.max() == PARCELS_IN_FLIGHT
+    assert under_way.max() == MAX_PENDING_BROADCASTS
     assert under_way[-1] == 0
 
 

@@ -1,0 +1,145 @@
+"""One optimizer step: forward and backward over the micro-batches, a message about how it went, clip, update.
+
+All randomness of a step is a pure function of (seed, step, rank), so that a resumed run has nothing of it to restore.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import CONTROL, scope
+from zeroshard.errors import ExitStatus
+from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
+from zeroshard.train.loop.run import Run
+from zeroshard.train.records.records import StepRecord
+
+
+@dataclass(frozen=True)
+class _Health:
+    """What all ranks know of a step before they take it."""
+
+    loss: float
+    stop: ExitStatus
+
+
+def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[StepRecord, ExitStatus]:
+    """One optimizer step, number ``step`` from 0; where `run.guard` says so, all ranks skip its update together.
+
+    Data go on then, the learning rate does not: it belongs to the steps that were taken.
+
+    Returns:
+        The record, the same on every rank but for times and memory, and the status to stop with: OK to go on.
+    """
+    strategy, schedule, scaler, guard = run.strategy, run.schedule, run.scaler, run.guard
+    start, span = perf_counter(), run.clock.span
+    torch.manual_seed(step_seed(schedule.seed, step, strategy.comm.rank))
+    loss_scale = scaler.scale if scaler else None
+    lr = run.learning_rate(step - guard.num_skipped)
+    for group in strategy.optimizer.param_groups:
+        group["lr"] = lr
+    health = _agree(run, backward(run, step), stop_wanted())
+    finite = scaler.unscale_(strategy.optimizer) if scaler else True
+    # The norm is wanted in every record; infinity as the limit measures and clips nothing.
+    with span("clip"):
+        grad_norm = float(strategy.clip_grad_norm_(schedule.grad_clip or inf)) if finite else inf
+    verdict = guard.judge(health.loss, grad_norm, overflow=not finite)
+    if verdict == "taken":
+        with span("update"):
+            strategy.optimizer.step()
+            if strategy.ema is not None:
+                strategy.ema.update()
+    if scaler:
+        scaler.update()
+    memory_bytes = strategy.memory_bytes()  # here all of it is alive at once
+    strategy.optimizer.zero_grad()
+    speed = _speed(run, perf_counter() - start)
+    taken = verdict == "taken"
+    traffic, exposed_s = _communicated(run, step, memory_bytes, taken=taken)
+    record = StepRecord(
+        step=step + 1,
+        loss=health.loss,
+        grad_norm=grad_norm,
+        lr=lr,
+        tokens=run.tokens_at(step + 1),
+        memory_bytes=memory_bytes,
+        comm=traffic,
+        skipped=not taken,
+        why_skipped="" if taken else verdict,
+        num_skipped=guard.num_skipped,
+        loss_scale=loss_scale,
+        exposed_s=exposed_s,
+        spans_s=run.clock.take(),
+        **speed,
+    )
+    return record, health.stop
+
+
+def _communicated(
+    run: Run, step: int, memory_bytes: dict[str, int], *, taken: bool
+) -> tuple[dict[str, int], dict[str, float]]:
+    """A step's bytes by operation, and seconds of exposed communication by kind; its plan and measures see them too."""
+    traffic = run.comm.totals() if run.comm else {}
+    exposed_s = run.comm.exposed.take() if run.comm and run.comm.world_size > 1 else {}
+    records = run.comm.drain() if run.comm else []
+    if run.contract:
+        run.contract.see(step + 1, records, memory_bytes, taken=taken)
+    if run.measures:
+        run.measures.see(records, exposed_s)
+    return traffic, exposed_s
+
+
+def _speed(run: Run, step_s: float) -> dict[str, Any]:
+    tokens_per_s = run.tokens_per_step / step_s
+    devices, peak = run.strategy.comm.world_size, run.peak_flops_per_s
+    flops, again = run.num_flops_per_token, run.num_recomputed_flops_per_token
+    return {
+        "step_s": step_s,
+        "tokens_per_s": tokens_per_s,
+        "mfu": model_flops_utilisation(tokens_per_s, flops, devices, peak),
+        "hfu": hardware_flops_utilisation(tokens_per_s, flops, again, devices, peak) if again else None,
+    }
+
+
+def backward(run: Run, step: int) -> Tensor:
+    """Forward and backward over this rank's micro-batches; returns the mean of their losses, 0-dim."""
+    num_micro = run.schedule.grad_accum_steps
+    total = torch.zeros((), dtype=torch.float64, device=run.device)  # stays there: reading it would stop the host
+    span = run.clock.span
+    for micro_step in range(num_micro):
+        with span("data"):
+            tokens_BT, targets_BT = (x.to(run.device, non_blocking=True) for x in run.batches(step, micro_step))
+        with run.strategy.micro_batch(last=micro_step == num_micro - 1):
+            with span("forward"):
+                loss = run.strategy.model(tokens_BT, targets_BT)
+            with span("backward"):
+                (run.scaler.scale_loss(loss / num_micro) if run.scaler else loss / num_micro).backward()
+        total += loss.detach().to(total)
+    return total / num_micro
+
+
+def _agree(run: Run, loss: Tensor, stop: int) -> _Health:
+    """The mean loss over ranks, and whether any of them wants to stop and why: one message of 24 bytes."""
+    preempted = stop == signal.SIGUSR1
+    wishes = loss.new_tensor([float(preempted), float(bool(stop) and not preempted)])
+    message = torch.cat([loss.view(1), wishes]).to(run.strategy.comm.control_device)
+    with scope(CONTROL):
+        run.strategy.comm.all_reduce(message).wait()
+    mean_loss, num_preempted, num_terminated = (message / run.strategy.comm.world_size).tolist()
+    if num_terminated:
+        return _Health(mean_loss, ExitStatus.TERMINATED)
+    return _Health(mean_loss, ExitStatus.PREEMPTED if num_preempted else ExitStatus.OK)
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Seeds dropout: another one for each step and rank, with nothing to save for a resumed run."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
