@@ -195,8 +195,9 @@ def linear_cross_entropy(
 
     Source: Hsu et al. 2024, arXiv:2410.10989.
     """
-    if torch.is_autocast_enabled(hidden.device.type):  # as for any other product of matrices
-        narrow = torch.get_autocast_dtype(hidden.device.type)
+    on = hidden.device.type
+    if torch.amp.is_autocast_available(on) and torch.is_autocast_enabled(on):  # as for any other product of matrices
+        narrow = torch.get_autocast_dtype(on)
         hidden, weight = hidden.to(narrow), weight.to(narrow)
     _check(hidden, weight, targets, chunk_rows)
     check_loss_options(targets, hidden.shape[:-1], ignore_index, label_smoothing, z_loss, reduction)
