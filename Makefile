@@ -49,8 +49,9 @@ docs: $(STAMP)  ## Build the documentation site into site/; a broken link fails.
 figures: $(STAMP)  ## Draw the pictures of docs/concepts.md again.
 	$(BIN)/python docs/figures/draw.py
 
-notebooks: $(STAMP)  ## Run the notebooks and store what they show.
+notebooks: $(STAMP)  ## Run the notebooks, store what they show, and write it as a page of the documentation.
 	$(BIN)/python notebooks/execute.py notebooks/zero.ipynb
+	$(BIN)/python notebooks/as_page.py notebooks/zero.ipynb docs/notebook.md
 
 # sqlitedict unpickles what it reads, and no release mends that. lm-eval opens it for a cache that `zeroshard eval` never
 # asks for.

@@ -6,7 +6,7 @@ Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019, ht
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -30,8 +30,12 @@ from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, read_whole
 
 
-def run_generate(config: GenerateConfig) -> int:
+def run_generate(config: GenerateConfig, loaded: Callable[[], None] = lambda: None) -> int:
     """Print the prompt and ``max_new_tokens`` more, as they are drawn; returns the exit status.
+
+    Args:
+        config: what to write, and from which run.
+        loaded: called once the model is there, before anything is printed.
 
     Raises:
         UserError: there is no run and no Hugging Face model, no complete checkpoint or no tokenizer, or the checkpoint
@@ -52,6 +56,7 @@ def run_generate(config: GenerateConfig) -> int:
         stop=tokenizer.eos_id if config.stop else None,
         num_ids=tokenizer.vocab_size,
     )
+    loaded()
     print(config.prompt, end="", flush=True)
     for piece in decoded(tokenizer, tokens):
         print(piece, end="", flush=True)

@@ -1,9 +1,9 @@
 """One micro-batch's forward and backward on tensors without values: what it allocates, what it computes, and when.
 
 The model runs on tensors that have shapes, dtypes and lifetimes and no memory, so a model of any size takes
-milliseconds a layer: torch's fake tensors, or meta tensors where those serve (`zeroshard.lab.predict.on_meta`). The engine's own hooks (`zeroshard.zero.runtime.module_hooks`) tell of the same events that
-the engine will hear; what happens between two of them is a `Span`. A list of spans is all that memory and time are
-computed from.
+milliseconds a layer: torch's fake tensors, or meta tensors where those serve (`zeroshard.lab.predict.on_meta`). The
+engine's own hooks (`zeroshard.zero.runtime.module_hooks`) tell of the same events that the engine will hear; what
+happens between two of them is a `Span`. A list of spans is all that memory and time are computed from.
 
 [Note: Fake devices]
     Torch without CUDA has no fake CUDA tensors, so the trace is on the CPU and asks its attention kernel for what it
