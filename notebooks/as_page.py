@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 INTRODUCTION = (
-    "This page is the notebook `notebooks/zero.ipynb`, with what it printed. Open the notebook in Jupyter to change numbers, "
-    "do the exercises and take the quiz."
+    "This page is the notebook `notebooks/zero.ipynb`, with what it printed. Open the notebook in Jupyter to change "
+    "numbers, do the exercises and take the quiz."
 )
 NOT_RUN = "<!-- not run: tests/notebooks runs the notebook -->"
 FIGURES = "figures"
