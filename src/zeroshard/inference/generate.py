@@ -17,7 +17,6 @@ from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data import Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.joining import prompt_ids
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.interop.hf_import import load_hf
 from zeroshard.models import LanguageModel, materialize
 from zeroshard.models.cache import KVCache
 from zeroshard.train.config.command_settings import GenerateConfig
@@ -80,6 +79,8 @@ def load_for_text(folder: Path, weights: str = "last") -> tuple[LanguageModel, T
         if (folder / "config.json").is_file():
             if weights == "ema":
                 raise UserError("weights", f"{folder} holds no moving average", "use --weights last")
+            from zeroshard.interop.hf_import import load_hf  # what reads other formats; a run needs none of it
+
             return load_hf(folder, choose_device("auto", 0))
         raise nothing_in(folder)
     path = checkpoint.latest(checkpoint_folder(folder))
