@@ -29,11 +29,12 @@ class Screen(io.StringIO):
         lines: what stands there, of the whole history.
         wrapped: texts that ran into the next line because they were wider than the terminal.
         cursor_shown: whether the cursor can be seen.
+        written: all that was written, as it came.
     """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.width, self.cursor_shown = width, True
+        self.width, self.cursor_shown, self.written = width, True, ""
         self.lines, self.wrapped = [""], list[str]()
         self._row = self._column = 0
 
@@ -41,6 +42,7 @@ class Screen(io.StringIO):
         return True
 
     def write(self, text: str) -> int:
+        self.written += text
         at = 0
         while at < len(text):
             found = _SEQUENCE.match(text, at)

@@ -23,8 +23,11 @@ import zeroshard
 from zeroshard.cli import VERBS, main
 from zeroshard.errors import ExitStatus
 from zeroshard.flags import flags_of
+from zeroshard.lab.bench.settings import BENCHES
+from zeroshard.lab.sweep.cases import SweepConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
+from zeroshard.train.config.validate import fields_by_name
 from zeroshard.train.loop import loop
 
 ZEROSHARD = [sys.executable, "-m", "zeroshard"]
@@ -42,6 +45,7 @@ SLOW_TO_IMPORT = {
     "pandas",
     "scipy",
 }
+MOST_IN_ONE_HELP = 20
 PATIENCE_S = 600.0  # where others hold the processors; a run that hangs is ended by the time limit of the test
 
 
@@ -134,6 +138,13 @@ def test_short_help_names_the_common_flags_alone_and_how_to_see_all(verb, capsys
     assert len(named) <= 25
     assert f"`zeroshard {verb} --help all` names all" in said
     assert max(map(len, said.splitlines())) <= 60
+
+
+def test_every_command_with_more_settings_than_people_read_has_a_short_help():
+    num = {name: len(fields_by_name(verb.config)) for name, verb in VERBS.items() if verb.config}
+    assert {name for name in num if num[name] > MOST_IN_ONE_HELP} == {name for name in VERBS if VERBS[name].common}
+    others = (*BENCHES.values(), SweepConfig)
+    assert [kind for kind in others if len(fields_by_name(kind)) > MOST_IN_ONE_HELP] == []
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--help", "all"], ["train", "--sed", "1"]])

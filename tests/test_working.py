@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 
 import pytest
 
 from terminal import Screen
-from zeroshard.verbs.working import working
+from zeroshard.verbs.working import cursor_given_back, working
 
 
 def test_a_terminal_sees_a_spinner_while_a_command_works_and_nothing_of_it_afterwards(monkeypatch):
@@ -37,3 +38,21 @@ def test_a_pipe_gets_nothing_but_the_answer(capsys):
     with working("planning"):
         print("the answer")
     assert capsys.readouterr() == ("the answer\n", "")
+
+
+def test_without_a_thread_the_first_picture_stays(monkeypatch):
+    screen, threads = Screen(60), threading.active_count()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", screen)
+    with working("evaluating", moves=False):
+        assert "evaluating" in screen.shown[0]
+        assert threading.active_count() == threads
+    assert screen.shown == []
+
+
+def test_a_spinner_that_was_ended_at_once_leaves_the_cursor(monkeypatch):
+    screen = Screen(60)
+    monkeypatch.setattr(sys, "stderr", screen)
+    with cursor_given_back():
+        screen.write("\x1b[?25l* evaluating")
+    assert (screen.shown, screen.cursor_shown) == ([], True)

@@ -23,6 +23,18 @@ def _whole(model, micro_batch, precision, device_type="cpu"):
     return trace_model(model, micro_batch, list(model.blocks), inputs, precision, device_type=device_type)
 
 
+@pytest.mark.parametrize("precision", [FP32, BF16, MixedPrecision(param_dtype=torch.float16)], ids=["32", "b16", "16"])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["gpt2-demo", "llama-tiny"])
+def test_the_trace_on_the_meta_device_is_the_one_of_fake_tensors(name, kernels, device_type, precision):
+    with torch.device("meta"):
+        model = build_model(name, vocab_size=97, seq_len=SEQ_LEN, overrides={"n_layer": 3}, kernels=kernels)
+    assert trace_language_model(model, 2, SEQ_LEN, precision, device_type=device_type) == _whole(
+        model, 2, precision, device_type
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "recomputed", "device_type", "num_layers"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -26,11 +27,15 @@ WRONG = {
 }
 
 
-def _execute(notebook):
-    spec = importlib.util.spec_from_file_location("execute", NOTEBOOKS / "execute.py")
+def _script(name):
+    spec = importlib.util.spec_from_file_location(name, NOTEBOOKS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.execute(notebook, NOTEBOOKS)
+    return module
+
+
+def _execute(notebook):
+    return _script("execute").execute(notebook, NOTEBOOKS)
 
 
 def _said(cell):
@@ -122,3 +127,12 @@ def test_its_outputs_are_small_and_name_no_place_of_this_machine(stored):
     for cell in stored.cells:
         assert all(len(base64.b64decode(picture)) < 40_000 for picture in _pictures(cell))
         assert not re.search(r"/(home|root|tmp|work|Users)/", _said(cell))
+
+
+def test_the_page_of_the_documentation_shows_what_the_notebook_does():
+    page = NOTEBOOKS.parent / "docs" / "notebook.md"
+    text, pictures = _script("as_page").page_of(json.loads(PATH.read_text(encoding="utf-8")), page.stem)
+    assert page.read_text(encoding="utf-8") == text, "write it again: make notebooks"
+    assert {path.name for path in (page.parent / "figures").glob("notebook-*")} == set(pictures)
+    assert all((page.parent / "figures" / name).read_bytes() == content for name, content in pictures.items())
+    assert text.count('??? note "Solution"') == NUM_EXERCISES

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from terminal import record
 from zeroshard.comm import run_threads
 from zeroshard.data import TokenDataset, load_tokenizer
 from zeroshard.data.joining import num_text_bytes
@@ -103,6 +104,15 @@ def test_one_line_is_printed_for_people_or_machines(run, capsys):
     scores = Scores(**json.loads(capsys.readouterr().out))
     assert words == in_words(scores) + "\n"
     assert words.startswith(f"loss {scores.loss:.4f}  perplexity ")
+
+
+def test_an_evaluation_on_two_ranks_shows_that_it_works_and_then_its_line_alone(run, tmp_path):
+    words = ["-m", "zeroshard", "eval", str(run), "--nproc", "2"]
+    status, screen = record(words, 120, tmp_path, interrupt_at="never")
+    assert status == 0
+    assert "evaluating" in screen.written
+    assert screen.shown == [in_words(local_score(EvalConfig(run=str(run))))]
+    assert screen.cursor_shown
 
 
 @pytest.mark.parametrize("name", ["bpe", "bytes"])

@@ -96,8 +96,10 @@ def test_the_report_has_predicted_beside_measured():
 def test_the_line_has_bytes_messages_peak_and_time():
     planned = replace(PLANNED, memory_bytes={"params": 3 << 20, "master": 0}, peak_bytes=5 << 20)
     assert Contract(planned).line() == (
-        "3.0MiB held (params 3.0MiB), 2 messages of 0.0MiB a step, peak 5.0MiB, 500.0 ms a step"
+        "3.0MiB resident (params 3.0MiB), 2 collectives of 0.0MiB a step, peak 5.0MiB, 500.0 ms a step"
     )
+    alone = replace(planned, messages=[each._replace(world_size=1) for each in planned.messages])
+    assert Contract(alone).line() == "3.0MiB resident (params 3.0MiB), peak 5.0MiB, 500.0 ms a step"
 
 
 # -- in a run ---------------------------------------------------------------------------------------------------

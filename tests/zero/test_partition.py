@@ -190,6 +190,14 @@ class Pretrained(nn.Module):
         self.model.layers = nn.ModuleList(Layer() for _ in range(2))
 
 
+def test_blocks_are_found_in_a_sequential_where_there_is_no_list():
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)]
+    assert [unit.name for unit in partition(nn.Sequential(*blocks), "auto")[1]] == ["0", "1", "2"]
+    head = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    found = partition(nn.ModuleDict({"body": nn.Sequential(*blocks), "head": head}), "auto")[1]
+    assert [unit.name for unit in found] == ["body.0", "body.1", "body.2"]
+
+
 @pytest.mark.parametrize("units", ["auto", "Layer", Layer, ["Layer"], "model.layers", ["model.layers.0", Layer]])
 def test_units_may_be_words(units):
     model = Pretrained()

@@ -6,7 +6,7 @@ Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019, ht
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data import Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.joining import prompt_ids
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.interop.hf_import import load_hf
 from zeroshard.models import LanguageModel, materialize
 from zeroshard.models.cache import KVCache
 from zeroshard.train.config.command_settings import GenerateConfig
@@ -30,8 +29,12 @@ from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, read_whole
 
 
-def run_generate(config: GenerateConfig) -> int:
+def run_generate(config: GenerateConfig, loaded: Callable[[], None] = lambda: None) -> int:
     """Print the prompt and ``max_new_tokens`` more, as they are drawn; returns the exit status.
+
+    Args:
+        config: what to write, and from which run.
+        loaded: called once the model is there, before anything is printed.
 
     Raises:
         UserError: there is no run and no Hugging Face model, no complete checkpoint or no tokenizer, or the checkpoint
@@ -52,6 +55,7 @@ def run_generate(config: GenerateConfig) -> int:
         stop=tokenizer.eos_id if config.stop else None,
         num_ids=tokenizer.vocab_size,
     )
+    loaded()
     print(config.prompt, end="", flush=True)
     for piece in decoded(tokenizer, tokens):
         print(piece, end="", flush=True)
@@ -75,6 +79,8 @@ def load_for_text(folder: Path, weights: str = "last") -> tuple[LanguageModel, T
         if (folder / "config.json").is_file():
             if weights == "ema":
                 raise UserError("weights", f"{folder} holds no moving average", "use --weights last")
+            from zeroshard.interop.hf_import import load_hf  # what reads other formats; a run needs none of it
+
             return load_hf(folder, choose_device("auto", 0))
         raise nothing_in(folder)
     path = checkpoint.latest(checkpoint_folder(folder))

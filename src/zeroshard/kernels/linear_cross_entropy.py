@@ -215,9 +215,10 @@ def linear_cross_entropy(
 
 def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Both in the dtype of `torch.autocast`, where it is on: as for any other product of matrices."""
-    if not torch.is_autocast_enabled(hidden.device.type):
+    on = hidden.device.type
+    if not (torch.amp.is_autocast_available(on) and torch.is_autocast_enabled(on)):
         return hidden, weight
-    narrow = torch.get_autocast_dtype(hidden.device.type)
+    narrow = torch.get_autocast_dtype(on)
     return hidden.to(narrow), weight.to(narrow)
 
 

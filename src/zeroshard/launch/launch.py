@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import IO
 
 from zeroshard.errors import UserError
@@ -31,6 +32,7 @@ def launch_workers(
     meeting: Meeting | None = None,
     nodes: Nodes | None = None,
     imports: Sequence[str] = (),
+    while_importing: AbstractContextManager[None] | None = None,
 ) -> Ending:
     """Run ``python -m zeroshard ARGV`` as `nproc` ranks on this machine and wait for them all.
 
@@ -45,6 +47,7 @@ def launch_workers(
         meeting: where they meet those of other machines; then ``port`` plays no part.
         nodes: where the ranks enter by `enter_node`; None: they stay here.
         imports: modules that every rank will import. Where ranks are forked they are imported here, once.
+        while_importing: entered for that time; it leaves no thread behind.
 
     Raises:
         UserError: the port is in use.
@@ -56,11 +59,12 @@ def launch_workers(
     # of one machine it is the loopback interface, which no other reaches
     interface = meeting.interface if nodes is None else ""
     set_for_workers(nproc, nodes=nodes, interface=interface, several_hosts=meeting.max_nodes > 1)
-    from zeroshard.launch.elastic import run_elastic
-    from zeroshard.launch.forked import import_all
+    with while_importing or nullcontext():
+        from zeroshard.launch.elastic import run_elastic
+        from zeroshard.launch.forked import import_all
 
-    if meeting.max_nodes == 1:
-        import_all(imports)
+        if meeting.max_nodes == 1:
+            import_all(imports)
     _silence_elastic_loggers()
     return run_elastic(
         argv,

@@ -6,7 +6,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -27,7 +27,7 @@ from zeroshard.train.config.config import TrainConfig, merge, parse_nnodes
 from zeroshard.train.config.sections import SHORTHANDS, require_data
 from zeroshard.train.config.validate import validate
 from zeroshard.verbs.base import read_file, say
-from zeroshard.verbs.working import working
+from zeroshard.verbs.working import cursor_given_back, working
 
 if TYPE_CHECKING:
     from zeroshard.launch.environment import Nodes
@@ -138,9 +138,11 @@ def prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
 
 def generate(config: GenerateConfig, argv: Sequence[str]) -> int:
     """Text, as it comes."""
-    from zeroshard.inference.generate import run_generate
+    with ExitStack() as stack:
+        stack.enter_context(working("loading the model"))
+        from zeroshard.inference.generate import run_generate
 
-    return run_generate(config)
+        return run_generate(config, loaded=stack.close)
 
 
 def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
@@ -156,13 +158,21 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
         return run_tasks(config)
     if environment.world_from_env() is None and config.nproc > 1:
         require_room(config.nproc)
-        ending = launch.launch_workers(argv, config.nproc, config.port, imports=("zeroshard.inference.evaluation",))
+        with cursor_given_back():  # which a rank that is ended at once has not shown again
+            ending = launch.launch_workers(
+                argv,
+                config.nproc,
+                config.port,
+                imports=("zeroshard.inference.evaluation",),
+                while_importing=working("evaluating", moves=False),  # ranks are forked from here: no thread
+            )
         if ending.line:
             say(ending.line)
         return ending.status
     with leaving.ended_with_launcher():
-        alone = environment.world_from_env() is None  # a rank among others may be ended at once
-        with working("evaluating") if alone else nullcontext():
+        world = environment.world_from_env()
+        shows = world is None or (world.rank == 0 and environment.has_launcher())
+        with working("evaluating") if shows else nullcontext():
             from zeroshard.inference.evaluation import run_eval
 
             return run_eval(config)
@@ -170,16 +180,18 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
 
 def export(config: ExportConfig, argv: Sequence[str]) -> int:
     """A Hugging Face folder of a run."""
-    from zeroshard.interop.hf_export import run_export
+    with working("exporting"):
+        from zeroshard.interop.hf_export import run_export
 
-    return written(config.out, lambda: run_export(config))
+        return written(config.out, lambda: run_export(config))
 
 
 def import_model(config: ImportConfig, argv: Sequence[str]) -> int:
     """A run of somebody else's weights."""
-    from zeroshard.interop.hf_import import run_import
+    with working("importing"):
+        from zeroshard.interop.hf_import import run_import
 
-    return written(config.out, lambda: run_import(config))
+        return written(config.out, lambda: run_import(config))
 
 
 def written(out: str, write: Callable[[], int]) -> int:

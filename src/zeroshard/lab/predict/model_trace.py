@@ -1,9 +1,9 @@
 """One micro-batch's forward and backward on tensors without values: what it allocates, what it computes, and when.
 
-The model runs under torch's fake tensors, which have shapes, dtypes and lifetimes and no memory, so a model of any size
-takes milliseconds a layer. The engine's own hooks (`zeroshard.zero.runtime.module_hooks`) tell of the same events that
-the engine will hear; what happens between two of them is a `Span`. A list of spans is all that memory and time are
-computed from.
+The model runs on tensors that have shapes, dtypes and lifetimes and no memory, so a model of any size takes
+milliseconds a layer: torch's fake tensors, or meta tensors where those serve (`zeroshard.lab.predict.on_meta`). The
+engine's own hooks (`zeroshard.zero.runtime.module_hooks`) tell of the same events that the engine will hear; what
+happens between two of them is a `Span`. A list of spans is all that memory and time are computed from.
 
 [Note: Fake devices]
     Torch without CUDA has no fake CUDA tensors, so the trace is on the CPU and asks its attention kernel for what it
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroshard.errors import UserError
 from zeroshard.kernels.launch import traced
 from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
+from zeroshard.lab.predict.on_meta import on_meta, serves
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.work import Work, bytes_read, dtype_name, work_of, work_of_projected_loss
 from zeroshard.models import LanguageModel, build_model
@@ -88,8 +89,9 @@ def _traced(
     with torch.device("meta"):
         model = build_model(name, overrides={**dict(changes), "n_layer": depth}, kernels=kernels)
     model.eos_id = eos_id  # a mask, and what each block's attention makes of it
-    inputs = tokens_and_targets(seq_len)
-    return trace_model(model, micro_batch, list(model.blocks), inputs, precision, device_type=device_type)
+    inputs, units = tokens_and_targets(seq_len), list(model.blocks)
+    without_values = on_meta() if serves(model, precision, device_type) else _fakes()
+    return _trace(without_values, model, micro_batch, units, inputs, precision, device_type)
 
 
 def tokens_and_targets(seq_len: int) -> Inputs:
@@ -124,7 +126,23 @@ def trace_model(
     Raises:
         UserError: no output takes gradients, or forward depends on values.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    return _trace(_fakes(), model, micro_batch, units, inputs, precision, device_type)
+
+
+def _fakes() -> AbstractContextManager[object]:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _trace(
+    without_values: AbstractContextManager[object],
+    model: nn.Module,
+    micro_batch: int,
+    units: UnitChoice | None,
+    inputs: Inputs,
+    precision: MixedPrecision,
+    device_type: str,
+) -> Trace:
+    with without_values:
         fake, chosen = _fake(model, units, precision)
         root, specs = partition(fake, chosen)
         log = _Log([root, *specs])

@@ -1,7 +1,7 @@
 """A run's checkpoints: when they are begun, what is said of them, and what that makes of the run's ending.
 
-A disk that is full or cannot be written ends no run: training goes on, each failed save is told, and the last good
-checkpoint stays. Only a run that could write none at all has failed.
+A full or unwritable disk does not stop a run: training goes on, each failed save is reported, and the last good
+checkpoint stays. A run fails only where it could write no checkpoint at all.
 """
 
 from __future__ import annotations

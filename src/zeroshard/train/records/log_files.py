@@ -24,8 +24,8 @@ from zeroshard.train.records.records import StepRecord, warn
 class JsonlWriter:
     """``metrics.jsonl``: one object a line, written at once, appended to where a run goes on.
 
-    A log that cannot be written ends no run: the first lost line is told on stderr, and the number of them when lines
-    can be written again. There is never a part of a line. Where the file was removed, it is made anew.
+    A log that cannot be written does not stop a run: the first lost line is reported on stderr, and the number of lost
+    lines once lines can be written again. Lines are written whole. A file that was removed is made again.
     """
 
     def __init__(self, path: Path) -> None:

@@ -141,8 +141,9 @@ class Contract:
         planned = self.planned
         held = sum(planned.memory_bytes.values())
         parts = ", ".join(f"{name} {_mib(n)}" for name, n in planned.memory_bytes.items() if n)
-        sent = sum(message.num_bytes for message in planned.messages)
-        line = f"{_mib(held)} held ({parts}), {len(planned.messages)} messages of {_mib(sent)} a step"
+        sent = [message.num_bytes for message in planned.messages if message.world_size > 1]
+        line = f"{_mib(held)} resident ({parts})"
+        line += f", {len(sent)} collectives of {_mib(sum(sent))} a step" if sent else ""
         line += "" if planned.peak_bytes is None else f", peak {_mib(planned.peak_bytes)}"
         return line + ("" if planned.step_s is None else f", {planned.step_s * 1e3:.1f} ms a step")
 

@@ -69,21 +69,30 @@ def automatic_units(model: nn.Module) -> list[nn.Module]:
     """The model's repeated blocks.
 
     The classes that `transformers` never splits over devices (``_no_split_modules``), where the model names some that
-    it has; else the list with the most parameters whose elements are of one class; else `default_units`.
+    it has; else the `nn.ModuleList` with the most parameters whose elements are of one class; else `default_units`;
+    else such an `nn.Sequential` of several elements, which may be the model itself.
     """
     named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     blocks = [module for module in model.modules() if type(module).__name__ in named and module is not model]
     if blocks:
         return _outermost(blocks)
+    lists = _largest_of_one_class(model, nn.ModuleList, at_least=1)
+    return lists or default_units(model) or _largest_of_one_class(model, nn.Sequential, at_least=2)
+
+
+def _largest_of_one_class(
+    model: nn.Module, kind: type[nn.ModuleList | nn.Sequential], *, at_least: int
+) -> list[nn.Module]:
+    """The elements of the container with the most parameters whose ``at_least`` elements have one class; else []."""
     lists = [
         list(module)
         for module in model.modules()
-        if isinstance(module, nn.ModuleList)
+        if isinstance(module, kind)
+        and len(module) >= at_least
         and len({type(each) for each in module}) == 1
         and not is_container(module[0])
     ]
-    largest = max(lists, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()), default=None)
-    return default_units(model) if largest is None else largest
+    return max(lists, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()), default=[])
 
 
 def told(model: nn.Module, chosen: list[nn.Module]) -> str:
