@@ -146,7 +146,7 @@ def sample(
     for _ in range(num_tokens):
         context_T = context_T[-model.config.seq_len :]
         if cache is None and use_cache and len(context_T) < model.config.seq_len:
-            cache = KVCache(len(model.blocks), model.config.seq_len)
+            cache = model.new_cache()
         # A window that slides gives every token another position: then nothing can be kept.
         if cache is not None and cache.num_tokens < len(context_T):
             logits_V = model(context_T[None, cache.num_tokens :], cache=cache)[0, -1].float()
