@@ -103,7 +103,7 @@ class LanguageModel(nn.Module, ABC):
             part: which elements of the parameter ``param`` is; None: all of them.
         """
 
-    def check_initial_values(self) -> None:  # noqa: B027 -- most models draw theirs, and cannot fail
+    def check_initial_values(self) -> None:
         """Raise UserError where `init_parameter` could not be answered: weights that lie in files may be missing."""
 
     def new_cache(self) -> KVCache:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zeroshard.kernels import Choice
     from zeroshard.models.hugging_face.model import HuggingFaceModel
 
-ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention")
+ATTENTION = ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
 # What may be changed, and what `transformers` calls it.
 _CHANGED = {"vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "n_layer": "num_hidden_layers"}
 # Keys that change nothing of what a model computes.
@@ -38,7 +38,7 @@ class HuggingFaceConfig:
         source: folder or name of the hub; weights and tokenizer are read from there.
         config_json: ``config.json`` as text.
         vocab_size, seq_len, n_layer, n_head, n_embd: what that says.
-        attention: one of `ATTENTION`.
+        attention: one of `ATTENTION`; ``auto``: PyTorch's own where the model has a form for it, else ``eager``.
         activation_checkpointing: see `zeroshard.models.recompute`.
         from_config: initial values are drawn, and no weights read.
         trust_remote_code: the model's own Python files may be executed.
@@ -51,7 +51,7 @@ class HuggingFaceConfig:
     n_layer: int
     n_head: int
     n_embd: int
-    attention: str = "sdpa"
+    attention: str = "auto"
     activation_checkpointing: str = "none"
     from_config: bool = False
     trust_remote_code: bool = False

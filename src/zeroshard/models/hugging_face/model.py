@@ -64,7 +64,7 @@ class HuggingFaceModel(LanguageModel):
         hf: the model itself.
 
     Raises:
-        UserError: `transformers` cannot build it so, such as with an attention that it has not or that is not installed.
+        UserError: `transformers` cannot build it so, such as with an attention that it lacks or is not installed.
     """
 
     def __init__(self, config: HuggingFaceConfig, seed: int = 0, kernels: Choice = "auto") -> None:
@@ -165,7 +165,9 @@ def _built(config: HuggingFaceConfig) -> tuple[nn.Module, Any]:
         raise missing_transformers() from None
     theirs = config.theirs
     theirs.use_cache = False
-    options: dict[str, Any] = {"attn_implementation": config.attention, "dtype": torch.float32}
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if config.attention != "auto":
+        options["attn_implementation"] = config.attention
     if config.trust_remote_code:
         options["trust_remote_code"] = True
     try:

@@ -297,3 +297,44 @@ def _in_order(target: str, by_pattern: Mapping[str, list[str]], converter: Any) 
     names = ", ".join(name for name, _ in kinds)
     what = f"{target} is stored in a form ({names}) that is not streamed"
     raise UserError("model", what, "save the model with save_pretrained(..., save_original_format=False)")
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A tensor that `transformers` would write, and where its elements are.
+
+    Attributes:
+        name: its key in the file.
+        shape: of it.
+        source: the parameter or buffer that holds it, without a break.
+        start: its first element there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: str
+    start: int
+
+
+def file_layout(model: nn.Module) -> list[FilePart]:
+    """What the files of ``model`` hold when `transformers` saves it: one entry for each tensor, in its order.
+
+    Raises:
+        UserError: it writes a parameter in a form that is no part of it.
+    """
+    state = model.state_dict(keep_vars=True)
+    meta = {name: torch.empty(state[name].shape, device="meta") for name in _names(model)}
+    try:
+        revert = import_module("transformers.core_model_loading").revert_weight_conversion
+    except ImportError:  # before release 5: names are the model's
+        written: Mapping[str, Tensor] = meta
+    else:
+        written = revert(model, dict(meta))
+    shapes = {name: tuple(tensor.shape) for name, tensor in written.items()}
+    parts = []
+    for source, keys in match(model, shapes).items():
+        start = 0
+        for key in keys:
+            parts.append(FilePart(key, shapes[key], source, start))
+            start += prod(shapes[key])
+    return parts

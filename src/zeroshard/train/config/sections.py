@@ -61,8 +61,8 @@ class ModelConfig(Config):
         description="Recompute in backward: none, full, every:N (N-th block), or selective (all but matrix products).",
     )
 
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
-        "sdpa", description="hf: who computes attention, by the name that transformers has for it."
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
+        "auto", description="hf: who computes attention, as transformers calls it; auto: sdpa, else eager."
     )
     from_config: bool = Field(False, description="hf: train from scratch; weights are drawn and none read.")
     trust_remote_code: bool = Field(False, description="hf: execute Python files of the model's own.")

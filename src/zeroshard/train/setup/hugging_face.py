@@ -1,7 +1,7 @@
 """What a run keeps of a Hugging Face model: its configuration, its tokenizer, and how text is put to it.
 
-A run's folder holds all of it (``config.toml`` and ``hugging-face/``), so that whoever goes on with the run, evaluates or
-exports it needs neither the folder nor the hub that it came from.
+A run's folder holds all of it (``config.toml`` and ``hugging-face/``), so that whoever goes on with the run, evaluates
+or exports it needs neither the folder nor the hub that it came from.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zeroshard.data.registry import source_entry
-from zeroshard.data.tokenizer import known_vocab_size, tokenizer_identity
+from zeroshard.data.tokenizer import Tokenizer, known_vocab_size, read_tokenizer, tokenizer_identity
 from zeroshard.errors import UserError
 from zeroshard.models.hugging_face.folder import (
     config_text,
@@ -42,6 +42,18 @@ def with_model_files(config: TrainConfig) -> TrainConfig:
     if not model.from_config and config.resume == "none":
         find_tensors(weight_folder(source))
     return _with_tokenizer(config.model_copy(update={"model": model}), source)
+
+
+def load_model_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of ``hf:FOLDER_OR_NAME``.
+
+    Raises:
+        UserError: it has no ``tokenizer.json``.
+    """
+    file = tokenizer_file(source_of(name))
+    if file is None:
+        raise UserError("run", f"{name} has no tokenizer.json", "take the folder of a whole model")
+    return read_tokenizer(file)
 
 
 def _with_tokenizer(config: TrainConfig, source: str) -> TrainConfig:
