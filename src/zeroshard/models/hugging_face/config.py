@@ -103,11 +103,12 @@ def config_of(name: str, overrides: Mapping[str, object], num_tokens: int | None
     if unknown is not None:
         todo = f"change its {_CONFIG_FILE}, or leave it out; known: {', '.join(sorted(known))}"
         raise UserError(f"model.{unknown}", f"{name} takes its own from {_CONFIG_FILE}", todo)
-    text = str(given.pop("config_json", "")) or config_text(source)
+    kept = str(given.pop("config_json", ""))
+    text = kept or config_text(source)
     trusted = bool(given.get("trust_remote_code"))
     theirs = _theirs(source, text, trusted)
     changed = {key: value for key, value in sizes.items() if value != _size(theirs, key)}
-    if changed and set(changed) - {"seq_len"} and not given.get("from_config"):
+    if set(changed) - {"seq_len"} and not (given.get("from_config") or kept):
         key = next(key for key in changed if key != "seq_len")
         what = f"{changed[key]} is not the {_size(theirs, key)} of {source}'s weights"
         raise UserError(f"model.{key}", what, "leave it out, or add --model.from-config to train from scratch")
