@@ -39,6 +39,7 @@ from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.records.log_files import finite_or_null
 from zeroshard.train.setup.assemble import sharded
 from zeroshard.train.setup.build import choose_device
+from zeroshard.train.setup.hugging_face import with_kept_tokenizer
 from zeroshard.train.setup.prepare_data import data_folder
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import tokenizer_folder
@@ -91,6 +92,8 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     trained = load_config(folder / "config.toml") if (folder / "config.toml").is_file() else None
     if trained is None and not is_hugging_face(config.run) and not (folder / "config.json").is_file():
         raise nothing_in(folder)
+    if trained is not None:
+        trained = with_kept_tokenizer(trained, folder)
     tokens_folder = _tokens_folder(config, trained)
     meta = read_meta(tokens_folder)
     tokens = TokenDataset.open(tokens_folder, config.split)

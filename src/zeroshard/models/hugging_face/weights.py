@@ -209,7 +209,7 @@ def match(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
     unexpected = [key for key in rest if not (_NO_WEIGHTS.search(key) or any(p.search(key) for p in ignored))]
     if unexpected:
         more = f" and {len(unexpected) - 1} more" if unexpected[1:] else ""
-        what = f"{unexpected[0]}{more} is among the weights, and the model has no place for it"
+        what = f"the model has no place for {unexpected[0]}{more}, which the weights have"
         raise UserError("model", what, "take weights and config.json from one folder")
     missing_may = [re.compile(pattern) for pattern in _patterns(model_any, "missing")]
     for name, aliases in names.items():

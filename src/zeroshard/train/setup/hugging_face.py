@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zeroshard.data.registry import source_entry
-from zeroshard.data.tokenizer import Tokenizer, known_vocab_size, read_tokenizer, tokenizer_identity
+from zeroshard.data.tokenizer import TOKENIZER_FILE, Tokenizer, known_vocab_size, read_tokenizer, tokenizer_identity
 from zeroshard.errors import UserError
 from zeroshard.models.hugging_face.folder import (
     config_text,
@@ -20,7 +20,9 @@ from zeroshard.models.hugging_face.folder import (
     weight_folder,
 )
 from zeroshard.models.hugging_face.weights import find_tensors
+from zeroshard.models.presets import model_config
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.setup.assemble import model_overrides
 
 
 def kept_folder(run_folder: Path) -> Path:
@@ -36,12 +38,23 @@ def with_model_files(config: TrainConfig) -> TrainConfig:
     """
     name = config.model.name
     if not is_hugging_face(name) or config.model.config_json:
-        return config
+        return with_kept_tokenizer(config, Path(config.out))
     source = source_of(name)
-    model = config.model.model_copy(update={"config_json": config_text(source)})
+    text = config_text(source)
+    model_config(name, overrides=model_overrides(config.model))
+    model = config.model.model_copy(update={"config_json": text})
     if not model.from_config and config.resume == "none":
         find_tensors(weight_folder(source))
     return _with_tokenizer(config.model_copy(update={"model": model}), source)
+
+
+def with_kept_tokenizer(config: TrainConfig, run_folder: Path) -> TrainConfig:
+    """``config`` with the tokenizer that the run has kept, where the one that it names has gone."""
+    own = kept_folder(run_folder) / TOKENIZER_FILE
+    named = config.data.tokenizer
+    if not named.startswith("json:") or Path(named.removeprefix("json:")).is_file() or not own.is_file():
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": f"json:{own}"})})
 
 
 def load_model_tokenizer(name: str) -> Tokenizer:
