@@ -87,7 +87,7 @@ def _parameters_on_meta() -> Generator[None]:
         made.__dict__.update(param.__dict__)
         return made
 
-    hook = register_module_parameter_registration_hook(moved)
+    hook = register_module_parameter_registration_hook(moved)  # ty: ignore[invalid-argument-type]
     try:
         yield
     finally:
@@ -116,7 +116,7 @@ class _Recorded(TorchFunctionMode):
             return func(*args, **kwargs)
         if not isinstance(target, nn.Parameter) or not target.is_meta:
             return func(*args, **kwargs)
-        if func is Tensor.data.__get__:
+        if func == _READS_DATA:
             return target  # what is written there is written into the parameter
         if of_init or name in _IN_PLACE:
             self.rules[target] = _rule(name, args[1:], kwargs, target)
@@ -124,6 +124,8 @@ class _Recorded(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_TENSOR: Any = Tensor
+_READS_DATA = _TENSOR.data.__get__
 _IN_PLACE = {"fill_", "zero_", "normal_", "uniform_", "copy_"}
 # The arguments of each after the tensor, with their defaults.
 _SIGNATURES: dict[str, tuple[tuple[str, float], ...]] = {

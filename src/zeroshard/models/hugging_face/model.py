@@ -89,7 +89,7 @@ class HuggingFaceModel(LanguageModel):
         return self._config
 
     @property
-    def blocks(self) -> nn.ModuleList:  # ty: ignore[invalid-method-override]
+    def blocks(self) -> nn.ModuleList:  # ty: ignore[incompatible-property-override]
         """The repeated part; a property, so that parameters have one name each."""
         found = self.hf.get_submodule(self._blocks_at)
         assert isinstance(found, nn.ModuleList)
@@ -261,6 +261,6 @@ def _finds_documents() -> bool:
         def asked(position_ids: Tensor) -> Tensor | None:
             return None if _is_one.get() else finds(position_ids)
 
-        asked.asks = True  # ty: ignore[unresolved-attribute]
+        asked.asks = True  # ty: ignore[missing-attribute]
         masking.find_packed_sequence_indices = asked
     return True

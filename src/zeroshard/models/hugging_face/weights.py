@@ -325,7 +325,7 @@ def file_layout(model: nn.Module) -> list[FilePart]:
     state = model.state_dict(keep_vars=True)
     meta = {name: torch.empty(state[name].shape, device="meta") for name in _names(model)}
     try:
-        revert = import_module("transformers.core_model_loading").revert_weight_conversion
+        revert: Any = import_module("transformers.core_model_loading").revert_weight_conversion
     except ImportError:  # before release 5: names are the model's
         written: Mapping[str, Tensor] = meta
     else:
