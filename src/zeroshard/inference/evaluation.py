@@ -29,6 +29,7 @@ from zeroshard.errors import ExitStatus, UserError
 from zeroshard.inference.generate import load_for_text, load_weights, nothing_in
 from zeroshard.launch.environment import World, world_from_env
 from zeroshard.models import LanguageModel
+from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel import Strategy
 from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.config.config import TrainConfig, load_config
@@ -38,6 +39,7 @@ from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.records.log_files import finite_or_null
 from zeroshard.train.setup.assemble import sharded
 from zeroshard.train.setup.build import choose_device
+from zeroshard.train.setup.hugging_face import with_kept_tokenizer
 from zeroshard.train.setup.prepare_data import data_folder
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import tokenizer_folder
@@ -88,8 +90,10 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     """The scores of one split; the same on every rank. Collective."""
     folder = Path(config.run)
     trained = load_config(folder / "config.toml") if (folder / "config.toml").is_file() else None
-    if trained is None and not (folder / "config.json").is_file():
+    if trained is None and not is_hugging_face(config.run) and not (folder / "config.json").is_file():
         raise nothing_in(folder)
+    if trained is not None:
+        trained = with_kept_tokenizer(trained, folder)
     tokens_folder = _tokens_folder(config, trained)
     meta = read_meta(tokens_folder)
     tokens = TokenDataset.open(tokens_folder, config.split)
@@ -129,9 +133,14 @@ def _model(
 ) -> tuple[LanguageModel, int | None, int]:
     """The model with its weights, the step they are of, and the length of sequences it was trained on."""
     folder = Path(config.run)
+    if trained is None and is_hugging_face(config.run) and config.strategy != "none":
+        _last_weights_alone(config)
+        settings = {"model": config.run, "strategy": config.strategy}
+        model, _ = sharded(TrainConfig.model_validate(settings), 1, None, comm, device)
+        return model, None, min(model.config.seq_len, 1024)
     if trained is None:
         if config.strategy != "none":
-            todo = "import it first: zeroshard import FOLDER RUN"
+            todo = f"write it as hf:{folder}, or import it first: zeroshard import FOLDER RUN"
             raise UserError("strategy", "a Hugging Face folder is loaded whole on each rank", todo)
         model, _ = load_for_text(folder, config.weights)
         return model, None, min(model.config.seq_len, 1024)
@@ -146,12 +155,16 @@ def _model(
         model = load_weights(trained, vocab_size, path, config.weights)
         model.eos_id = eos_id
         return model, step, trained.seq_len
-    if config.weights == "ema":
-        raise UserError("weights", f"{config.strategy} evaluates the last weights", "use --strategy none")
+    _last_weights_alone(config)
     changes = {"strategy": config.strategy, "kernels": "auto", "compile": False, "ema_decay": 0.0}
     model, strategy = sharded(trained.model_copy(update=changes), vocab_size, eos_id, comm, device, draw=False)
     checkpoint.load(path, _WithoutStates(strategy), settings=False)
     return model, step, trained.seq_len
+
+
+def _last_weights_alone(config: EvalConfig) -> None:
+    if config.weights == "ema":
+        raise UserError("weights", f"{config.strategy} evaluates the last weights", "use --strategy none")
 
 
 class _WithoutStates:

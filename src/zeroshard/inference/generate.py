@@ -17,13 +17,15 @@ from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data import Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.joining import prompt_ids
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.models import LanguageModel, materialize
+from zeroshard.models import LanguageModel, materialize, model_config
 from zeroshard.models.cache import KVCache
+from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig, load_config
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import make_model, separating_id
 from zeroshard.train.setup.build import choose_device
+from zeroshard.train.setup.hugging_face import load_model_tokenizer
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.zero.optimizers.ema import EMA
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, read_whole
@@ -75,10 +77,14 @@ def load_for_text(folder: Path, weights: str = "last") -> tuple[LanguageModel, T
     Raises:
         UserError: as `run_generate`.
     """
+    if is_hugging_face(str(folder)):
+        _last_alone(folder, weights)
+        model = model_config(str(folder))
+        with choose_device("auto", 0):
+            return model.build().eval(), load_model_tokenizer(str(folder))
     if not (folder / "config.toml").is_file():
         if (folder / "config.json").is_file():
-            if weights == "ema":
-                raise UserError("weights", f"{folder} holds no moving average", "use --weights last")
+            _last_alone(folder, weights)
             from zeroshard.interop.hf_import import load_hf  # what reads other formats; a run needs none of it
 
             return load_hf(folder, choose_device("auto", 0))
@@ -94,6 +100,11 @@ def load_for_text(folder: Path, weights: str = "last") -> tuple[LanguageModel, T
     model = load_weights(trained, vocab_size, path, weights)
     model.eos_id = separating_id(trained, tokenizer.eos_id)
     return model, tokenizer
+
+
+def _last_alone(folder: Path, weights: str) -> None:
+    if weights == "ema":
+        raise UserError("weights", f"{folder} holds no moving average", "use --weights last")
 
 
 def load_weights(trained: TrainConfig, vocab_size: int, path: Path, weights: str = "last") -> LanguageModel:
@@ -152,7 +163,7 @@ def sample(
     for _ in range(num_tokens):
         context_T = context_T[-model.config.seq_len :]
         if cache is None and use_cache and len(context_T) < model.config.seq_len:
-            cache = KVCache(len(model.blocks), model.config.seq_len)
+            cache = model.new_cache()
         # A window that slides gives every token another position: then nothing can be kept.
         if cache is not None and cache.num_tokens < len(context_T):
             logits_V = model(context_T[None, cache.num_tokens :], cache=cache)[0, -1].float()

@@ -27,8 +27,11 @@ from zeroshard.checkpoint.whole import require_whole
 from zeroshard.data import Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.portable import portable
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.interop import hf_folder_export
 from zeroshard.interop.hf_config import HFWeight, hf_config, hf_weights, published
 from zeroshard.models import GPT2Config, LlamaConfig, model_config
+from zeroshard.models.hugging_face.folder import is_hugging_face
+from zeroshard.models.hugging_face.model import HuggingFaceModel
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sizes import parse_size
@@ -48,7 +51,8 @@ class _Source:
 
     folder: Path
     manifest: Manifest
-    model: GPT2Config | LlamaConfig
+    model: GPT2Config | LlamaConfig | HuggingFaceModel
+    run: Path
     tokenizer: Tokenizer | None
     kind: str  # of the weights
 
@@ -63,7 +67,10 @@ def run_export(config: ExportConfig) -> int:
     source = _open(config)
     out, dtype = Path(config.out), _DTYPES[config.dtype]
     with checkpoint.CheckpointReader(source.folder, source.manifest) as reader, drafted(out) as draft:
-        tensors = [_streamed(reader, weight, source.kind, dtype) for weight in hf_weights(source.model)]
+        if isinstance(source.model, HuggingFaceModel):
+            tensors = hf_folder_export.streamed_tensors(source.model, reader, source.kind, dtype)
+        else:
+            tensors = [_streamed(reader, weight, source.kind, dtype) for weight in hf_weights(source.model)]
         files = split_by_size(tensors, parse_size("max_shard_size", config.max_shard_size))
         for name, members in files.items():
             write_streamed(draft / name, members, {"format": "pt"})
@@ -72,14 +79,27 @@ def run_export(config: ExportConfig) -> int:
             places = {tensor.name: name for name, members in files.items() for tensor in members}
             index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
             _write_json(draft / "model.safetensors.index.json", index)
-        eos_id = source.tokenizer.eos_id if source.tokenizer else None
-        _write_json(draft / "config.json", hf_config(source.model, dtype=config.dtype, eos_id=eos_id))
-        if source.tokenizer:
-            _write_tokenizer(draft, source.tokenizer, source.model.seq_len)
+        _describe(draft, source, config.dtype)
     what = f"{config.dtype}, {num_bytes:,} bytes in {len(files)} file{'s' if len(files) > 1 else ''}"
     text = f"tokenizer {source.tokenizer.name}" if source.tokenizer else "no tokenizer: the run has no text"
     print(f"step {source.manifest.step} of {config.source} in {out}: {what}, {text}")
     return int(ExitStatus.OK)
+
+
+def _describe(draft: Path, source: _Source, dtype: str) -> None:
+    """Write what the folder says of the model and of text."""
+    model, tokenizer = source.model, source.tokenizer
+    if isinstance(model, HuggingFaceModel):
+        _write_json(draft / "config.json", hf_folder_export.config_json(model, dtype))
+        if hf_folder_export.copy_text_files(source.run, draft, tokenizer):
+            return
+        seq_len = model.config.seq_len
+    else:
+        eos_id = tokenizer.eos_id if tokenizer else None
+        _write_json(draft / "config.json", hf_config(model, dtype=dtype, eos_id=eos_id))
+        seq_len = model.seq_len
+    if tokenizer:
+        _write_tokenizer(draft, tokenizer, seq_len)
 
 
 def split_by_size(tensors: Iterable[StreamedTensor], max_bytes: int) -> dict[str, list[StreamedTensor]]:
@@ -107,6 +127,9 @@ def _open(config: ExportConfig) -> _Source:
     shapes = {tensor.name: tensor.shape for tensor in manifest.tensors if tensor.kind == kind}
     if not shapes:
         raise UserError("weights", f"{path} holds no moving average", "train with --ema-decay, or use --weights last")
+    if is_hugging_face(trained.model.name):
+        folder, manifest = require_whole(path)
+        return _Source(folder, manifest, hf_folder_export.model_of(trained), run, _tokenizer(run), kind)
     vocab_size = next((shapes[name][0] for name in _EMBEDDINGS if name in shapes), None)
     overrides = model_overrides(trained.model)
     model = published(model_config(trained.model.name, vocab_size=vocab_size, overrides=overrides))
@@ -115,7 +138,7 @@ def _open(config: ExportConfig) -> _Source:
             what = f"{path} has {weight.name} as {shapes.get(weight.name)}, its configuration as {weight.shape}"
             raise UserError("source", what, "export a checkpoint of `zeroshard train`")
     folder, manifest = require_whole(path)
-    return _Source(folder, manifest, model, _tokenizer(run), kind)
+    return _Source(folder, manifest, model, run, _tokenizer(run), kind)
 
 
 def _checkpoint_of(source: Path) -> tuple[Path, Path]:

@@ -34,6 +34,9 @@ DRAWN_AT_ONCE = 1 << 16
 """Elements of a parameter that one generator draws."""
 
 
+Draw = Callable[[Tensor, torch.Generator], object]
+
+
 class Part(NamedTuple):
     """Some of a flattened parameter's elements.
 
@@ -99,6 +102,13 @@ class LanguageModel(nn.Module, ABC):
             seed: the model's own ``seed`` where None.
             part: which elements of the parameter ``param`` is; None: all of them.
         """
+
+    def check_initial_values(self) -> None:
+        """Raise UserError where `init_parameter` could not be answered: weights that lie in files may be missing."""
+
+    def new_cache(self) -> KVCache:
+        """Keys and values of no token as yet, for as many as the model takes; ``forward`` is given it."""
+        return KVCache(len(self.blocks), self.config.seq_len)
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """Forward and backward FLOPs a token, in sequences of ``seq_len`` tokens: :func:`flops_per_token`."""
@@ -167,16 +177,21 @@ def projected_loss(hidden_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, ke
     )
 
 
-@torch.no_grad()
 def fill_normal_(param: Tensor, std: float, seed: int, name: str, part: Part | None = None) -> None:
-    """Draw ``param`` from N(0, std^2): each element a pure function of (seed, name, numel, place).
+    """Draw ``param`` from N(0, std^2); arguments as of `fill_drawn_`."""
+    fill_drawn_(param, lambda drawn, generator: drawn.normal_(0.0, std, generator=generator), seed, name, part)
+
+
+@torch.no_grad()
+def fill_drawn_(param: Tensor, draw: Draw, seed: int, name: str, part: Part | None = None) -> None:
+    """Draw ``param``: each element a pure function of (seed, name, numel, place).
 
     Drawn on the CPU in fp32 and then copied, so each device and dtype gets the same numbers, rounded. Each
     `DRAWN_AT_ONCE` elements have a generator of their own, so that who keeps a part draws little more than that part.
 
     Args:
         param: any device and floating dtype, written in place: the whole parameter, or [n] by ``part``.
-        std: standard deviation.
+        draw: fills a tensor [n], in fp32 on the CPU, by a generator.
         seed: of the whole model.
         name: the parameter's name in the whole model.
         part: which elements of the flattened parameter ``param`` is; None: all of them.
@@ -189,7 +204,7 @@ def fill_normal_(param: Tensor, std: float, seed: int, name: str, part: Part | N
         digest = hashlib.blake2b(f"{seed}/{name}{block}".encode(), digest_size=8).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
         drawn = torch.empty(min(DRAWN_AT_ONCE, numel - first), dtype=torch.float32, device="cpu")
-        drawn.normal_(0.0, std, generator=generator)
+        draw(drawn, generator)
         low, high = max(first, start), min(first + DRAWN_AT_ONCE, stop)
         flat[low - start : high - start].copy_(drawn[low - first : high - first])
     if not param.is_contiguous():
@@ -257,3 +272,12 @@ def materialize(model: LanguageModel, device: torch.device | str, *, draw: bool 
                 else:
                     fill_constant_(made[param], float("nan"))
             setattr(module, key, made[param])
+    place_buffers(model, device)
+
+
+def place_buffers(model: nn.Module, device: torch.device | str) -> None:
+    """Move buffers that have values to ``device``; those on the meta device stay there."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[key] = buffer.to(device)

@@ -24,9 +24,14 @@ def separate(tokens_BT: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
         Positions [B, T], int64, from 0 in each document; and a mask [B, 1, T, T], true where a query (row) may see a
         key (column): causal, and of the same document.
     """
-    begins_BT = tokens_BT == eos_id
-    place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-    first_BT = torch.where(begins_BT, place_T, 0).cummax(1).values  # where the document of each position begins
-    document_BT = begins_BT.cumsum(1)
+    document_BT = (tokens_BT == eos_id).cumsum(1)
     mask_BTT = (document_BT[:, :, None] == document_BT[:, None, :]).tril()
-    return place_T - first_BT, mask_BTT[:, None]
+    return positions(tokens_BT, eos_id), mask_BTT[:, None]
+
+
+def positions(tokens_BT: Tensor, eos_id: int) -> Tensor:
+    """Positions [B, T], int64, from 0 in each document."""
+    place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+    # where the document of each position begins
+    first_BT = torch.where(tokens_BT == eos_id, place_T, 0).cummax(1).values
+    return place_T - first_BT

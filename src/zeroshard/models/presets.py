@@ -2,7 +2,8 @@
 
 A new model is one file in this folder, with a configuration class and a `LanguageModel`, and one row of `PRESETS`.
 Messages, ``--help``, shell completion and the checks of settings read the rows, which needs no torch. ``--model
-module:Class`` is a configuration class of a user's own, made with its defaults.
+module:Class`` is a configuration class of a user's own, made with its defaults; ``hf:FOLDER_OR_NAME`` is a model that
+`transformers` builds, see `zeroshard.models.hugging_face`.
 
 Shapes of GPT-2: Radford et al. 2019, as released (350m: "medium"); 7b: LLaMA, arXiv:2302.13971, table 2;
 8b: Llama 3, arXiv:2407.21783, table 3; 1b: Llama 3.2's published configuration, without its stretching of
@@ -14,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import UserError
 from zeroshard.lazily import is_address, made_at
 from zeroshard.models.config import ModelConfig
+from zeroshard.models.hugging_face.folder import is_hugging_face
 
 if TYPE_CHECKING:
     from zeroshard.kernels import Choice
@@ -85,19 +88,21 @@ def model_config(
     """A preset's configuration with a few fields changed, checked, and no model built.
 
     Args:
-        name: a key of ``PRESETS``, or ``module:Class``.
-        vocab_size: number of token ids, from the tokenizer; the preset's where None.
+        name: a key of ``PRESETS``, ``hf:FOLDER_OR_NAME`` or ``module:Class``.
+        vocab_size: number of token ids, from the tokenizer; the preset's where None. A Hugging Face model keeps its
+            own, which must suffice.
         seq_len: the longest sequence; the preset's where None.
         overrides: other fields of the preset's configuration, by name; they win over the two above.
 
     Raises:
         UserError: no such preset or field (the nearest is named), or values that do not go together.
     """
+    if is_hugging_face(name):
+        return _hugging_face().config_of(name, _given(None, seq_len, overrides), vocab_size)
     if name not in PRESETS and not is_address(name):
         raise UserError("model", f"there is no preset {name!r}", _nearest(name, PRESETS))
     preset: Any = (PRESETS.get(name) or Preset(name)).config
-    given = {"vocab_size": vocab_size, "seq_len": seq_len}
-    changes = {key: value for key, value in given.items() if value is not None} | dict(overrides)
+    changes = _given(vocab_size, seq_len, overrides)
     known = [field.name for field in fields(preset)]
     for key in changes:
         if key not in known:
@@ -110,6 +115,8 @@ def nearest_preset(config: ModelConfig) -> tuple[str, dict[str, object]]:
 
     ``model_config(name, overrides=changes)`` is ``config`` again.
     """
+    if type(config).__name__ == "HuggingFaceConfig":
+        return _hugging_face().name_and_changes(config)
     best: tuple[str, dict[str, object]] | None = None
     for name, row in PRESETS.items():
         preset: Any = row.config
@@ -138,6 +145,15 @@ def build_model(
     computes what has a kernel.
     """
     return model_config(name, vocab_size=vocab_size, seq_len=seq_len, overrides=overrides).build(seed, kernels)
+
+
+def _given(vocab_size: int | None, seq_len: int | None, overrides: Mapping[str, object]) -> dict[str, object]:
+    given = {"vocab_size": vocab_size, "seq_len": seq_len}
+    return {key: value for key, value in given.items() if value is not None} | dict(overrides)
+
+
+def _hugging_face() -> Any:
+    return import_module("zeroshard.models.hugging_face.config")
 
 
 def _nearest(word: str, known: Mapping[str, object] | list[str]) -> str:

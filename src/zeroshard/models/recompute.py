@@ -65,7 +65,7 @@ def recompute_blocks(blocks: Iterable[nn.Module], how: str, *, random: bool) -> 
     """Have ``blocks`` keep what ``how`` says, in place.
 
     Args:
-        blocks: each takes tensors and returns one.
+        blocks: each takes tensors, and whatever else by name, and returns a tensor.
         how: see the table above.
         random: whether a block draws random numbers, so that the generator's state must be kept for its second run.
 
@@ -79,9 +79,11 @@ def recompute_blocks(blocks: Iterable[nn.Module], how: str, *, random: bool) -> 
         block.forward = partial(_run, block.forward, how == "selective", random)
 
 
-def _run(forward: Callable[..., Tensor], selective: bool, random: bool, *inputs: Tensor) -> Tensor:
+def _run(forward: Callable[..., Tensor], selective: bool, random: bool, *inputs: Tensor, **named: Any) -> Tensor:
     if not torch.is_grad_enabled():
-        return forward(*inputs)
+        return forward(*inputs, **named)
+    if named:
+        forward = partial(forward, **named)
     options: dict[str, Any] = {}
     if selective:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, EXPENSIVE)

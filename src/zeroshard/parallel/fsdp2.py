@@ -83,7 +83,10 @@ class Fsdp2:
         self.model: nn.Module = model
         self._master_is_copy = setup.compute_dtype != torch.float32
         if on_meta:
-            model.to_empty(device=device)
+            kept = {name: buffer.to(device) for name, buffer in model.named_buffers() if not buffer.is_meta}
+            model.to_empty(device=device)  # buffers too
+            for name, buffer in kept.items():
+                model.get_buffer(name).copy_(buffer)
         # While a unit runs its module has whole tensors in their place, so they are kept here.
         self._params: dict[str, DTensor] = dict(model.named_parameters())  # ty: ignore[invalid-assignment]
         self._by_every_name: dict[str, DTensor] = dict(model.named_parameters(remove_duplicate=False))  # ty: ignore[invalid-assignment]

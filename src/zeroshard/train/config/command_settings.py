@@ -45,7 +45,10 @@ class ImportConfig(Config):
 class EvalConfig(Config):
     """What `zeroshard eval` measures, and on what."""
 
-    run: str = Field(min_length=1, description="Run folder (its newest checkpoint), or a Hugging Face folder.")
+    run: str = Field(
+        min_length=1,
+        description="Run folder (its newest checkpoint), a Hugging Face GPT-2 or LLaMA's, or hf:FOLDER, hf:OWNER/NAME.",
+    )
     data_dir: str = Field("", description="Prepared folder; empty: the run's own.")
     split: Literal["val", "train"] = Field("val", description="Of the prepared folder.")
     weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
@@ -67,7 +70,10 @@ class EvalConfig(Config):
 class GenerateConfig(Config):
     """What `zeroshard generate` writes, and from which run."""
 
-    run: str = Field(min_length=1, description="Run folder, as in runs/NAME, or a Hugging Face folder.")
+    run: str = Field(
+        min_length=1,
+        description="Run folder, as in runs/NAME, a Hugging Face GPT-2 or LLaMA's, or hf:FOLDER, hf:OWNER/NAME.",
+    )
     weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
     prompt: str = Field("", description="Text to go on from; empty: what begins a document, or a line break.")
     max_new_tokens: int = Field(200, ge=1, description="Tokens to write.")

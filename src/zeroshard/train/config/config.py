@@ -227,7 +227,8 @@ class TrainConfig(Config):
             raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
         self._link_agrees()
         if not self.out:
-            name = f"{self.model.name}-{self.data.source}-{self.strategy}".replace("/", "_")
+            model = self.model.name.rstrip("/").rpartition("/")[2].removeprefix("hf:") or "model"
+            name = f"{model}-{self.data.source}-{self.strategy}".replace("/", "_")
             object.__setattr__(self, "out", f"runs/{name}")
         return self
 

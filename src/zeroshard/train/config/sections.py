@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from zeroshard.data.registry import SOURCES
 from zeroshard.errors import UserError
+from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import PRESETS
 from zeroshard.train.config.registered import ModelName, SourceName
 from zeroshard.train.config.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
@@ -21,6 +22,7 @@ from zeroshard.train.config.sizes import parse_bandwidth, parse_count, parse_dur
 # `model = "NAME"` stands for `model.name = "NAME"`
 SHORTHANDS = {"model": "name", "data": "source", "track": "to"}
 TRACKERS = ("tensorboard", "wandb", "trackio")
+HUGGING_FACE = ("attention", "from_config", "trust_remote_code", "config_json")  # settings of hf: models alone
 UNNAMED = "unnamed"  # the data of an imported run: only its user knows which they are
 Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M
 
@@ -37,7 +39,8 @@ class ModelConfig(Config):
     name: ModelName = Field(
         "gpt2-demo",
         min_length=1,
-        description=f"Preset: {', '.join(PRESETS)}; or module:Class, a configuration class of your own.",
+        description=f"Preset: {', '.join(PRESETS)}; hf:FOLDER or hf:OWNER/NAME, a causal language model of Hugging "
+        "Face's transformers; or module:Class, a configuration class of your own.",
     )
     n_layer: int = Field(0, ge=0, description="Transformer blocks; 0: the preset's.")
     n_head: int = Field(0, ge=0, description="Attention heads; 0: the preset's.")
@@ -58,10 +61,28 @@ class ModelConfig(Config):
         description="Recompute in backward: none, full, every:N (N-th block), or selective (all but matrix products).",
     )
 
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
+        "auto", description="hf: who computes attention, as transformers calls it; auto: sdpa, else eager."
+    )
+    from_config: bool = Field(False, description="hf: train from scratch; weights are drawn and none read.")
+    trust_remote_code: bool = Field(False, description="hf: execute Python files of the model's own.")
+    config_json: str = Field(
+        "", description="hf: the model's config.json as text, which a run keeps; empty: as folder or hub have it."
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, raw: Any) -> Any:
         return {SHORTHANDS["model"]: raw} if isinstance(raw, str) else raw
+
+    @model_validator(mode="after")
+    def _hugging_face_alone(self) -> Self:
+        fields = type(self).model_fields
+        given = [name for name in HUGGING_FACE if getattr(self, name) != fields[name].default]
+        if given and not is_hugging_face(self.name):
+            what = f"is given, and {self.name} is no model of transformers"
+            raise UserError(f"model.{given[0]}", what, "leave it out, or name a model as hf:FOLDER or hf:OWNER/NAME")
+        return self
 
     @model_validator(mode="after")
     def _recomputation_is_known(self) -> Self:

@@ -23,6 +23,7 @@ from zeroshard.models import (
     materialize,
     nearest_preset,
 )
+from zeroshard.models.base import place_buffers
 from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
@@ -127,6 +128,9 @@ def sharded(
     _check_vocab_size(config, vocab_size)
     from_meta = strategy_entry(config.strategy).from_meta
     model = make_model(config, vocab_size, "meta")
+    if draw:
+        model.check_initial_values()
+    place_buffers(model, device)
     if not from_meta:
         materialize(model, device, draw=draw and comm.rank == 0)
     model.eos_id = eos_id

@@ -50,6 +50,7 @@ from zeroshard.train.setup.assemble import (
 )
 from zeroshard.train.setup.auto import ChooseStage, automatic_stage
 from zeroshard.train.setup.corpus import Corpus, open_corpus
+from zeroshard.train.setup.hugging_face import with_model_files
 from zeroshard.train.setup.links import Links
 from zeroshard.train.setup.plan_check import contract_of
 from zeroshard.train.setup.ranks import join
@@ -69,6 +70,7 @@ def built(
         UserError: something in the configuration cannot be had; on every rank.
     """
     world = world_from_env() or World()
+    config = with_model_files(config)
     device = choose_device(config.device, world.local_rank)
     check_model(config)
     describe(device, config.kernels)  # refuses what cannot be had
@@ -102,6 +104,7 @@ def build_run(
     Raises:
         UserError: as `built`.
     """
+    config = with_model_files(config)
     check_model(config)
     require_trackers(config.track)
     check_shard_size(config, comm.world_size)

@@ -10,6 +10,7 @@ from zeroshard.regular_files import require_regular
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import dump_toml
 from zeroshard.train.setup.corpus import Corpus
+from zeroshard.train.setup.hugging_face import keep_text_files
 from zeroshard.train.state.lock import RunLock
 
 # Why a folder cannot be written that was asked for; anything else is the disk's.
@@ -60,3 +61,4 @@ def describe_run(folder: Path, config: TrainConfig, corpus: Corpus) -> None:
     """Write down what the run is, and keep what its tokenizer needs: from here on the folder holds a run."""
     (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
     corpus.keep_tokenizer(tokenizer_folder(folder))
+    keep_text_files(config, folder)

@@ -164,7 +164,8 @@ def _check_model(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         model = validate(ModelConfig, table)
         overrides = model_overrides(model)
         overrides.pop("activation_checkpointing", None)
-        resolved.append({"name": model.name, **vars(model_config(model.name, overrides=overrides))})
+        built = model_config(model.name, overrides=overrides)
+        resolved.append({"name": model.name, **getattr(built, "architecture", vars(built))})
     old, new = resolved
     for key in [key for key in old if key != "name"] + ["name"]:
         if old.get(key) != new.get(key) and not (key == "name" and old.keys() == new.keys()):

@@ -1,0 +1,90 @@
+"""A run of a Hugging Face model as a folder of the same kind: what came in by ``--model hf:`` goes out as it came.
+
+    OUT/config.json              what the run was started from, with the dtype that is written
+    OUT/model.safetensors        or several with an index; names and forms are those that `transformers` writes
+    OUT/tokenizer.json           and the chat template and whatever else the model says of text
+
+Tensors go from the checkpoint's files to the new ones one after the other, experts of a mixture one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard import checkpoint
+from zeroshard.checkpoint.stream import StreamedTensor, intervals
+from zeroshard.data import Tokenizer
+from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, read_tokenizer
+from zeroshard.errors import UserError
+from zeroshard.models.hugging_face.model import INNER, HuggingFaceModel
+from zeroshard.models.hugging_face.weights import FilePart, file_layout
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.setup.assemble import make_model
+from zeroshard.train.setup.hugging_face import kept_folder
+
+
+def model_of(trained: TrainConfig) -> HuggingFaceModel:
+    """The model of a run, without values."""
+    model = make_model(trained, 1, "meta")
+    assert isinstance(model, HuggingFaceModel)
+    return model
+
+
+def streamed_tensors(
+    model: HuggingFaceModel, reader: checkpoint.CheckpointReader, kind: str, dtype: torch.dtype
+) -> list[StreamedTensor]:
+    """The tensors of the new files, read when they are written.
+
+    Raises:
+        UserError: the checkpoint is none of this model.
+    """
+    buffers = {name for name, _ in model.hf.named_buffers()}
+    tensors = []
+    for part in file_layout(model.hf):
+        of_kind = "buffer" if part.source in buffers else kind
+        if of_kind not in reader.kinds(INNER + part.source):
+            what = f"the checkpoint has no {part.source}"
+            raise UserError("source", what, "export a checkpoint of `zeroshard train`")
+        tensors.append(_streamed(reader, part, of_kind, dtype))
+    return tensors
+
+
+def _streamed(reader: checkpoint.CheckpointReader, part: FilePart, kind: str, dtype: torch.dtype) -> StreamedTensor:
+    def parts() -> Iterator[Tensor]:
+        for first, last in intervals(prod(part.shape)):
+            yield reader.read(INNER + part.source, kind, (part.start + first, part.start + last))
+
+    return StreamedTensor(part.name, dtype, part.shape, parts)
+
+
+def config_json(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
+    """What ``config.json`` says of the exported model."""
+    raw = json.loads(model.config.config_json)
+    raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = dtype
+    return {**raw, "architectures": [type(model.hf).__name__]}
+
+
+def copy_text_files(run: Path, out: Path, tokenizer: Tokenizer | None) -> bool:
+    """Copy what the model said of text; whether it did, which is not so where the run has another tokenizer."""
+    kept = kept_folder(run)
+    if not kept.is_dir() or not any(kept.iterdir()):
+        return False
+    if tokenizer is not None and not _is_same(kept / TOKENIZER_FILE, tokenizer):
+        return False
+    for path in kept.iterdir():
+        shutil.copyfile(path, out / path.name)
+    return True
+
+
+def _is_same(file: Path, tokenizer: Tokenizer) -> bool:
+    return (
+        file.is_file() and isinstance(tokenizer, BpeTokenizer) and read_tokenizer(file).to_json() == tokenizer.to_json()
+    )

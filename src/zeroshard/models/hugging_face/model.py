@@ -1,0 +1,266 @@
+"""A causal language model of `transformers` behind the interface of ours.
+
+    loss = cross_entropy(head(base(tokens)), targets)
+
+The modules are `transformers`' own, unchanged, with parameters on the meta device until somebody makes them; names in
+checkpoints are theirs behind ``hf.``. Where the head is one matrix and nothing follows it, loss and head are one
+kernel, so the logits need not exist all at once; elsewhere logits are `transformers`'.
+
+Shape legend: B batch, T sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import UserError
+from zeroshard.kernels import Choice
+from zeroshard.models.base import LanguageModel, Part, flops_per_token, materialize, next_token_loss, projected_loss
+from zeroshard.models.cache import KVCache
+from zeroshard.models.documents import positions
+from zeroshard.models.hugging_face.config import HuggingFaceConfig
+from zeroshard.models.hugging_face.folder import missing_transformers, weight_folder
+from zeroshard.models.hugging_face.initial import built_without_values
+from zeroshard.models.hugging_face.weights import FileWeights
+from zeroshard.models.recompute import recompute_blocks
+
+INNER = "hf."  # before the names of `transformers`
+# Whose logits are the head's product and nothing else; `tests/models/test_hugging_face.py` holds them to it.
+_PLAIN_HEADS = frozenset(
+    {
+        *("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo2", "olmoe"),
+        *("phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
+    }
+)
+
+
+class HuggingFaceCache(KVCache):
+    """Keys and values as `transformers` keeps them for the model at hand."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(0, max_tokens)
+        self.inner: Any = None  # made by the model's first forward
+        self.num_seen = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has seen."""
+        return self.num_seen
+
+
+class HuggingFaceModel(LanguageModel):
+    """A model of `transformers`; on the default device, or without values under ``torch.device("meta")``.
+
+    Attributes:
+        hf: the model itself.
+
+    Raises:
+        UserError: `transformers` cannot build it so, such as with an attention that it lacks or is not installed.
+    """
+
+    def __init__(self, config: HuggingFaceConfig, seed: int = 0, kernels: Choice = "auto") -> None:
+        super().__init__()
+        self._config, self.seed, self.kernels = config, seed, kernels
+        device = torch.get_default_device()
+        self.hf, self._rules = _built(config)
+        self._blocks_at = _find_blocks(self.hf, config.n_layer)
+        theirs: Any = self.hf.config
+        self._has_router_loss = bool(getattr(theirs, "output_router_logits", False))
+        self._head = _plain_head(self.hf)
+        self.operations = ("cross_entropy",) if self._head is None else ("linear_cross_entropy",)  # ty: ignore[invalid-attribute-access]
+        self.num_multiplied_params = _num_multiplied(self.hf)
+        materialize(self, device)
+        random = any(isinstance(part, nn.Dropout) and part.p for part in self.hf.modules())
+        random |= any(bool(getattr(theirs, name, 0)) for name in ("attention_dropout", "attn_pdrop"))
+        recompute_blocks(self.blocks, config.activation_checkpointing, random=random)
+
+    @property
+    def config(self) -> HuggingFaceConfig:
+        """The configuration that the model was built from."""
+        return self._config
+
+    @property
+    def blocks(self) -> nn.ModuleList:  # ty: ignore[incompatible-property-override]
+        """The repeated part; a property, so that parameters have one name each."""
+        found = self.hf.get_submodule(self._blocks_at)
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """Loss where targets are given, else logits; see :meth:`LanguageModel.forward`."""
+        hf: Any = self.hf
+        given: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": cache is not None}
+        if isinstance(cache, HuggingFaceCache):
+            given["past_key_values"] = cache.inner
+        apart = self.eos_id is not None and cache is None
+        if apart:
+            given["position_ids"] = positions(tokens_BT, self.eos_id)
+        with _one_document(not apart):
+            if targets_BT is None:
+                output = hf(**given)
+            elif self._has_router_loss:  # the experts' balance is a part of the loss
+                return hf(**given, labels=targets_BT, shift_labels=targets_BT).loss
+            elif self._head is None:
+                return next_token_loss(hf(**given).logits, targets_BT, self.kernels)
+            else:
+                hidden_BTC = hf.base_model(**given)[0]
+                head: Any = self.hf.get_submodule(self._head)
+                return projected_loss(hidden_BTC, head.weight, targets_BT, self.kernels)
+        if isinstance(cache, HuggingFaceCache):
+            cache.inner = output.past_key_values
+            cache.num_seen += tokens_BT.shape[1]
+        return output.logits
+
+    def new_cache(self) -> KVCache:
+        """Keys and values of no token as yet."""
+        return HuggingFaceCache(self._config.seq_len)
+
+    def init_parameter(self, name: str, param: Tensor, seed: int | None = None, part: Part | None = None) -> None:
+        """Initial values by name; see :meth:`LanguageModel.init_parameter`.
+
+        They are the files', or with ``from_config`` drawn as `transformers` would draw them.
+        """
+        name = name.removeprefix(INNER)
+        if self._config.from_config:
+            self._rules[name].fill(param, self.seed if seed is None else seed, name, part)
+        else:
+            self._weights.fill(name, param.detach().view(-1), part.start if part else 0)
+
+    def check_initial_values(self) -> None:
+        """Raise UserError where the files have not all weights; fill persistent buffers, which are small."""
+        if self._config.from_config:
+            return
+        for name, buffer in self.hf.named_buffers():
+            if name in self._weights:
+                values = torch.empty(buffer.numel(), dtype=buffer.dtype)
+                self._weights.fill(name, values)
+                buffer.copy_(values.view(buffer.shape))
+
+    def num_flops_per_token(self, seq_len: int) -> int:
+        """Forward and backward FLOPs a token; attention as if each layer saw all that came before."""
+        theirs: Any = self.hf.config
+        head_dim = getattr(theirs, "head_dim", None) or self._config.n_embd // self._config.n_head
+        return flops_per_token(
+            self.num_multiplied_params, self._config.n_layer, self._config.n_head * head_dim, seq_len
+        )
+
+    @cached_property
+    def _weights(self) -> FileWeights:
+        return FileWeights(self.hf, weight_folder(self._config.source))
+
+
+def _built(config: HuggingFaceConfig) -> tuple[nn.Module, Any]:
+    try:
+        auto: Any = import_module("transformers").AutoModelForCausalLM
+    except ImportError:
+        raise missing_transformers() from None
+    theirs = config.theirs
+    theirs.use_cache = False
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if config.attention != "auto":
+        options["attn_implementation"] = config.attention
+    if config.trust_remote_code:
+        options["trust_remote_code"] = True
+    try:
+        return built_without_values(lambda: auto.from_config(theirs, **options))
+    except UserError:
+        raise
+    except ImportError as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise UserError("model.attention", f"{config.attention} cannot be had here ({first})", "use sdpa") from None
+    except Exception as error:  # noqa: BLE001 -- each model checks its configuration in its own way
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        field, todo = ("model.attention", "use eager") if "attention" in first else ("model", "check its config.json")
+        raise UserError(field, f"transformers cannot build {config.source} ({first})", todo) from None
+
+
+def _find_blocks(hf: nn.Module, num_blocks: int) -> str:
+    """Where the list of blocks is: of the lists of so many elements, that with the most parameters."""
+    lists = {
+        name: sum(param.numel() for param in module.parameters())
+        for name, module in hf.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_blocks
+    }
+    if not lists:
+        what = f"no list of {num_blocks} blocks was found in a {type(hf).__name__}"
+        raise UserError("model", what, "use zeroshard.Zero with the module itself")
+    return max(lists, key=lists.__getitem__)
+
+
+def _plain_head(hf: Any) -> str | None:
+    """The head's name, where the logits are its product alone."""
+    head, config = hf.get_output_embeddings(), hf.config
+    capped = getattr(config, "final_logit_softcapping", None)
+    if config.model_type not in _PLAIN_HEADS or capped or type(head) is not nn.Linear or head.bias is not None:
+        return None
+    if not type(hf).__module__.startswith("transformers."):
+        return None
+    return next(name for name, module in hf.named_modules() if module is head)
+
+
+def _num_multiplied(hf: Any) -> int:
+    """N of `flops_per_token`: without tables that are only looked up, and of experts the share that a token passes."""
+    head = hf.get_output_embeddings()
+    kept = None if head is None else head.weight
+    looked_up = {m.weight for m in hf.modules() if isinstance(m, nn.Embedding) and m.weight is not kept}
+    config = hf.config
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = next((n for name in names if (n := getattr(config, name, None))), 0)
+    chosen = getattr(config, "num_experts_per_tok", None) or num_experts
+    total = 0
+    for name, param in hf.named_parameters():
+        if param in looked_up:
+            continue
+        of_experts = ".experts." in name and num_experts
+        total += param.numel() * chosen // num_experts if of_experts else param.numel()
+    return total
+
+
+def require_document_mask(model: LanguageModel) -> None:
+    """Raise UserError where a model of `transformers` cannot keep documents apart by their positions."""
+    if isinstance(model, HuggingFaceModel):
+        modelling = sys.modules[type(model.hf).__module__]
+        if not hasattr(modelling, "create_causal_mask") or not _finds_documents():
+            what = f"{model.config.source} does not take positions for documents in this transformers"
+            raise UserError("data.document_mask", what, "leave it out")
+
+
+_is_one: ContextVar[bool] = ContextVar("is_one", default=False)
+
+
+@contextmanager
+def _one_document(is_one: bool) -> Generator[None]:
+    """Inside, positions are not searched for the beginnings of documents: that would wait for the device."""
+    if not _finds_documents():
+        yield
+        return
+    token = _is_one.set(is_one)
+    try:
+        yield
+    finally:
+        _is_one.reset(token)
+
+
+def _finds_documents() -> bool:
+    """Whether `transformers` finds documents by positions; the function that does so is told to ask `_one_document`."""
+    masking: Any = import_module("transformers.masking_utils")
+    finds = getattr(masking, "find_packed_sequence_indices", None)
+    if finds is None:
+        return False
+    if not getattr(finds, "asks", False):
+
+        def asked(position_ids: Tensor) -> Tensor | None:
+            return None if _is_one.get() else finds(position_ids)
+
+        asked.asks = True  # ty: ignore[missing-attribute]
+        masking.find_packed_sequence_indices = asked
+    return True

@@ -1,0 +1,340 @@
+"""Weights of a Hugging Face folder, read element by element by whoever keeps them.
+
+Files are safetensors: a header that says where each tensor lies, then plain numbers. So a rank reads the bytes of its
+shard and no others, with nothing mapped and nothing cached: at most `READ_AT_ONCE` elements are in memory beside what
+is filled. Pickles (``.bin``) are never read.
+
+The tensors of a file are not always the model's parameters. `transformers` renames some, and stacks the experts of a
+mixture into one parameter; what it says of that (`transformers.conversion_mapping`) is followed where a parameter is
+whole tensors one after the other, and refused elsewhere. Format: https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import UserError
+from zeroshard.models.hugging_face.folder import read_json
+from zeroshard.regular_files import open_binary, open_regular
+
+READ_AT_ONCE = 1 << 20  # elements
+INDEX = "model.safetensors.index.json"
+_MOST_HEADER_BYTES = 100 << 20  # of the format itself
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WHOLE_MODEL = "take the folder of a whole model"
+# Buffers that older releases wrote among the weights.
+_NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$")
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a file.
+
+    Attributes:
+        name: its key there.
+        path: of the file.
+        dtype: as the file says, such as ``BF16``.
+        shape: of the tensor.
+        offset: of its first byte in the file.
+    """
+
+    name: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return prod(self.shape)
+
+
+def find_tensors(folder: Path) -> dict[str, FileTensor]:
+    """Every tensor of a folder's safetensors, by its name; only headers are read.
+
+    Raises:
+        UserError: there are none, a file is missing or cut off, or something else lies there.
+    """
+    found: dict[str, FileTensor] = {}
+    if (folder / INDEX).is_file():
+        places = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(places, dict) or any(Path(str(file)).name != file for file in places.values()):
+            raise UserError("model", f"{folder / INDEX} has no weight_map of files beside it", _WHOLE_MODEL)
+        for file in sorted(set(places.values())):
+            found |= _tensors_of(folder / file)
+        lost = next((name for name in places if name not in found), None)
+        if lost is not None:
+            raise UserError("model", f"{lost} is in none of the files of {folder}", _WHOLE_MODEL)
+        return found
+    if (folder / "model.safetensors").is_file():
+        return _tensors_of(folder / "model.safetensors")
+    pickled = next(iter(sorted(folder.glob("*.bin"))), None)
+    if pickled is not None:
+        todo = "save the model with save_pretrained of transformers, which writes safetensors"
+        raise UserError("model", f"{pickled} is a pickle, and those are never read", todo)
+    todo = "give the folder of a whole model, or add --model.from-config to train from scratch"
+    raise UserError("model", f"{folder} holds no model.safetensors", todo)
+
+
+def _tensors_of(path: Path) -> dict[str, FileTensor]:
+    damaged = UserError("model", f"{path} is no whole safetensors file", "fetch it again")
+    try:
+        with open_binary(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
+                raise damaged
+            header = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise UserError("model", f"{path} is missing", _WHOLE_MODEL) from None
+    except OSError as error:
+        raise UserError("model", f"{path} cannot be read ({error.strerror})", "check the folder") from None
+    except (ValueError, RecursionError) as error:
+        raise damaged from error
+    try:
+        found = {}
+        for name, facts in header.items():
+            if name == "__metadata__":
+                continue
+            first, last = facts["data_offsets"]
+            tensor = FileTensor(name, path, facts["dtype"], tuple(map(int, facts["shape"])), 8 + length + first)
+            dtype = _DTYPES.get(tensor.dtype)
+            if not 0 <= first <= last <= size - 8 - length:
+                raise damaged
+            if dtype is not None and last - first != tensor.numel * dtype.itemsize:
+                raise damaged
+            found[name] = tensor
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise error if error is damaged else damaged from error
+    return found
+
+
+@torch.no_grad()
+def read_elements(tensor: FileTensor, start: int, values: Tensor) -> None:
+    """Fill ``values [n]``, of any device and floating dtype, with the elements from ``start``.
+
+    Raises:
+        UserError: the file has changed meanwhile.
+    """
+    dtype = _DTYPES[tensor.dtype]
+    buffer = torch.empty(min(READ_AT_ONCE, values.numel()), dtype=dtype)
+    descriptor = open_regular(tensor.path)
+    try:
+        for first in range(0, values.numel(), READ_AT_ONCE):
+            part = values[first : first + READ_AT_ONCE]
+            piece = buffer[: part.numel()]
+            raw = memoryview(piece.view(torch.uint8).numpy())
+            at = tensor.offset + (start + first) * dtype.itemsize
+            while raw:
+                count = os.preadv(descriptor, [raw], at)
+                if count == 0:
+                    raise UserError("model", f"{tensor.path} ends before {tensor.name} does", "fetch it again")
+                raw, at = raw[count:], at + count
+            part.copy_(piece)
+    finally:
+        os.close(descriptor)
+
+
+class FileWeights:
+    """The parameters of a model in a folder's files.
+
+    Args:
+        model: of `transformers`, on any device; only names, shapes and what the class says of files are looked at.
+        folder: with safetensors.
+
+    Raises:
+        UserError: a parameter has no tensor, or one of another shape; a tensor has no place in the model.
+    """
+
+    def __init__(self, model: nn.Module, folder: Path) -> None:
+        found = find_tensors(folder)
+        self._runs = match(model, {name: tensor.shape for name, tensor in found.items()})
+        self._found = found
+        for name in {key for keys in self._runs.values() for key in keys}:
+            if found[name].dtype not in _DTYPES:
+                what = f"{name} in {folder} is of dtype {found[name].dtype}"
+                raise UserError("model", what, "take the model before quantisation")
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the files have a parameter or buffer."""
+        return name in self._runs
+
+    def fill(self, name: str, values: Tensor, start: int = 0) -> None:
+        """Fill ``values [n]`` with the elements from ``start`` of the flattened parameter ``name``."""
+        for key in self._runs[name]:
+            tensor = self._found[key]
+            low, high = max(start, 0), min(start + values.numel(), tensor.numel)
+            if low < high:
+                read_elements(tensor, low, values[low - start : high - start])
+            start -= tensor.numel
+            values_left = start + values.numel()
+            if values_left <= 0:
+                break
+
+
+def match(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """Of which tensors of files, one after the other, each parameter and buffer of ``model`` consists.
+
+    Args:
+        model: of `transformers`.
+        shapes: of the files' tensors, by name.
+
+    Raises:
+        UserError: as `FileWeights`.
+    """
+    model_any: Any = model
+    state = model.state_dict()
+    names = _names(model)
+    renamed, operations = _renamed(model_any, shapes, state)
+    runs: dict[str, list[str]] = {}
+    rest: list[str] = []
+    for target, by_pattern in renamed.items():
+        if target not in state:
+            rest += [key for keys in by_pattern.values() for key in keys]
+            continue
+        runs[target] = _in_order(target, by_pattern, operations.get(target))
+    ignored = [re.compile(pattern) for pattern in _patterns(model_any, "unexpected")]
+    unexpected = [key for key in rest if not (_NO_WEIGHTS.search(key) or any(p.search(key) for p in ignored))]
+    if unexpected:
+        more = f" and {len(unexpected) - 1} more" if unexpected[1:] else ""
+        what = f"the model has no place for {unexpected[0]}{more}, which the weights have"
+        raise UserError("model", what, "take weights and config.json from one folder")
+    missing_may = [re.compile(pattern) for pattern in _patterns(model_any, "missing")]
+    for name, aliases in names.items():
+        there = next((each for each in aliases if each in runs), None)
+        if there is None:
+            if any(p.search(name) for p in missing_may) and not isinstance(state[name], nn.Parameter):
+                continue
+            raise UserError("model", f"{name} is not among the weights", _WHOLE_MODEL)
+        runs[name] = runs[there]
+        _require_shape(name, tuple(state[name].shape), [tuple(shapes[key]) for key in runs[name]])
+    return {name: runs[name] for name in names if name in runs}
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """Parameters and persistent buffers by their first names, with all the names that each has."""
+    by_id: dict[int, list[str]] = {}
+    persistent = model.state_dict(keep_vars=True)
+    for name, tensor in persistent.items():
+        by_id.setdefault(id(tensor), []).append(name)
+    return {aliases[0]: aliases for aliases in by_id.values()}
+
+
+def _require_shape(name: str, shape: tuple[int, ...], parts: list[tuple[int, ...]]) -> None:
+    whole = parts[0] == shape if len(parts) == 1 else sum(map(prod, parts)) == prod(shape)
+    if not whole:
+        what = f"{name} has shape {list(shape)} in the model and {list(parts[0])} among the weights"
+        raise UserError("model", what, "take weights and config.json from one folder")
+
+
+def _patterns(model: Any, kind: str) -> Iterable[str]:
+    return getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ()
+
+
+def _renamed(
+    model: Any, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]
+) -> tuple[dict[str, dict[str, list[str]]], dict[str, Any]]:
+    """For each name in the model the files' tensors that go there, by what they were known by; and its converter."""
+    prefix = getattr(model, "base_model_prefix", "")
+    found: dict[str, dict[str, list[str]]] = {}
+    operations: dict[str, Any] = {}
+    try:
+        loading: Any = import_module("transformers.core_model_loading")
+        mapping: Any = import_module("transformers.conversion_mapping")
+    except ImportError:  # before release 5
+        for key in shapes:
+            name = key
+            for pattern, replacement in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items():
+                name = re.sub(pattern, replacement, name)
+            found.setdefault(_with_prefix(name, prefix, state), {}).setdefault(name, []).append(key)
+        return found, operations
+    transforms = mapping.get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    for key in sorted(shapes, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
+        if pattern is not None:
+            operations[name] = by_pattern[pattern]
+        found.setdefault(name, {}).setdefault(pattern or key, []).append(key)
+    return found, operations
+
+
+def _with_prefix(name: str, prefix: str, state: Mapping[str, Tensor]) -> str:
+    if name in state or not prefix:
+        return name
+    shorter = name.removeprefix(f"{prefix}.")
+    return shorter if shorter in state else f"{prefix}.{name}" if f"{prefix}.{name}" in state else name
+
+
+def _in_order(target: str, by_pattern: Mapping[str, list[str]], converter: Any) -> list[str]:
+    """The tensors of one parameter as they lie in it, one after the other."""
+    if converter is None:
+        return [key for keys in by_pattern.values() for key in keys][-1:]
+    kinds = [(type(each).__name__, getattr(each, "dim", 0)) for each in converter.operations]
+    groups = [by_pattern[pattern] for pattern in converter.source_patterns if pattern in by_pattern]
+    same_length = len({len(group) for group in groups}) == 1
+    if kinds == [("MergeModulelist", 0)] and len(groups) == 1:
+        return groups[0]
+    if kinds == [("MergeModulelist", 0), ("Concatenate", 1)] and same_length:
+        return [key for together in zip(*groups, strict=True) for key in together]
+    if kinds == [("Concatenate", 0)] and all(len(group) == 1 for group in groups):
+        return [group[0] for group in groups]
+    names = ", ".join(name for name, _ in kinds)
+    what = f"{target} is stored in a form ({names}) that is not streamed"
+    raise UserError("model", what, "save the model with save_pretrained(..., save_original_format=False)")
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A tensor that `transformers` would write, and where its elements are.
+
+    Attributes:
+        name: its key in the file.
+        shape: of it.
+        source: the parameter or buffer that holds it, without a break.
+        start: its first element there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: str
+    start: int
+
+
+def file_layout(model: nn.Module) -> list[FilePart]:
+    """What the files of ``model`` hold when `transformers` saves it: one entry for each tensor, in its order.
+
+    Raises:
+        UserError: it writes a parameter in a form that is no part of it.
+    """
+    state = model.state_dict(keep_vars=True)
+    meta = {name: torch.empty(state[name].shape, device="meta") for name in _names(model)}
+    try:
+        revert: Any = import_module("transformers.core_model_loading").revert_weight_conversion
+    except ImportError:  # before release 5: names are the model's
+        written: Mapping[str, Tensor] = meta
+    else:
+        written = revert(model, dict(meta))
+    shapes = {name: tuple(tensor.shape) for name, tensor in written.items()}
+    parts = []
+    for source, keys in match(model, shapes).items():
+        start = 0
+        for key in keys:
+            parts.append(FilePart(key, shapes[key], source, start))
+            start += prod(shapes[key])
+    return parts

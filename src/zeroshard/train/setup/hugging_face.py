@@ -1,0 +1,101 @@
+"""What a run keeps of a Hugging Face model: its configuration, its tokenizer, and how text is put to it.
+
+A run's folder holds all of it (``config.toml`` and ``hugging-face/``), so that whoever goes on with the run, evaluates
+or exports it needs neither the folder nor the hub that it came from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zeroshard.data.registry import source_entry
+from zeroshard.data.tokenizer import TOKENIZER_FILE, Tokenizer, known_vocab_size, read_tokenizer, tokenizer_identity
+from zeroshard.errors import UserError
+from zeroshard.models.hugging_face.folder import (
+    config_text,
+    copy_text_files,
+    is_hugging_face,
+    source_of,
+    tokenizer_file,
+    weight_folder,
+)
+from zeroshard.models.hugging_face.weights import find_tensors
+from zeroshard.models.presets import model_config
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.setup.assemble import model_overrides
+
+
+def kept_folder(run_folder: Path) -> Path:
+    """Where a run keeps the model's files about text."""
+    return run_folder / "hugging-face"
+
+
+def with_model_files(config: TrainConfig) -> TrainConfig:
+    """``config`` with the text of ``config.json`` and the model's own tokenizer, where it says ``hf:`` and not these.
+
+    Raises:
+        UserError: there is no such model, it has no weights to start from, or the tokenizer is of another one.
+    """
+    name = config.model.name
+    if not is_hugging_face(name) or config.model.config_json:
+        return with_kept_tokenizer(config, Path(config.out))
+    source = source_of(name)
+    text = config_text(source)
+    model_config(name, overrides=model_overrides(config.model))
+    model = config.model.model_copy(update={"config_json": text})
+    if not model.from_config and config.resume == "none":
+        find_tensors(weight_folder(source))
+    return _with_tokenizer(config.model_copy(update={"model": model}), source)
+
+
+def with_kept_tokenizer(config: TrainConfig, run_folder: Path) -> TrainConfig:
+    """``config`` with the tokenizer that the run has kept, where the one that it names has gone."""
+    own = kept_folder(run_folder) / TOKENIZER_FILE
+    named = config.data.tokenizer
+    if not named.startswith("json:") or Path(named.removeprefix("json:")).is_file() or not own.is_file():
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": f"json:{own}"})})
+
+
+def load_model_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of ``hf:FOLDER_OR_NAME``.
+
+    Raises:
+        UserError: it has no ``tokenizer.json``.
+    """
+    file = tokenizer_file(source_of(name))
+    if file is None:
+        raise UserError("run", f"{name} has no tokenizer.json", "take the folder of a whole model")
+    return read_tokenizer(file)
+
+
+def _with_tokenizer(config: TrainConfig, source: str) -> TrainConfig:
+    data = config.data
+    if not (source_entry(data.source).has_text or data.streaming):
+        return config
+    file = tokenizer_file(source)
+    if "tokenizer" not in data.model_fields_set:
+        if file is None:
+            what = f"{source} has no tokenizer.json"
+            raise UserError("data.tokenizer", what, "name one, as --data.tokenizer json:PATH")
+        return config.model_copy(update={"data": data.model_copy(update={"tokenizer": f"json:{file}"})})
+    if file is not None and not config.model.from_config:
+        own = f"json:{file}"
+        if data.tokenizer.startswith("bpe:") or _differ(data.tokenizer, own):
+            what = f"{data.tokenizer} gives other ids than {source} was trained on"
+            raise UserError("data.tokenizer", what, "leave it out, or add --model.from-config to train from scratch")
+    return config
+
+
+def _differ(tokenizer: str, own: str) -> bool:
+    """Whether two tokenizers are of other sizes; two of one size may be written in two ways."""
+    return tokenizer_identity(tokenizer) != tokenizer_identity(own) and (
+        known_vocab_size(tokenizer) != known_vocab_size(own)
+    )
+
+
+def keep_text_files(config: TrainConfig, run_folder: Path) -> None:
+    """Copy the model's files about text into the run's folder, where they are not there yet."""
+    folder = kept_folder(run_folder)
+    if is_hugging_face(config.model.name) and not folder.is_dir():
+        copy_text_files(source_of(config.model.name), folder)
