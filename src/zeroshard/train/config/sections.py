@@ -125,8 +125,15 @@ class DataConfig(Config):
 
 
 class OptimConfig(Config):
-    """Which steps are taken."""
+    """How the learning rate goes, and which steps are taken."""
 
+    decay: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine",
+        description="How the learning rate comes down to min_lr after warm-up. constant: not at all. wsd: by a line, "
+        "in the last steps.",
+    )
+    decay_share: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which it comes down.")
+    eps: float = Field(1e-8, gt=0, allow_inf_nan=False, description="AdamW: added to the denominator of an update.")
     max_not_finite: int = Field(
         10, ge=1, description="Steps in a row whose loss or gradient is not finite that end the run; each is skipped."
     )
