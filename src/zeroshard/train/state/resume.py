@@ -19,6 +19,7 @@ from zeroshard.optim import learning_rate
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import ModelConfig
 from zeroshard.train.config.validate import by_dotted_name, validate
+from zeroshard.train.records.trackers import forget_run
 from zeroshard.train.setup.assemble import model_overrides
 
 # Changes nothing that is learned, or is compared as another number: tokens_per_step, rows of an evaluation, the
@@ -31,7 +32,7 @@ FREE = frozenset(
         *("accumulate", "prefetch"),
         *("compile", "compile_backend", "eval_interval", "eval_batches", "eval_rows", "log_interval"),
         *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every"),
-        *("track.to", "track.project", "track.name", "track.mode"),
+        *("track.to", "track.project", "track.name", "track.mode", "track.group", "track.tags"),
         *("data.dir", "data.path", "model.activation_checkpointing"),
     }
 )
@@ -200,6 +201,7 @@ def leave_branch(folder: Path, step: int) -> None:
     if moved:
         names = ", ".join(path.name for path in moved)
         print(f"resume: later checkpoints in {folder} were set aside: {names}", file=sys.stderr, flush=True)
+        forget_run(folder.parent)
 
 
 def _say(comm: Communicator, line: str) -> None:
