@@ -38,6 +38,24 @@ def test_constant_stays_at_the_peak():
     assert {learning_rate(step, **RUN, decay="constant") for step in (9, 10, 60, 500)} == {6e-4}
 
 
+def test_wsd_stays_at_the_peak_and_comes_down_by_a_line_in_its_share_of_the_steps():
+    rates = {step: learning_rate(step, **RUN, decay="wsd", decay_share=0.2) for step in (9, 10, 88, 99, 110, 500)}
+    assert (rates[9], rates[10], rates[88]) == (6e-4, 6e-4, 6e-4)  # 22 of 110 steps are left
+    assert rates[99] == pytest.approx((6e-4 + 6e-5) / 2, rel=1e-12)
+    assert (rates[110], rates[500]) == (6e-5, 6e-5)
+
+
+def test_wsd_leaves_warm_up_alone_and_takes_a_step_at_least():
+    assert learning_rate(9, **RUN, decay="wsd", decay_share=1.0) == 6e-4
+    assert learning_rate(109, **RUN, decay="wsd", decay_share=1e-9) == 6e-4
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
+def test_a_share_of_no_steps_is_refused(share):
+    with pytest.raises(ValueError, match=r"^decay_share: "):
+        learning_rate(0, **RUN, decay="wsd", decay_share=share)
+
+
 def test_without_warm_up_the_first_step_has_the_peak():
     assert learning_rate(0, lr=0.1, min_lr=0.0, warmup_steps=0, max_steps=5) == 0.1
 

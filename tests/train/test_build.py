@@ -8,10 +8,11 @@ from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.kernels import dispatch
 from zeroshard.kernels.launch import INTERPRETED
-from zeroshard.train.config.config import load_config
+from zeroshard.train.config.config import TrainConfig, load_config
 from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.assemble import make_model
 from zeroshard.train.setup.build import build_run, choose_device
+from zeroshard.train.setup.numbers import with_dtype
 
 CPU = torch.device("cpu")
 
@@ -33,8 +34,42 @@ def test_the_run_folder_says_how_to_start_the_run_again(tiny_config):
     config = tiny_config()
     run = build_run(config, LocalCommunicator(), CPU)
     run.close()
-    assert load_config(run.folder / "config.toml") == config
+    # What the device decided is written down: the run goes on in it on any other.
+    assert load_config(run.folder / "config.toml") == config.model_copy(update={"dtype": "float32"})
     assert (run.folder / "tokenizer" / "meta.json").is_file()
+
+
+def test_what_the_engine_and_the_optimizer_are_told_reaches_them(tiny_config):
+    optim = {"decay": "wsd", "decay_share": 0.25, "eps": 1e-6}
+    settings = {"prefetch": 3, "accumulate": "local", "reduce_dtype": "bfloat16", "optim": optim}
+    config = tiny_config(strategy="zero3", max_steps=8, warmup_steps=0, lr=1.0, min_lr=0.0, **settings)
+    run = build_run(config, LocalCommunicator(), CPU)
+    run.close()
+    zero = run.strategy.zero
+    assert zero.accumulate == "local"
+    assert zero.precision.reduce_dtype is torch.bfloat16
+    assert zero._runtime.prefetch == 3
+    assert {group["eps"] for group in run.strategy.optimizer.param_groups} == {1e-6}
+    assert [run.learning_rate(step) for step in range(9)] == [1.0] * 7 + [0.5, 0.0]
+
+
+@pytest.mark.parametrize(("field", "value"), [("prefetch", 2), ("accumulate", "local"), ("reduce_dtype", "bfloat16")])
+def test_what_our_engine_alone_can_be_told_is_refused_for_others(field, value, tiny_config):
+    with pytest.raises(ValueError, match=rf"{field}: ddp is not our engine.*use --strategy zero0"):
+        tiny_config(strategy="ddp", **{field: value})
+
+
+def test_tf32_is_refused_where_there_is_none(tiny_config):
+    assert _refusal(tiny_config(tf32=True)) == "tf32: the device is cpu, and GPUs alone have TF32; leave it out"
+
+
+def test_the_compute_type_is_bfloat16_on_a_gpu_that_has_it(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    for has_it, dtype in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has_it=has_it: has_it)
+        assert with_dtype(TrainConfig(), gpu).dtype == dtype
+        assert with_dtype(TrainConfig(dtype="float16"), gpu).dtype == "float16"
+    assert with_dtype(TrainConfig(), CPU).dtype == "float32"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -114,7 +114,18 @@ def _trained(comm, config, planner=predict):
         run.close()
 
 
-@pytest.mark.parametrize("changes", [{}, {"ema_decay": 0.9}, {"grad_accum_steps": 3}, {"dtype": "bfloat16"}], ids=str)
+CHANGES = [
+    {},
+    {"ema_decay": 0.9},
+    {"grad_accum_steps": 3},
+    {"dtype": "bfloat16"},
+    {"reduce_dtype": "bfloat16", "prefetch": 2},
+    {"grad_accum_steps": 2, "accumulate": "local"},
+    {"grad_accum_steps": 2, "accumulate": "sharded", "dtype": "bfloat16", "reduce_dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
 def test_a_run_keeps_its_plan(tiny_config, strategy, changes):
     config = tiny_config(strategy=strategy, plan={"enforce": True}, eval_interval=4, **changes)

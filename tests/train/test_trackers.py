@@ -1,6 +1,8 @@
 import json
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -117,6 +119,76 @@ def test_wandb_offline_keeps_the_run_in_its_folder(tiny_config, monkeypatch, cap
     assert "warning: wandb" not in capsys.readouterr().err
     (kept,) = (Path(config.out) / "wandb").glob("offline-run-*")
     assert list(kept.glob("*.wandb"))
+
+
+class FakeWandb(ModuleType):
+    """What W&B was told, run by run; as there, a ``step`` that goes back is dropped."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)
+        self.runs = []
+
+    def Settings(self, **kwargs):
+        return kwargs
+
+    def init(self, **kwargs):
+        self.told, self.rows, self.axes = kwargs, [], {}
+        self.runs.append((kwargs, self.rows, self.axes))
+        return self
+
+    def define_metric(self, name, **kwargs):
+        self.axes[name] = kwargs
+
+    def log(self, values, step=None):
+        self.rows.append((values, step))
+
+    @property
+    def summary(self):
+        return {}
+
+    def finish(self, exit_code):
+        self.ended = exit_code
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    module = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_a_run_that_goes_back_is_drawn_over_its_steps(tiny_config, wandb):
+    """W&B counts what is logged by itself, and drops what is said to be of an earlier step."""
+    config = tiny_config(track="wandb", checkpoint_interval=2, max_steps=4, eval_interval=0)
+    assert run_training(config) == 0
+    ((_, rows, axes),) = wandb.runs
+    assert axes["*"] == {"step_metric": "step"}
+    assert [values["step"] for values, _ in rows if "train/loss" in values] == [1, 2, 3, 4]
+    assert {step for _, step in rows} == {None}
+
+
+def test_going_on_is_the_same_run_and_going_back_another_one(tiny_config, wandb):
+    config = tiny_config(track="wandb", checkpoint_interval=2, max_steps=4, eval_interval=0)
+    assert run_training(config) == 0
+    assert run_training(config.model_copy(update={"resume": "auto", "max_steps": 5})) == 0
+    back = str(Path(config.out) / "checkpoints" / "step-00000002")
+    assert run_training(config.model_copy(update={"resume": back})) == 0
+    first, again, branch = (told["id"] for told, _, _ in wandb.runs)
+    assert first == again != branch
+
+
+def test_wandb_is_told_of_group_and_tags(tiny_config, wandb):
+    track = {"to": ["wandb"], "group": "widths", "tags": ["demo", "small"]}
+    assert run_training(tiny_config(track=track, max_steps=1, warmup_steps=0)) == 0
+    ((told, _, _),) = wandb.runs
+    assert (told["group"], told["tags"]) == ("widths", ["demo", "small"])
+
+
+@pytest.mark.parametrize(("field", "value"), [("group", "widths"), ("tags", ["demo"])])
+def test_a_tracker_without_groups_and_tags_is_not_given_any(field, value):
+    with pytest.raises(UserError, match=rf"track\.{field}: wandb alone has such; add --track wandb"):
+        validate(TrainConfig, {"track": {"to": ["tensorboard"], field: value}})
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(tiny_config, monkeypatch, tmp_path):

@@ -179,3 +179,10 @@ def test_full_grads_are_none_where_there_are_none(stage):
     assert all(
         grad.shape == dict(Net().named_parameters())[name].shape for name, grad in grads.items() if grad is not None
     )
+
+
+@at_every_stage
+def test_the_first_rank_alone_may_have_the_state(stage):
+    first, second = run_threads(lambda comm: Zero(_tied(), stage=stage, comm=comm).state_dict(rank0_only=True), 2)
+    assert second == {}
+    assert all(torch.equal(first[name], tensor) for name, tensor in _tied().state_dict().items())

@@ -186,3 +186,36 @@ def test_a_part_is_asked_in_silence_for_parameters_to_freeze_or_to_train(stage):
         warnings.simplefilter("error")
         for param in net.last.parameters():
             param.requires_grad = False
+
+
+class Writer(Net):
+    """It generates as transformers' models do, and tells what it was asked."""
+
+    def generate(self, prompt, *, synced_gpus=None):
+        return synced_gpus, prompt
+
+
+def test_generate_is_refused_where_ranks_of_sharded_weights_cannot_wait_for_each_other():
+    def go(comm):
+        net = Writer()
+        zero = Zero(net, stage=3, comm=comm)
+        with pytest.raises(RuntimeError, match=r"^model\.generate\(\): .*call it inside zero\.full_params\(\)"):
+            net.generate("once")
+        with zero.full_params():
+            inside = net.generate("once")
+        zero.restage(2)
+        return inside, net.generate("once")
+
+    assert run_threads(go, 2) == [((None, "once"), (None, "once"))] * 2
+
+
+def test_generate_on_sharded_weights_has_ranks_wait_for_each_other(gloo_ranks):
+    assert gloo_ranks(2).run(asked_to_wait) == [(True, None)] * 2
+
+
+def asked_to_wait(comm):
+    net = Writer()
+    zero = Zero(net, stage=3, comm=comm)
+    asked, _ = net.generate("once")
+    zero.remove()
+    return asked, net.generate("once")[0]

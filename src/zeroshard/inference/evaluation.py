@@ -40,6 +40,7 @@ from zeroshard.train.records.log_files import finite_or_null
 from zeroshard.train.setup.assemble import sharded
 from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.hugging_face import with_kept_tokenizer
+from zeroshard.train.setup.numbers import with_dtype
 from zeroshard.train.setup.prepare_data import data_folder
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import tokenizer_folder
@@ -157,6 +158,7 @@ def _model(
         return model, step, trained.seq_len
     _last_weights_alone(config)
     changes = {"strategy": config.strategy, "kernels": "auto", "compile": False, "ema_decay": 0.0}
+    trained = with_dtype(trained, device)
     model, strategy = sharded(trained.model_copy(update=changes), vocab_size, eos_id, comm, device, draw=False)
     checkpoint.load(path, _WithoutStates(strategy), settings=False)
     return model, step, trained.seq_len

@@ -1,10 +1,12 @@
 """The learning rate as a pure function of the step, so that to resume a run is to know one integer.
 
-    lr |    /----\\            linear warm-up, then half a cosine (or a line, or nothing) down to min_lr
+    lr |    /----\\            linear warm-up, then half a cosine (or a line, or nothing, or wsd) down to min_lr
        |   /      \\___
        |  /           \\____    0 .. warmup_steps .. max_steps
        +--------------------
 
+WSD (warm-up, stable, decay) stays at the peak and comes down by a line in its last steps; from before them a run can be
+prolonged. MiniCPM, arXiv:2404.06395; a line, over a fifth of the run: Hägele et al. 2024, arXiv:2405.18392.
 Cosine: SGDR, arXiv:1608.03983, equation 5, without restarts. Warm-up, and 10 % of the peak as ``min_lr``:
 GPT-3, arXiv:2005.14165, appendix B.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 from math import cos, isfinite, pi
 from typing import Literal, get_args
 
-Decay = Literal["cosine", "linear", "constant"]
+Decay = Literal["cosine", "linear", "constant", "wsd"]
 
 
 def learning_rate(
@@ -25,6 +27,7 @@ def learning_rate(
     warmup_steps: int,
     max_steps: int,
     decay: Decay = "cosine",
+    decay_share: float = 0.2,
 ) -> float:
     """The learning rate of step ``step``, counted from 0.
 
@@ -38,10 +41,12 @@ def learning_rate(
         min_lr: the end of the decay, at most ``lr``.
         warmup_steps: 0 for none.
         max_steps: steps of the whole run, warm-up included.
-        decay: ``"cosine"``, ``"linear"``, or ``"constant"``, which stays at ``lr`` and ignores ``min_lr``.
+        decay: ``"cosine"``, ``"linear"``, ``"wsd"``, or ``"constant"``, which stays at ``lr`` and ignores ``min_lr``.
+        decay_share: of ``max_steps``, the last ones, in which ``"wsd"`` comes down; rounded to whole steps, at least 1.
 
     Raises:
-        ValueError: a rate negative or not finite, ``min_lr`` above ``lr``, a count negative, no such decay.
+        ValueError: a rate negative or not finite, ``min_lr`` above ``lr``, a count negative, no such decay, a share
+            outside (0, 1].
     """
     for name, rate in (("lr", lr), ("min_lr", min_lr)):
         if not (isfinite(rate) and rate >= 0):
@@ -51,6 +56,8 @@ def learning_rate(
             raise ValueError(f"{name}: {count} is below 0")
     if decay not in get_args(Decay):
         raise ValueError(f"decay: {decay!r} is not one of {', '.join(get_args(Decay))}")
+    if not 0 < decay_share <= 1:
+        raise ValueError(f"decay_share: {decay_share} is not above 0 and at most 1")
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
     if decay == "constant":
@@ -59,6 +66,7 @@ def learning_rate(
         raise ValueError(f"min_lr: {min_lr} is above lr {lr}")
     if step >= max_steps:
         return min_lr
-    progress = (step - warmup_steps) / (max_steps - warmup_steps)  # 0 at the end of warm-up, 1 at max_steps
+    begin = max(warmup_steps, max_steps - max(1, round(decay_share * max_steps))) if decay == "wsd" else warmup_steps
+    progress = max(0.0, (step - begin) / (max_steps - begin))  # 0 where decay begins, 1 at max_steps
     peak_share = (1 + cos(pi * progress)) / 2 if decay == "cosine" else 1 - progress
     return peak_share * lr + (1 - peak_share) * min_lr

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
+from zeroshard.zero.engine import Accumulate
 from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 
@@ -40,6 +41,8 @@ class Setup:
             them: less traffic, more memory.
         find_unused_parameters: for those that stand on DDP, which must be told where some parameters may take no part
             in a forward, and then walks the graph after each; ours and FSDP2 need not be.
+        reduce_dtype: dtype in which gradients add up and travel; None: the masters' (ZeRO strategies only).
+        accumulate, prefetch: as `zeroshard.Zero` takes them (ZeRO strategies only).
         ema_decay: of a moving average of the weights; None for no average.
     """
 
@@ -56,6 +59,9 @@ class Setup:
     reshard_after_forward: bool = True
     find_unused_parameters: bool = False
     ema_decay: float | None = None
+    reduce_dtype: torch.dtype | None = None
+    accumulate: Accumulate | None = None
+    prefetch: int = 1
 
 
 class Strategy(Protocol):

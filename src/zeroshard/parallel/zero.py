@@ -22,15 +22,17 @@ class ZeroStrategy:
     """`Zero` with its optimizer: nothing is added, so what the loop measures is the engine."""
 
     def __init__(self, setup: Setup, stage: int) -> None:
-        mixed = setup.compute_dtype != torch.float32
+        param_dtype = setup.compute_dtype if setup.compute_dtype != torch.float32 else None
         self.zero = Zero(
             setup.model,
             replace(STAGES[stage], reshard_after_forward=setup.reshard_after_forward),
             units=setup.units,
             comm=setup.comm,
-            precision=MixedPrecision(param_dtype=setup.compute_dtype) if mixed else None,
+            precision=MixedPrecision(param_dtype, setup.reduce_dtype),
             init=setup.init,
             device=setup.device,
+            prefetch=setup.prefetch,
+            accumulate=setup.accumulate,
             shard_size=setup.shard_size,
         )
         self._reshard_after_forward = setup.reshard_after_forward

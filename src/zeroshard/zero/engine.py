@@ -256,13 +256,14 @@ class Zero:
                     for group in self._runtime.groups():
                         group.params.write_back()
 
-    def state_dict(self) -> OrderedDict[str, Tensor]:
+    def state_dict(self, *, rank0_only: bool = False) -> OrderedDict[str, Tensor]:
         """The model's whole state on the CPU, by its ordinary names, in the masters' dtype. Collective.
 
         Equal to what ``model.state_dict()`` of the unsharded model would hold, buffers and tied names included, extra
-        state (`nn.Module.get_extra_state`) not. One unit at a time is whole on the device.
+        state (`nn.Module.get_extra_state`) not. One unit at a time is whole on the device. With ``rank0_only`` the
+        other ranks return an empty dict.
         """
-        return full_state.state_dict(self.model, self._runtime)
+        return full_state.state_dict(self.model, self._runtime, keep=not rank0_only or self.comm.rank == 0)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> Any:
         """Take the model's whole state, given alike on every rank; the optimizer's is left as it is.

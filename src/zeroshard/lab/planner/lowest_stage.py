@@ -32,6 +32,7 @@ def stage_bytes(
     seq_len: int,
     keeps_ema: bool = False,
     reshard_after_forward: bool = True,
+    reduce_dtype: torch.dtype | None = None,
 ) -> dict[int, int]:
     """Bytes at the fullest moment of a step by stage, for AdamW: the planner's, activations and all.
 
@@ -43,8 +44,9 @@ def stage_bytes(
         micro_batch, seq_len: rows and tokens of a forward.
         keeps_ema: whether there is a moving average of the weights.
         reshard_after_forward: whether stage 3 frees whole weights between forward and backward.
+        reduce_dtype: of gradients on their way; None: fp32.
     """
-    precision = MixedPrecision(param_dtype=dtype) if dtype != torch.float32 else MixedPrecision()
+    precision = MixedPrecision(dtype if dtype != torch.float32 else None, reduce_dtype)
     buffers = buffers_of(model, world_size, list(model.blocks))
     trace = trace_language_model(model, micro_batch, seq_len, precision, device_type=device_type)
     found = {}
@@ -66,12 +68,14 @@ def fitting_stage(
     seq_len: int,
     keeps_ema: bool = False,
     reshard_after_forward: bool = True,
+    reduce_dtype: torch.dtype | None = None,
     free_bytes: int | None = None,
 ) -> tuple[int, str]:
     """The lowest stage that fits, else 3, and why.
 
     Args:
-        model, world_size, dtype, micro_batch, seq_len, keeps_ema, reshard_after_forward: as `stage_bytes`.
+        model, world_size, dtype, micro_batch, seq_len, keeps_ema, reshard_after_forward, reduce_dtype: as
+            `stage_bytes`.
         device: this rank's.
         free_bytes: for this rank; None: what the device has free, on CPUs shared out to ``world_size`` ranks.
     """
@@ -86,6 +90,7 @@ def fitting_stage(
         seq_len=seq_len,
         keeps_ema=keeps_ema,
         reshard_after_forward=reshard_after_forward,
+        reduce_dtype=reduce_dtype,
     )
     stage = next((stage for stage, num_bytes in needed.items() if num_bytes <= room), max(needed))
     fits = "" if needed[stage] <= room else ", which does not fit either"

@@ -10,6 +10,7 @@ from zeroshard.lab.predict.hardware import this_machine
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.assemble import model_overrides
+from zeroshard.train.setup.numbers import automatic_dtype
 
 
 def largest_micro_batch(config: TrainConfig, num_bytes: int) -> int:
@@ -18,14 +19,18 @@ def largest_micro_batch(config: TrainConfig, num_bytes: int) -> int:
     Whether it does, a run must say: a tokenizer may leave fewer token ids than the model's preset has.
     """
     on_cuda = config.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if on_cuda else "cpu")
     planner = planner_for(
         config.model.name,
         overrides=model_overrides(config.model),
         world_size=max(config.nproc, 1),
-        gpu=this_machine(num_bytes, "cuda" if on_cuda else "cpu"),
+        gpu=this_machine(num_bytes, device.type),
         within_node="10Gbit/s",
         seq_len=config.seq_len,
-        dtype=config.dtype,
+        dtype=config.dtype if config.dtype != "auto" else automatic_dtype(device),
+        reduce_dtype=None if config.reduce_dtype == "master" else config.reduce_dtype,
+        accumulate=None if config.accumulate == "auto" else config.accumulate,
+        prefetch=config.prefetch,
         reshard_after_forward=config.reshard_after_forward,
         kernels=config.kernels,
         document_mask=config.data.document_mask,

@@ -19,6 +19,7 @@ from zeroshard.models import LanguageModel
 from zeroshard.train.records.plan_contract import Job, Planned, Sent
 from zeroshard.train.setup.links import Links
 from zeroshard.zero import MixedPrecision, ShardingStrategy
+from zeroshard.zero.strategy import SHARD
 
 NOBODY = Link("none", 0.0, 1.0, "one rank talks to nobody")
 
@@ -33,12 +34,16 @@ def predict(job: Job) -> Planned:
         UserError: the calibration that was named is not there, or is none, or knows no link where ranks talk.
     """
     calibration = _calibration(job) if job.calibration else None
-    precision = MixedPrecision(param_dtype=job.compute_dtype) if job.compute_dtype != torch.float32 else None
+    param_dtype = job.compute_dtype if job.compute_dtype != torch.float32 else None
+    precision = MixedPrecision(param_dtype, job.reduce_dtype)
+    each_reduces = (job.accumulate or ("sharded" if job.row.grads is SHARD else "local")) == "sharded"
+    num_reductions = job.num_micro if each_reduces else 1
     buffers = buffers_of(job.model, job.shard_size, list(job.model.blocks))
     rank = job.rank % job.shard_size
     optimizer = OPTIMIZER_STATES["AdamW"]
     num_replicas = job.world_size // job.shard_size
-    held = state_bytes(buffers, job.row, rank, optimizer, precision, device_type=job.device_type)
+    kind = job.device_type
+    held = state_bytes(buffers, job.row, rank, optimizer, precision, num_reductions=num_reductions, device_type=kind)
     if job.keeps_ema:
         held["ema"] = ema_bytes(buffers, job.row, rank)
     found = messages(
@@ -46,6 +51,8 @@ def predict(job: Job) -> Planned:
         job.row,
         precision,
         num_micro=job.num_micro,
+        accumulate=job.accumulate,
+        prefetch=job.prefetch,
         uniform_order=job.uniform_order,
         num_replicas=num_replicas,
     )
@@ -54,8 +61,10 @@ def predict(job: Job) -> Planned:
         return Planned(held, sent)
     settings = Settings(
         job.row,
-        precision or MixedPrecision(),
+        precision,
         num_micro=job.num_micro,
+        accumulate=job.accumulate,
+        prefetch=job.prefetch,
         num_replicas=num_replicas,
         uniform_order=job.uniform_order,
         device_type=job.device_type,

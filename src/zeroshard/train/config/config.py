@@ -66,6 +66,17 @@ class TrainConfig(Config):
         description="Free the unsharded weights between forward and backward; "
         f"{' and '.join(strategies_with('frees_weights'))} alone may keep them.",
     )
+    prefetch: int = Field(
+        1, ge=0, description="Units whose weights are gathered ahead of their use, where a stage frees them."
+    )
+    accumulate: Literal["auto", "local", "sharded"] = Field(
+        "auto",
+        description="How micro-batches add up: local (whole gradients on each rank, one reduction), sharded (each is "
+        "reduced at once), auto (as the stage says).",
+    )
+    reduce_dtype: Literal["master", "float32", "bfloat16", "float16"] = Field(
+        "master", description="Type in which gradients add up and travel; master: that of the master weights."
+    )
     comm: CommName = Field(
         "auto",
         description=f"Backend of collectives: auto (the fastest), {', '.join(COMMUNICATORS)}, or module:name of "
@@ -132,8 +143,13 @@ class TrainConfig(Config):
         "auto",
         description="Who computes norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch.",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Compute type; the master weights are float32. float16 scales the loss."
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Compute type; the master weights are float32. float16 scales the loss. auto: bfloat16 on a GPU "
+        "that has it, else float32.",
+    )
+    tf32: bool = Field(
+        False, description="Matrix products of float32 in TF32, on GPUs that have it: faster, and 10 bits of mantissa."
     )
     loss_scale: float = Field(65536.0, gt=0, allow_inf_nan=False, description="float16: what the loss is scaled by.")
     loss_scale_interval: int = Field(
@@ -206,6 +222,10 @@ class TrainConfig(Config):
             what = f"{self.strategy} has whole weights all the time, and none to keep or free"
             todo = f"leave it out, or use --strategy {' or '.join(strategies_with('frees_weights'))}"
             raise UserError("reshard_after_forward", what, todo)
+        for name in ("prefetch", "accumulate", "reduce_dtype"):
+            if not strategy.planned and getattr(self, name) != type(self).model_fields[name].default:
+                what = f"{self.strategy} is not our engine, which alone can be told"
+                raise UserError(name, what, f"leave it out, or use --strategy {', '.join(strategies_with('planned'))}")
         if self.optimizer == "muon" and not strategy.our_optimizers:
             what = f"muon needs whole matrices, and {self.strategy} cuts them or cannot tell its groups apart"
             todo = f"use adamw, or --strategy {', '.join(strategies_with('our_optimizers'))}"

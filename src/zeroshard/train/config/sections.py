@@ -146,8 +146,15 @@ class DataConfig(Config):
 
 
 class OptimConfig(Config):
-    """Which steps are taken."""
+    """How the learning rate goes, and which steps are taken."""
 
+    decay: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine",
+        description="How the learning rate comes down to min_lr after warm-up. constant: not at all. wsd: by a line, "
+        "in the last steps.",
+    )
+    decay_share: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which it comes down.")
+    eps: float = Field(1e-8, gt=0, allow_inf_nan=False, description="AdamW: added to the denominator of an update.")
     max_not_finite: int = Field(
         10, ge=1, description="Steps in a row whose loss or gradient is not finite that end the run; each is skipped."
     )
@@ -233,6 +240,8 @@ class TrackConfig(Config):
     to: tuple[str, ...] = Field((), description="tensorboard, wandb, trackio; none: metrics.jsonl alone.")
     project: str = Field("zeroshard", min_length=1, description="Under which wandb and trackio file the run.")
     name: str = Field("", description="Of the run there; empty: the run folder's.")
+    group: str = Field("", description="wandb: what this run is shown with; empty: nothing.")
+    tags: tuple[str, ...] = Field((), description="wandb: words to find the run by.")
     mode: Literal["online", "offline"] = Field("online", description="wandb: send, or write into the run folder.")
 
     @model_validator(mode="before")
@@ -249,6 +258,9 @@ class TrackConfig(Config):
         for name in self.to:
             if name not in TRACKERS:
                 raise UserError("track.to", f"{name!r} is not a tracker", f"choose of {', '.join(TRACKERS)}")
+        for field in ("group", "tags"):
+            if getattr(self, field) and "wandb" not in self.to:
+                raise UserError(f"track.{field}", "wandb alone has such", "add --track wandb, or leave it out")
         return self
 
 

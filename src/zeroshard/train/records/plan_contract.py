@@ -23,6 +23,7 @@ from zeroshard.comm import CONTROL, CommRecord
 from zeroshard.models import LanguageModel
 from zeroshard.train.setup.links import Links
 from zeroshard.zero import ShardingStrategy
+from zeroshard.zero.engine import Accumulate
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Job:
         shard_size: over how many neighbours state is sharded.
         compute_dtype: of forward and backward; masters are fp32.
         num_micro: micro-batches of a step.
+        reduce_dtype: in which gradients add up and travel; None: fp32.
+        accumulate, prefetch: as `zeroshard.Zero` takes them.
         micro_batch_size, seq_len: sequences in one, tokens in each.
         uniform_order: of the communicator.
         device_type: ``"cpu"`` or ``"cuda"``.
@@ -62,6 +65,9 @@ class Job:
     calibration: str = ""
     estimates: bool = True
     links: Links | None = None
+    reduce_dtype: torch.dtype | None = None
+    accumulate: Accumulate | None = None
+    prefetch: int = 1
 
 
 class Sent(NamedTuple):

@@ -20,6 +20,8 @@ from zeroshard.train.config.sections import TrackConfig
 from zeroshard.train.config.validate import by_dotted_name
 from zeroshard.train.records.records import StepRecord
 
+_RUN_ID = "tracker-id"  # a file of a run folder
+
 
 class Tracker(Protocol):
     """What an experiment tracker is to us; any call may raise."""
@@ -65,7 +67,9 @@ class TensorBoardTracker:
 class WandbTracker:
     """Weights & Biases; offline it writes into ``FOLDER/wandb``, which ``wandb sync`` sends later.
 
-    A run folder is one run there, however often it is gone on with.
+    A run folder is one run there, however often it is gone on with, unless it goes on from before a checkpoint that it
+    has: that is another run (`forget_run`). Steps are a metric of their own, which the others are drawn over: W&B drops
+    what is logged at a step below the last one, as a run that goes on from a checkpoint does.
     """
 
     def __init__(self, folder: Path, config: TrackConfig) -> None:
@@ -78,17 +82,21 @@ class WandbTracker:
             project=self._config.project,
             name=self._config.name or self._folder.name,
             id=_run_id(self._folder),
+            group=self._config.group or None,
+            tags=list(self._config.tags) or None,
             resume="allow" if self._config.mode == "online" else None,
             dir=str(self._folder),
             config=dict(facts),
             mode=self._config.mode,
             settings=wandb.Settings(silent=True, init_timeout=60),
         )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """All of them at one step."""
         assert self._run is not None
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, "step": step})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Say what came out, and close."""
@@ -222,9 +230,14 @@ def values_of(record: StepRecord) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
+def forget_run(folder: Path) -> None:
+    """From now on the run in ``folder`` is another one to W&B and trackio."""
+    (folder / _RUN_ID).unlink(missing_ok=True)
+
+
 def _run_id(folder: Path) -> str:
     """One for each run folder, kept in it, so that a run which goes on is the same one there."""
-    kept = folder / "tracker-id"
+    kept = folder / _RUN_ID
     if not kept.exists():
         kept.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
     return read_text(kept)

@@ -152,6 +152,9 @@ def sharded(
         shard_size=config.shard_size or None,
         reshard_after_forward=config.reshard_after_forward,
         ema_decay=config.ema_decay or None,
+        reduce_dtype=reduce_dtype(config),
+        accumulate=None if config.accumulate == "auto" else config.accumulate,
+        prefetch=config.prefetch,
     )
     return model, build_strategy(config.strategy, setup)
 
@@ -165,9 +168,14 @@ def _param_groups(config: TrainConfig, blocks: nn.ModuleList, module: nn.Module)
     return muon_groups(module.named_parameters(), config.weight_decay, names)
 
 
+def reduce_dtype(config: TrainConfig) -> torch.dtype | None:
+    """In which gradients add up and travel; None: in the masters' dtype."""
+    return DTYPES.get(config.reduce_dtype)
+
+
 def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Our kernel's AdamW where Triton serves and torch does not shard, else torch's; their states are alike."""
-    kwargs: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2)}
+    kwargs: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.optim.eps}
     if config.optimizer == "muon":
         return MuonAdamW, {**kwargs, "momentum": config.momentum, "fused": config.fused}
     ours = config.fused and strategy_entry(config.strategy).our_optimizers

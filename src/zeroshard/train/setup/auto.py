@@ -20,12 +20,15 @@ from zeroshard.errors import UserError
 from zeroshard.models import LanguageModel
 from zeroshard.regular_files import json_of, read_text
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.setup.assemble import DTYPES
+from zeroshard.train.setup.assemble import DTYPES, reduce_dtype
 
 HIGHEST_STAGE = 3
 # From a model on the meta device, the number of ranks, the dtype that computes, the device, rows and tokens of a
-# micro-batch, and whether there is an average and whether stage 3 frees weights after forward: stage, and why.
-ChooseStage = Callable[[LanguageModel, int, torch.dtype, torch.device, int, int, bool, bool], tuple[int, str]]
+# micro-batch, whether there is an average, whether stage 3 frees weights after forward, and the dtype of reductions
+# (None: fp32): stage, and why.
+ChooseStage = Callable[
+    [LanguageModel, int, torch.dtype, torch.device, int, int, bool, bool, torch.dtype | None], tuple[int, str]
+]
 
 
 def automatic_stage(
@@ -39,7 +42,7 @@ def automatic_stage(
     chosen = 0, "where nobody predicts"
     if choose_stage is not None:
         shapes = config.micro_batch_size, config.seq_len
-        kept = config.ema_decay > 0, config.reshard_after_forward
+        kept = config.ema_decay > 0, config.reshard_after_forward, reduce_dtype(config)
         chosen = choose_stage(model, comm.world_size, DTYPES[config.dtype], device, *shapes, *kept)
     stage, why = lowest_stage(chosen, comm, Path(config.out), resuming=config.resume != "none")
     if comm.rank == 0:

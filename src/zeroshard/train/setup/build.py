@@ -52,6 +52,7 @@ from zeroshard.train.setup.auto import ChooseStage, automatic_stage
 from zeroshard.train.setup.corpus import Corpus, open_corpus
 from zeroshard.train.setup.hugging_face import with_model_files
 from zeroshard.train.setup.links import Links
+from zeroshard.train.setup.numbers import on_device
 from zeroshard.train.setup.plan_check import contract_of
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import claim_folder, describe_run
@@ -72,6 +73,7 @@ def built(
     world = world_from_env() or World()
     config = with_model_files(config)
     device = choose_device(config.device, world.local_rank)
+    config = on_device(config, device)
     check_model(config)
     describe(device, config.kernels)  # refuses what cannot be had
     with ExitStack() as stack:
@@ -104,7 +106,7 @@ def build_run(
     Raises:
         UserError: as `built`.
     """
-    config = with_model_files(config)
+    config = on_device(with_model_files(config), device)
     check_model(config)
     require_trackers(config.track)
     check_shard_size(config, comm.world_size)

@@ -11,7 +11,7 @@ from zeroshard.models import LanguageModel
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.records.plan_contract import Contract, Job, Predict
-from zeroshard.train.setup.assemble import DTYPES
+from zeroshard.train.setup.assemble import DTYPES, reduce_dtype
 from zeroshard.train.setup.links import Links
 from zeroshard.zero import STAGES
 
@@ -36,6 +36,9 @@ def contract_of(
         world_size=comm.world_size,
         shard_size=config.shard_size or comm.world_size,
         compute_dtype=DTYPES[config.dtype],
+        reduce_dtype=reduce_dtype(config),
+        accumulate=None if config.accumulate == "auto" else config.accumulate,
+        prefetch=config.prefetch,
         num_micro=grad_accum_steps,
         micro_batch_size=config.micro_batch_size,
         seq_len=config.seq_len,

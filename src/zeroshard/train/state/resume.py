@@ -19,6 +19,7 @@ from zeroshard.optim import learning_rate
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import ModelConfig
 from zeroshard.train.config.validate import by_dotted_name, validate
+from zeroshard.train.records.trackers import forget_run
 from zeroshard.train.setup.assemble import model_overrides
 
 # Changes nothing that is learned, or is compared as another number: tokens_per_step, rows of an evaluation, the
@@ -28,9 +29,10 @@ FREE = frozenset(
         *("strategy", "shard_size", "reshard_after_forward", "comm", "nproc", "nnodes", "device", "out", "resume"),
         *("port", "rdzv_endpoint", "max_restarts", "step_timeout_s"),
         *("micro_batch_size", "grad_accum_steps", "global_batch_size", "kernels", "fused"),
+        *("accumulate", "prefetch"),
         *("compile", "compile_backend", "eval_interval", "eval_batches", "eval_rows", "log_interval"),
         *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every"),
-        *("track.to", "track.project", "track.name", "track.mode"),
+        *("track.to", "track.project", "track.name", "track.mode", "track.group", "track.tags"),
         *("data.dir", "data.path", "model.activation_checkpointing"),
     }
 )
@@ -138,7 +140,10 @@ def _eval_rows(config: Mapping[str, Any]) -> int:
 def schedule_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What `zeroshard.optim.learning_rate` takes, of a configuration or of one that an older version has saved."""
     steps = config.get("decay_steps") or config["max_steps"]
-    return {**{key: config[key] for key in ("lr", "min_lr", "warmup_steps")}, "max_steps": steps}
+    known = {"lr", "min_lr", "warmup_steps"}
+    table = config.get("optim", {})
+    shape = {key: table[key] for key in ("decay", "decay_share") if key in table}
+    return {**{key: config[key] for key in known}, **shape, "max_steps": steps}
 
 
 def _other_rate(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
@@ -152,7 +157,7 @@ def _other_rate(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str
     if rates[0] == rates[1]:
         return []
     line = f"the learning rate of step {step + 1} was to be {rates[0]:.3g}, now it is {rates[1]:.3g}"
-    if {**new, "max_steps": old["max_steps"]} == old:
+    if {**new, "max_steps": old["max_steps"]} == {**new, **old}:
         line += f"; --decay-steps {old['max_steps']} keeps the schedule, whose end is min_lr"
     return [line]
 
@@ -197,6 +202,7 @@ def leave_branch(folder: Path, step: int) -> None:
     if moved:
         names = ", ".join(path.name for path in moved)
         print(f"resume: later checkpoints in {folder} were set aside: {names}", file=sys.stderr, flush=True)
+        forget_run(folder.parent)
 
 
 def _say(comm: Communicator, line: str) -> None:

@@ -69,7 +69,12 @@ def has_owner(param: Tensor) -> bool:
     return reference is not None and reference() is not None
 
 
-def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def take_over(optimizer: Optimizer) -> None:
+    """What the first step would do, before it: where the optimizer's parameters are an engine's, it becomes one of its.
+
+    Raises:
+        ValueError: it holds parameters of an engine's model beside others, or parameters that `Zero` has replaced.
+    """
     if is_known(optimizer) or not (len(_owners) or len(_replaced)):
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -88,3 +93,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     if owners[0] is not None:
         owners[0].adopt(optimizer)
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    take_over(optimizer)

@@ -5,10 +5,12 @@ The user goes on to call the model as if it were an ordinary one. Most of it sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,6 +53,8 @@ class Guard:
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
             module.__dict__["__deepcopy__"] = _refuse_copy
+            if "synced_gpus" in _words_of(getattr(type(module), "generate", None)):
+                module.__dict__["generate"] = _generate_together(module, runtime)
         self._handles.append(model.register_forward_pre_hook(_begins(params)))
         computes_otherwise = any(group.params.full.dtype != group.params.dtype for group in runtime.groups())
         if runtime.levels.shard.world_size > 1 or computes_otherwise:  # else weights are always whole and current
@@ -63,7 +67,7 @@ class Guard:
         for name in self._on_model:
             self._model.__dict__.pop(name, None)
         for module in self._model.modules():
-            for name in (_MARK, "__deepcopy__", "_apply", "apply", "register_parameter"):
+            for name in (_MARK, "__deepcopy__", "_apply", "apply", "register_parameter", "generate"):
                 module.__dict__.pop(name, None)
         for param in self._model.parameters():
             vars(param).pop(_MARK, None)
@@ -147,6 +151,27 @@ def _apply_where_whole(module: nn.Module, runtime: Runtime) -> Callable[..., nn.
         return type(module).apply(module, fn)
 
     return apply
+
+
+def _words_of(function: Any) -> Iterable[str]:
+    return inspect.signature(function).parameters if callable(function) else ()
+
+
+def _generate_together(model: nn.Module, runtime: Runtime) -> Callable[..., Any]:
+    """``generate`` of transformers' models: while forwards gather, a rank whose texts have ended joins the others'."""
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        if runtime.shard_params and not runtime.is_pinned:
+            if not (dist.is_available() and dist.is_initialized()):
+                raise RuntimeError(
+                    "model.generate(): the weights are sharded, and ranks end at different tokens; "
+                    "call it inside zero.full_params()"
+                )
+            kwargs["synced_gpus"] = True
+        kind: Any = type(model)
+        return kind.generate(model, *args, **kwargs)
+
+    return generate
 
 
 class _RefusesDdp:

@@ -20,15 +20,18 @@ class IncompatibleKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-def state_dict(model: nn.Module, runtime: Runtime) -> OrderedDict[str, Tensor]:
-    """See `Zero.state_dict`."""
+def state_dict(model: nn.Module, runtime: Runtime, *, keep: bool = True) -> OrderedDict[str, Tensor]:
+    """See `Zero.state_dict`; ``keep``: whether this rank is one that returns it."""
     whole: dict[Tensor, Tensor] = {}
     for group in runtime.groups():
-        flat = group.params.gather_master().cpu()
+        gathered = group.params.gather_master()
+        if not keep:
+            continue
+        flat = gathered.cpu()
         for param, view in zip(group.params.params, group.params.layout.views(flat), strict=True):
             whole[param] = view.clone()
     state: OrderedDict[str, Tensor] = OrderedDict()
-    for name, tensor in named_state(model).items():
+    for name, tensor in named_state(model).items() if keep else ():
         # A tied parameter is one tensor under two names, here as in the module.
         state[name] = whole[tensor] if tensor in whole else tensor.detach().cpu().clone()
     return state

@@ -1,0 +1,7 @@
+"""The engine in other people's training loops: Accelerate, `transformers.Trainer`.
+
+Each module needs the package that it is named after, and is imported by whoever uses it; nothing in zeroshard does.
+
+- `zeroshard.integrations.accelerate`: an `Accelerator` whose ``prepare`` shards.
+- `zeroshard.integrations.transformers`: a `Trainer` that shards, saves and resumes through the engine.
+"""

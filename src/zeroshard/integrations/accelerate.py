@@ -1,0 +1,202 @@
+"""`Accelerator`: Hugging Face Accelerate's, whose ``prepare`` shards a model and its optimizer by `zeroshard.Zero`.
+
+A loop written for Accelerate changes one line, its import. ``prepare`` returns the model itself and not a wrapper: its
+parameters keep their names and identity, and an optimizer that was made before becomes the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
+except ModuleNotFoundError as error:
+    raise ImportError(f"{__name__}: {error.name} is not installed; pip install 'zeroshard[accelerate]'") from None
+
+from zeroshard.checkpoint import load, save
+from zeroshard.errors import UserError
+from zeroshard.integrations.plugin import ZeroPlugin, engine_of
+from zeroshard.zero import Zero
+from zeroshard.zero.optimizers.adoption import take_over
+
+SHARDS = "zero"  # the folder of the engine's checkpoint inside one of Accelerate's or the Trainer's
+_OURS = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` with `Zero` in the place of DDP.
+
+    ``prepare``, ``backward``, ``accumulate``, ``no_sync``, ``clip_grad_norm_``, ``save_state``, ``load_state`` and
+    ``get_state_dict`` do what they do in Accelerate. ``save_state`` writes one sharded checkpoint for each model, which
+    any stage and number of ranks loads.
+
+    Args:
+        zero_plugin: how to shard; None: stage 3.
+        **kwargs: Accelerate's own.
+
+    Raises:
+        UserError: DeepSpeed, FSDP or another parallelism is asked for too.
+    """
+
+    zero_plugin: ZeroPlugin
+
+    def __init__(self, *, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.zero_plugin = zero_plugin or ZeroPlugin()
+        self._require_alone()
+
+    @classmethod
+    def in_place_of(cls, accelerator: accelerate.Accelerator, zero_plugin: ZeroPlugin) -> Accelerator:
+        """Turn an `accelerate.Accelerator` that has prepared nothing into one of these: who made it keeps its methods.
+
+        Raises:
+            UserError: as the constructor.
+        """
+        accelerator.__class__ = cls
+        assert isinstance(accelerator, Accelerator)
+        accelerator.zero_plugin = zero_plugin
+        accelerator._require_alone()
+        return accelerator
+
+    def _require_alone(self) -> None:
+        if self.distributed_type not in _OURS:
+            name = str(self.distributed_type).rpartition(".")[2]
+            raise UserError(
+                "accelerate", f"distributed_type {name} shards too", "leave it to Zero, or use Accelerate's own"
+            )
+        if getattr(self, "parallelism_config", None) is not None:
+            raise UserError("parallelism_config", "Zero is data-parallel alone", "leave it out")
+        if str(getattr(self.state.dynamo_plugin, "backend", "NO")).rpartition(".")[2] != "NO":
+            todo = "leave it out and compile the blocks before prepare: `for block in blocks: block.compile()`"
+            raise UserError("dynamo_plugin", "a compiled model hides its blocks from Zero", todo)
+
+    # -- prepare ----------------------------------------------------------------------------------------------
+
+    def engine_of(self, model: nn.Module) -> Zero:
+        """The engine of a prepared model.
+
+        Raises:
+            ValueError: it was not prepared.
+        """
+        found = engine_of(model)
+        if found is None:
+            raise ValueError(f"engine_of: {type(model).__name__} was not prepared; give it to prepare() first")
+        return found
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Accelerate; then the optimizers among ``args`` are the engine's, and can be saved and loaded."""
+        found = super().prepare(*args, **kwargs)
+        for each in found if isinstance(found, tuple) else (found,):
+            if isinstance(each, AcceleratedOptimizer):
+                take_over(each.optimizer)
+        return found
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The model, on its device, with an engine. Collective."""
+        if engine_of(model) is not None:
+            if not any(each is model for each in self._models):
+                self._models.append(model)
+            return model
+        model = super().prepare_model(model, device_placement, evaluation_mode=True)  # no DDP
+        self.zero_plugin.engine(model, self.mixed_precision)
+        return model
+
+    # -- the training step ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Generator[None]:
+        """A micro-batch after which no step comes: it adds up as the engine's ``accumulate`` says."""
+        engine = engine_of(model)
+        if engine is None:
+            with super().no_sync(model):
+                yield
+        else:
+            with engine.micro_batch(last=False):
+                yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """The norm over all ranks and shards before clipping: of a whole model, the same bits at every stage."""
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for model in self._models:
+            engine = engine_of(model)
+            if engine is not None and _are_all(given, model.parameters()):
+                self.unscale_gradients()
+                return engine.clip_grad_norm_(max_norm, norm_type)
+        return super().clip_grad_norm_(given, max_norm, norm_type)
+
+    # -- state ------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """The unsharded state on the CPU, in the dtype of the master weights. Collective."""
+        engine = engine_of(model)
+        return super().get_state_dict(model, unwrap) if engine is None else engine.state_dict()
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As in Accelerate, with the engines' models and optimizers as sharded checkpoints. Collective."""
+        kept: list[str] = []
+        hook = self.register_save_state_pre_hook(lambda models, weights, folder: kept.append(folder))
+        engines = self._engines()
+        try:
+            with self._without_ours():
+                found = super().save_state(output_dir, *args, **kwargs)
+        finally:
+            hook.remove()
+        for index, engine in enumerate(engines):
+            save(Path(kept[0]) / _name(index), engine, step=self.step)
+        return found
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """What `save_state` wrote, at any stage and number of ranks. Collective.
+
+        Raises:
+            UserError: a checkpoint is missing or damaged.
+        """
+        kept: list[str] = []
+        hook = self.register_load_state_pre_hook(lambda models, folder: kept.append(folder))
+        engines = self._engines()
+        try:
+            with self._without_ours():
+                found = super().load_state(input_dir, *args, **kwargs)
+        finally:
+            hook.remove()
+        for index, engine in enumerate(engines):
+            load(Path(kept[0]) / _name(index), engine)
+        return found
+
+    def _engines(self) -> list[Zero]:
+        return [engine for model in self._models if (engine := engine_of(model)) is not None]
+
+    @contextmanager
+    def _without_ours(self) -> Generator[None]:
+        """Models and optimizers that have no engine alone: Accelerate would save every rank's whole state."""
+        models, optimizers = self._models, self._optimizers
+        ours = {id(param) for engine in self._engines() for param in engine.model.parameters()}
+        self._models = [model for model in models if engine_of(model) is None]
+        self._optimizers = [each for each in optimizers if not any(id(param) in ours for param in _params_of(each))]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def _are_all(given: Iterable[Tensor], params: Iterable[Tensor]) -> bool:
+    trained, theirs = ({id(param) for param in each if param.requires_grad} for each in (given, params))
+    return trained == theirs
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _name(index: int) -> str:
+    return SHARDS if index == 0 else f"{SHARDS}_{index}"

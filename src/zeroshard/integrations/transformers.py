@@ -1,0 +1,148 @@
+"""`ZeroTrainer`: `transformers.Trainer` that shards, accumulates, clips, saves and resumes through `zeroshard.Zero`.
+
+The script stays as it is, but for the class's name. The Trainer asks its accelerator for everything that is
+distributed, so ours stands there (`zeroshard.integrations.accelerate`); what the Trainer itself does with unsharded
+weights, saving and loading, is done here. A checkpoint is the folder that the Trainer writes, ``model.safetensors``
+in it, without ``optimizer.pt``: its ``zero/`` holds master weights and optimizer states in shards, which any stage and
+number of ranks loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    import transformers
+    from transformers.trainer import SCHEDULER_NAME
+except ModuleNotFoundError as error:
+    raise ImportError(f"{__name__}: {error.name} is not installed; pip install 'zeroshard[accelerate]'") from None
+
+from zeroshard.checkpoint import load, save
+from zeroshard.errors import UserError
+from zeroshard.integrations.accelerate import SHARDS, Accelerator
+from zeroshard.integrations.plugin import ZeroPlugin, engine_of
+from zeroshard.zero import Zero
+
+_Trainer: Any = object  # a mixin's base: the Trainer that it is mixed into
+
+_IN_BACKWARD = ("lomo", "adalomo", "layerwise")  # optimizers that step inside of backward
+_REFUSED = {
+    "fsdp": ("it shards too", "leave fsdp out"),
+    "deepspeed": ("it shards too", "leave deepspeed out"),
+    "parallelism_config": ("Zero is data-parallel alone", "leave it out"),
+    "torch_compile": (
+        "a compiled model hides its blocks from Zero",
+        "leave it out and compile the blocks before: `for block in blocks: block.compile()`",
+    ),
+    "bf16_full_eval": ("the engine's buffers hold the weights", "use bf16, which evaluates in bf16 too"),
+    "fp16_full_eval": ("the engine's buffers hold the weights", "use fp16, which evaluates in fp16 too"),
+    "auto_find_batch_size": ("a step that ran out of memory cannot be taken back", "set per_device_train_batch_size"),
+    "enable_jit_checkpoint": ("a save needs all ranks, a signal reaches one", "use save_steps"),
+}
+
+
+class ZeroTrainerMixin(_Trainer):
+    """Puts the engine into `transformers.Trainer` or a subclass: ``class Mine(ZeroTrainerMixin, Seq2SeqTrainer)``.
+
+    Args:
+        zero_plugin: how to shard; None: stage 3.
+        *args, **kwargs: the Trainer's own.
+
+    Raises:
+        UserError: a setting that cannot work with the engine; the line says which, and what to do.
+    """
+
+    zero_plugin: ZeroPlugin
+
+    def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
+        self.zero_plugin = zero_plugin or ZeroPlugin()
+        super().__init__(*args, **kwargs)
+
+    @property
+    def engine(self) -> Zero | None:
+        """The model's engine; None before it trains or evaluates."""
+        return engine_of(self.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As in the Trainer, with our `Accelerator`."""
+        _require_possible(self.args)
+        super().create_accelerator_and_postprocess()
+        Accelerator.in_place_of(self.accelerator, self.zero_plugin)
+
+    # -- saving -----------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A folder for ``from_pretrained``. Collective: call it on every rank; the first one writes."""
+        if self.engine is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        writes = self.args.should_save
+        state = self.engine.state_dict(rank0_only=not self.args.save_on_each_node)
+        if writes:
+            self._save(self.args.output_dir if output_dir is None else output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.engine is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save(Path(output_dir) / SHARDS, self.engine, step=self.state.global_step)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    # -- loading ----------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if (Path(resume_from_checkpoint) / SHARDS).exists():
+            return  # the engine reads them, when it is there
+        with self._loads_through_engine():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        shards = None if checkpoint is None else Path(checkpoint) / SHARDS
+        if shards is None or not shards.exists() or self.engine is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load(shards, self.engine)
+        scheduler = shards.with_name(SCHEDULER_NAME)
+        self.lr_scheduler.load_state_dict(torch.load(scheduler, map_location="cpu", weights_only=True))
+
+    def _load_best_model(self) -> None:
+        with self._loads_through_engine():
+            super()._load_best_model()
+
+    @contextmanager
+    def _loads_through_engine(self) -> Generator[None]:
+        """``model.load_state_dict`` gives each rank its shard in this block."""
+        engine = self.engine
+        if engine is None:
+            yield
+            return
+        own = vars(self.model)
+        own["load_state_dict"] = lambda state, strict=True, assign=False: engine.load_state_dict(state, strict)
+        try:
+            yield
+        finally:
+            del own["load_state_dict"]
+
+
+def _require_possible(args: transformers.TrainingArguments) -> None:
+    """Refuse, before anything is built, what would train something else, or fail later."""
+    for field, (what, todo) in _REFUSED.items():
+        if getattr(args, field, None):
+            raise UserError(field, what, todo)
+    name = str(getattr(args.optim, "value", args.optim))
+    if any(part in name for part in _IN_BACKWARD):
+        raise UserError("optim", f"{name} steps inside of backward, before gradients are reduced", "choose adamw_torch")
+    if args.n_gpu > 1:
+        raise UserError("n_gpu", f"one process would use {args.n_gpu} GPUs", "start it by `torchrun --nproc-per-node`")
+
+
+class ZeroTrainer(ZeroTrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` under `zeroshard.Zero`; see `ZeroTrainerMixin` for its one argument more."""

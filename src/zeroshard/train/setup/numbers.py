@@ -1,0 +1,41 @@
+"""In which type of numbers a run computes on the device that it has found."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroshard.errors import UserError
+from zeroshard.train.config.config import TrainConfig
+
+_WITH_TF32 = (8, 0)  # compute capability: Ampere
+
+
+def on_device(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """`with_dtype`, with TF32 switched as ``config`` says.
+
+    Raises:
+        UserError: TF32 is asked for, and the device has none.
+    """
+    if config.tf32:
+        _require_tf32(device)
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    return with_dtype(config, device)
+
+
+def with_dtype(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """``config`` with the dtype that ``auto`` means on ``device``."""
+    return config if config.dtype != "auto" else config.model_copy(update={"dtype": automatic_dtype(device)})
+
+
+def automatic_dtype(device: torch.device) -> str:
+    """bfloat16 on a GPU that computes in it, else float32."""
+    has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if has_it else "float32"
+
+
+def _require_tf32(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise UserError("tf32", f"the device is {device}, and GPUs alone have TF32", "leave it out")
+    if torch.cuda.get_device_capability(device) < _WITH_TF32:
+        raise UserError("tf32", f"a {torch.cuda.get_device_name(device)} has no TF32", "leave it out")

@@ -1,0 +1,69 @@
+"""Settings of `transformers.Trainer` and Accelerate that cannot work with the engine are refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+
+from zeroshard.errors import UserError  # noqa: E402
+from zeroshard.integrations.accelerate import Accelerator  # noqa: E402
+from zeroshard.integrations.transformers import ZeroTrainer  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _own_state():
+    """Accelerate keeps its state in the process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    assert not PartialState._shared_state
+
+
+def tiny():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"bf16_full_eval": True}, "bf16_full_eval"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]}, "optim"),
+        ({"optim": "lomo"}, "optim"),
+    ],
+)
+def test_the_trainer_refuses_in_one_line(settings, field, tmp_path):
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **settings)
+    with pytest.raises(UserError) as told:
+        ZeroTrainer(tiny(), args)
+    assert told.value.field == field
+    assert told.value.todo
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("field", ["fsdp", "deepspeed", "parallelism_config"])
+def test_another_way_to_shard_is_refused(field, tmp_path):
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    object.__setattr__(args, field, "given")  # as the packages that each needs would have checked it
+    with pytest.raises(UserError, match=rf"^{field}: .*; leave .* out|leave it out"):
+        ZeroTrainer(tiny(), args)
+
+
+def test_accelerate_refuses_to_compile_the_whole_model():
+    with pytest.raises(UserError, match=r"^dynamo_plugin: .*block\.compile"):
+        Accelerator(cpu=True, dynamo_backend="inductor")
+
+
+def test_a_model_is_prepared_once_and_stays_the_object_that_it_was():
+    accelerator = Accelerator(cpu=True)
+    model = tiny()
+    assert accelerator.prepare(model) is model
+    engine = accelerator.engine_of(model)
+    assert accelerator.prepare(model) is model
+    assert accelerator.engine_of(model) is engine
