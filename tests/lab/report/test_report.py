@@ -21,13 +21,12 @@ from zeroshard.lab.report.figures import figures_of
 from zeroshard.lab.report.page import render
 
 pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
-pytest.importorskip("plotly", reason="the extra `report` is not installed")
 
 from zeroshard.lab.report.png import LETTER_WIDTH, LINE_HEIGHT, PLOT_WIDTH, slant
 
 
 def _page(folder: Path) -> str:
-    """Without the 2 MB of plotly.js."""
+    """Without plotly.js."""
     whole = (folder / "report.html").read_text()
     start = whole.index('<script type="application/gzip"')
     return whole[:start] + whole[whole.index("</script>", start) :]
@@ -274,7 +273,7 @@ def test_each_file_of_a_run_is_read_once(tmp_path, monkeypatch):
     assert opened.count("/proc/locks") <= 2
 
 
-@pytest.mark.parametrize("missing", ["matplotlib", "plotly", "jinja2"])
+@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
 def test_without_the_extra_there_is_one_line(tmp_path, monkeypatch, capsys, missing):
     write_run(tmp_path / "run")
     find = util.find_spec
