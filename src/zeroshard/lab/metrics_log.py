@@ -100,15 +100,27 @@ class MetricsLog:
             self._forget()
             self._file_id = file_id
             file.seek(0)
+        self._take_appended(file)
+
+    def _take_appended(self, file: BinaryIO) -> None:
+        """Take what ``file`` has from its place on."""
         for line in file:
             if not line.endswith(b"\n"):
                 self.torn = True
                 break
-            self._num_lines += 1
-            self._offset += len(line)
-            self._last_line = line
-            if not self._take(line):
-                self._bad.append(self._num_lines)
+            self._take_whole(line)
+
+    def _take_whole(self, line: bytes) -> None:
+        """Take a line with its end, and count it."""
+        self._pass(line, 1)
+        if not self._take(line):
+            self._bad.append(self._num_lines)
+
+    def _pass(self, lines: bytes, count: int) -> None:
+        """Go on behind ``lines``, which are as many."""
+        self._num_lines += count
+        self._offset += len(lines)
+        self._last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
 
     def _take(self, line: bytes) -> bool:
         """Take what a line says; whether it could be read."""

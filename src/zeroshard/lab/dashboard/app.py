@@ -11,6 +11,8 @@ from typing import Any
 from dash import Dash, Input, Output, State, dcc, html, no_update
 
 from zeroshard.lab.dashboard import planner, run_page, runs
+from zeroshard.lab.dashboard.plan_table import plans
+from zeroshard.lab.dashboard.run_table import labels, latest
 from zeroshard.lab.dashboard.watch import Watch
 
 READ_S = 1.0  # of a refresh, spent on runs that were never read
@@ -61,25 +63,18 @@ def make_app(root: str | Path) -> Dash:
     )
     def refresh(ticks: int | None, chosen: list[str] | None, x: str, smoothing: str, scale: str, seen: Any) -> Any:
         found = watch.runs(READ_S)
+        names = [name for name in chosen or latest(found) if name in found]
+        shown = watch.whole({name: found[name] for name in names})
         view = runs.view_of(x, smoothing, scale)
-        names = [name for name in chosen or runs.latest(found) if name in found]
-        states = [[name, run.state, len(run.steps), len(run.evaluations)] for name, run in found.items()]
-        now = [names, [view.x, view.smoothing, view.scale], states, watch.num_unread]
-        if now == seen:
-            return (no_update,) * (7 + len(runs.GRAPHS))
-        called = runs.labels(found)
-        shown = {called[name]: found[name] for name in names}
-        options = [{"label": called[name], "value": name} for name in found]
-        return (
-            runs.summary(found, watch.root.name, watch.num_unread),
-            runs.table(found, called),
-            options,
-            options,
-            runs.plans(shown),
-            run_page.differences(shown),
-            *runs.figures(shown, view),
-            now,
-        )
+        parts = runs.parts_of_page(found, shown, view, root=watch.root.name, num_unread=watch.num_unread)
+        sent = seen if isinstance(seen, dict) else {}
+        marks = {name: list(part.marks) for name, part in parts.items()}
+        changes = {name: part.since(sent.get(name)) for name, part in parts.items()}
+        graphs = [changes[f"graph-{name}"] for name in runs.GRAPHS]
+        options = changes["options"]
+        tables = changes["plans"], changes["differences"]
+        new = no_update if marks == sent else marks
+        return changes["summary"], changes["table"], options, options, *tables, *graphs, new
 
     @app.callback(
         Output("run-details", "children"),
@@ -90,12 +85,12 @@ def make_app(root: str | Path) -> Dash:
         if tab != "run":
             return no_update
         found = watch.runs(READ_S)
-        name = name or next(iter(runs.latest(found)), None)
+        name = name or next(iter(latest(found)), None)
         if name not in found:
             return [html.P("There is no run yet that has taken a step.", className="quiet")]
-        run = found[name]
-        called = runs.labels(found)[name]
-        return run_page.details(called, run, runs.plans({called: run}))
+        run = watch.whole({name: found[name]})[name].run
+        called = labels({each: seen.run for each, seen in found.items()})[name]
+        return run_page.details(called, run, plans({called: run}))
 
     @app.callback(
         Output("answer", "children"),
