@@ -44,7 +44,7 @@ def main() -> int:
         from zeroshard.lab.dashboard.app import make_app
 
         print(f"  imports       {time.process_time() - began:6.2f}")
-        page = Page(lambda: make_app(root))
+        page = Page(lambda: make_app(root, time.process_time))  # as on a machine that does nothing else
         first_s = page.told("first page", page.open)
         page.told("nothing new", page.tick)
         _append(logs[-1], asked.steps + 1)
@@ -62,7 +62,7 @@ class Page:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make, self._values = make, dict[tuple[str, str], Any]()
         self._num_ticks = 0
-        self.num_bytes = 0
+        self.num_bytes = self.num_answers = 0
 
     def open(self) -> None:
         """The page, its layout, and all callbacks until nothing more is to be asked."""
@@ -86,10 +86,10 @@ class Page:
 
     def told(self, what: str, do: Callable[[], None]) -> float:
         """Do it, print what it took, and return that."""
-        began, self.num_bytes = time.process_time(), 0
+        began, self.num_bytes, self.num_answers = time.process_time(), 0, 0
         do()
         took = time.process_time() - began
-        print(f"  {what:<12} {took:7.3f}, {self.num_bytes / 1e3:,.0f} kB sent")
+        print(f"  {what:<12} {took:7.3f}, {self.num_bytes / 1e3:,.0f} kB sent in {self.num_answers} answers")
         return took
 
     def _is_reading(self) -> bool:
@@ -116,9 +116,10 @@ class Page:
         }
         body = {"output": spec, "outputs": outputs if spec.startswith("..") else outputs[0], "changedPropIds": []}
         answer = self._client.post("/_dash-update-component", json={**body, **known})
-        self.num_bytes += len(answer.data)
         if answer.status_code == 204:  # nothing is to change
             return
+        self.num_bytes += len(answer.data)
+        self.num_answers += 1
         assert answer.status_code == 200, answer.data
         for name, properties in answer.get_json()["response"].items():
             for key, value in properties.items():

@@ -11,10 +11,11 @@ from typing import BinaryIO
 
 from zeroshard.lab.metrics_log import MetricsLog
 
-KEPT_STEPS = 50  # at least, where the log has them
-_TAIL_BYTES = 1 << 15  # of a log, parsed; some fifty lines
+KEPT_STEPS = 20  # of a log that grows
+_TAIL_BYTES = 1 << 14  # parsed of a log that was never read; some twenty lines
 _PIECE_BYTES = 16 << 20  # read at once
-_BETWEEN = b'}\n{"event": "'  # the end of a line and the beginning of the next
+_BEGIN = b'{"event": "'  # of a line
+_BETWEEN = b"}\n" + _BEGIN  # the end of a line and the beginning of the next
 _START = b'{"event": "start"'
 
 
@@ -52,5 +53,5 @@ class LogEnds(MetricsLog):
 
 def _look_whole(lines: bytes, end: int, count: int) -> bool:
     """Whether the first ``count`` of ``lines``, which end at ``end``, are each an event of its own, and no more."""
-    begins = lines.startswith(_BETWEEN[2:]) and lines.startswith(_BETWEEN, end - 2)
-    return begins and lines.count(_BETWEEN, 0, end) == count - 1
+    begins = lines.startswith(_BEGIN) and lines.startswith(_BETWEEN, end - 2)
+    return begins and lines.count(_BEGIN, 0, end) == count and lines.count(_BETWEEN, 0, end) == count - 1

@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 from zeroshard.regular_files import json_of, open_binary
 
+_NUMBERS = frozenset((int, float, bool))
+
 
 @dataclass(frozen=True)
 class Step:
@@ -168,7 +170,7 @@ def _evaluation(entry: Mapping[str, Any]) -> Evaluation:
 def _numbers(found: Any) -> dict[str, Any]:
     """Numbers by name; TypeError where anything else stands there."""
     numbers = dict(found or {})
-    if not all(isinstance(number, int | float) for number in numbers.values()):
+    if not _NUMBERS.issuperset(map(type, numbers.values())):
         raise TypeError("not numbers alone")
     return numbers
 

@@ -5,6 +5,8 @@ All that it shows is text of React's, which is escaped. It asks this server for 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,14 @@ from zeroshard.lab.dashboard.watch import Watch
 READ_S = 1.0  # of a refresh, spent on runs that were never read
 
 
-def make_app(root: str | Path) -> Dash:
-    """The application over the runs below ``root``."""
-    watch = Watch(root)
+def make_app(root: str | Path, clock: Callable[[], float] = time.perf_counter) -> Dash:
+    """The application over the runs below ``root``.
+
+    Args:
+        root: folder that runs are in, at any depth.
+        clock: that `READ_S` is read from, in seconds.
+    """
+    watch = Watch(root, clock)
     app = Dash(
         "zeroshard",
         title="zeroshard",
@@ -63,7 +70,8 @@ def make_app(root: str | Path) -> Dash:
     )
     def refresh(ticks: int | None, chosen: list[str] | None, x: str, smoothing: str, scale: str, seen: Any) -> Any:
         found = watch.runs(READ_S)
-        names = [name for name in chosen or latest(found) if name in found]
+        names = chosen or sorted(latest(found))  # in an order of their own: whoever writes next changes no colours
+        names = [name for name in names if name in found]
         shown = watch.whole({name: found[name] for name in names})
         view = runs.view_of(x, smoothing, scale)
         parts = runs.parts_of_page(found, shown, view, root=watch.root.name, num_unread=watch.num_unread)
