@@ -90,7 +90,7 @@ def test_figures_and_plans_come_from_runs_whole_and_damaged(tmp_path):
     assert "1.075" in str(page["plans"])
     assert "does not parse" in str(page["table"])
     called = run_table.labels({name: seen.run for name, seen in found.items()})
-    assert sorted(called.values()) == ["damaged", *(f"strategy zero{stage}  run 1" for stage in range(4))]
+    assert sorted(called.values()) == ["damaged", *(f"zero{stage}, run 1" for stage in range(4))]
     assert "4 done, 1 damaged" in page["summary"]
     empty = page_of_runs.parts_of_page({}, {}, live.AS_WRITTEN, root="x", num_unread=0)
     assert all(empty[f"graph-{name}"].whole()["data"] == [] for name in page_of_runs.GRAPHS)

@@ -98,7 +98,7 @@ def make_app(root: str | Path, clock: Callable[[], float] = time.perf_counter) -
             return [html.P("There is no run yet that has taken a step.", className="quiet")]
         run = watch.whole({name: found[name]})[name].run
         called = labels({each: seen.run for each, seen in found.items()})[name]
-        return run_page.details(called, run, plans({called: run}))
+        return run_page.details(called, run, plans({called: run}, named=False))
 
     @app.callback(
         Output("answer", "children"),

@@ -12,19 +12,23 @@ from zeroshard.lab.report.entries import pair_of, plan_of
 from zeroshard.lab.run_folders import RunResult
 
 
-def plans(runs: Mapping[str, RunResult]) -> list[Any]:
-    """What was planned and what came, of each run that has a plan."""
+def plans(runs: Mapping[str, RunResult], *, named: bool = True) -> list[Any]:
+    """What was planned and what came, of each run that has a plan; ``named``: with the names of runs in a column."""
     rows = []
     for name, run in runs.items():
         if plan := plan_of(run):
-            rows += [html.Tr([html.Td(name), *map(html.Td, cells)]) for cells in _pairs(run, plan)]
+            rows += [(name, *cells) for cells in _pairs(run, plan)]
         elif run.start.get("plan"):
             measured = size(sum(run.steps[-1].memory_bytes.values())) if run.steps else ""
-            rows.append(html.Tr([html.Td(name), html.Td("so far"), html.Td(str(run.start["plan"])), html.Td(measured)]))
+            rows.append((name, "so far", str(run.start["plan"]), measured, ""))
     if not rows:
         return [html.Tbody(html.Tr(html.Td("No run that is shown has a plan.")))]
-    titles = ("run", "", "planned", "measured", "measured / planned")
-    return [html.Thead(html.Tr([html.Th(title) for title in titles])), html.Tbody(rows)]
+    titles = ("run", "what", "planned", "measured", "measured / planned")
+    head, *body = (row if named else row[1:] for row in (titles, *rows))
+    return [
+        html.Thead(html.Tr([html.Th(title, scope="col") for title in head])),
+        html.Tbody([html.Tr([html.Td(cell) for cell in cells]) for cells in body]),
+    ]
 
 
 def _pairs(run: RunResult, plan: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -83,12 +83,17 @@ def _pairs(facts: Iterable[tuple[str, Any]]) -> Any:
 
 
 def _environment(run: RunResult) -> list[tuple[str, Any]]:
-    known: list[tuple[str, Any]] = [
-        (name.replace("_", " "), run.start[name]) for name in _ENVIRONMENT if run.start.get(name)
-    ]
+    known = [(name.replace("_", " "), _in_words(run.start[name])) for name in _ENVIRONMENT if run.start.get(name)]
     if run.link is not None:
         known.append(("link", f"{run.link.mode}; {run.link.why_not_comparable or 'as fast as it was asked for'}"))
     return known
+
+
+def _in_words(value: Any) -> str:
+    """``445,952``; of a table ``LayerNorm reference, AdamW torch fused``."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {each}" for name, each in value.items())
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _checkpoints(run: RunResult) -> Any:

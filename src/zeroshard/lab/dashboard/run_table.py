@@ -12,9 +12,8 @@ from dash import html
 from zeroshard.lab.dashboard.changes import Part, mark
 from zeroshard.lab.dashboard.watch import Seen
 from zeroshard.lab.planner.show import size
-from zeroshard.lab.report.entries import entries_of_runs
+from zeroshard.lab.report.entries import entries_of_runs, words_of
 from zeroshard.lab.run_folders import RunResult
-from zeroshard.lab.sweep.cases import in_words
 from zeroshard.lab.sweep.results import SWEEP
 
 TITLES = ("run", "state", "step", "loss", "tokens/s", "exposed", "memory of rank 0", "model", "strategy", "ranks")
@@ -41,9 +40,9 @@ def labels(runs: Mapping[str, RunResult]) -> dict[str, str]:
     names = {run.folder: name for name, run in runs.items()}
     cases = [run for run in runs.values() if len(run.folder.parents) > 2 and (run.folder.parents[2] / SWEEP).is_file()]
     for entry in entries_of_runs(cases):
-        words = in_words(entry.apart)
+        words = words_of(entry.apart)
         for run in entry.case.runs:
-            repeat = f"  run {int(run.folder.name) + 1}" if run.folder.name.isdecimal() else ""
+            repeat = f", run {int(run.folder.name) + 1}" if run.folder.name.isdecimal() else ""
             found[names[run.folder]] = (words or names[run.folder]) + repeat
     twice = {label for label, count in Counter(found.values()).items() if count > 1}
     return {name: f"{label} ({name})" if label in twice else label for name, label in found.items()}
