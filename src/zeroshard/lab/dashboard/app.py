@@ -6,17 +6,23 @@ All that it shows is text of React's, which is escaped. It asks this server for 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dash import Dash, Input, Output, State, dcc, html, no_update
 
 from zeroshard.lab.dashboard import planner, run_page, runs
+from zeroshard.lab.dashboard.labelled import labelled
 from zeroshard.lab.dashboard.plan_table import plans
 from zeroshard.lab.dashboard.run_table import labels, latest
 from zeroshard.lab.dashboard.watch import Watch
 
+PAGES: Mapping[str, tuple[str, Callable[[], html.Div]]] = {
+    "runs": ("Runs", runs.page),
+    "run": ("Run", run_page.page),
+    "planner": ("Planner", planner.page),
+}
 READ_S = 1.0  # of a refresh, spent on runs that were never read
 
 
@@ -39,16 +45,14 @@ def make_app(root: str | Path, clock: Callable[[], float] = time.perf_counter) -
     app.layout = html.Main(
         [
             html.H1("zeroshard"),
-            dcc.Tabs(
-                [
-                    dcc.Tab(runs.page(), label="Runs", value="runs"),
-                    dcc.Tab(run_page.page(), label="Run", value="run"),
-                    dcc.Tab(planner.page(), label="Planner", value="planner"),
-                ],
-                value="runs",
-                id="tabs",
-                mobile_breakpoint=0,  # side by side on any screen
+            labelled(
+                dcc.RadioItems(  # dcc.Tabs cannot be reached by the keyboard
+                    {name: title for name, (title, _) in PAGES.items()}, value="runs", id="tabs", labelClassName="tab"
+                ),
+                "navigation",
+                "Pages",
             ),
+            *(html.Div(page(), id=f"page-{name}", hidden=name != "runs") for name, (_, page) in PAGES.items()),
             dcc.Interval(id="clock", interval=runs.REFRESH_MS),
             dcc.Store(id="seen"),
         ]
@@ -83,6 +87,10 @@ def make_app(root: str | Path, clock: Callable[[], float] = time.perf_counter) -
         tables = changes["plans"], changes["differences"]
         new = no_update if marks == sent else marks
         return changes["summary"], changes["table"], options, options, *tables, *graphs, new
+
+    @app.callback(*(Output(f"page-{name}", "hidden") for name in PAGES), Input("tabs", "value"))
+    def turn(tab: str) -> Any:
+        return tuple(tab != name for name in PAGES)
 
     @app.callback(
         Output("run-details", "children"),

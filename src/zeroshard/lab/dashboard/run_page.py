@@ -9,6 +9,7 @@ from typing import Any
 
 from dash import dcc, html
 
+from zeroshard.lab.dashboard.labelled import control, scrolling
 from zeroshard.lab.planner.show import size
 from zeroshard.lab.report.entries import flat
 from zeroshard.lab.run_folders import RunResult
@@ -24,8 +25,7 @@ def page() -> html.Div:
     """Its parts, still empty."""
     return html.Div(
         [
-            html.Label("Run", htmlFor="one-run"),
-            dcc.Dropdown(id="one-run", placeholder="the latest"),
+            control("Run", dcc.Dropdown(id="one-run", placeholder="the latest")),
             html.Div(id="run-details", **{"aria-live": "polite"}),
         ]
     )
@@ -68,10 +68,7 @@ def _value(config: Mapping[str, Any], setting: str) -> str:
 
 
 def _section(title: str, children: list[Any]) -> list[Any]:
-    return [
-        html.H3(title),
-        html.Div(children, className="scroll", tabIndex=0, role="region", **{"aria-label": title}),
-    ]
+    return [html.H3(title), scrolling(children, title)]
 
 
 def _pairs(facts: Iterable[tuple[str, Any]]) -> Any:

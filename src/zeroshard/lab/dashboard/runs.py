@@ -10,6 +10,7 @@ from dash import dcc, html
 
 from zeroshard.lab.dashboard import live
 from zeroshard.lab.dashboard.changes import Part, mark, only_whole
+from zeroshard.lab.dashboard.labelled import control, labelled, scrolling
 from zeroshard.lab.dashboard.plan_table import plans
 from zeroshard.lab.dashboard.run_page import differences
 from zeroshard.lab.dashboard.run_table import labels, part_of_table, summary
@@ -36,15 +37,17 @@ def page() -> html.Div:
     return html.Div(
         [
             html.P(id="summary", className="quiet", role="status"),
-            _table("table", "Runs"),
-            html.Label("Runs in the figures", htmlFor="chosen"),
-            dcc.Dropdown(id="chosen", multi=True, placeholder="those that run, and the latest"),
+            scrolling(html.Table(id="table"), "Runs"),
+            control(
+                "Runs in the figures",
+                dcc.Dropdown(id="chosen", multi=True, placeholder="those that run, and the latest"),
+            ),
             html.Div([_control(name) for name in VIEWS], className="controls"),
             html.Div([_graph(name, titles[name]) for name in GRAPHS], className="figures"),
             html.H2("Plan against actual"),
-            _table("plans", "Plan against actual"),
+            scrolling(html.Table(id="plans"), "Plan against actual"),
             html.H2("Settings that differ"),
-            _table("differences", "Settings that differ between the runs that are shown"),
+            scrolling(html.Table(id="differences"), "Settings that differ between the runs that are shown"),
         ]
     )
 
@@ -52,18 +55,11 @@ def page() -> html.Div:
 def _control(name: str) -> html.Div:
     title, choices = VIEWS[name]
     options = [{"label": text, "value": value} for value, text in choices.items()]
-    dropdown = dcc.Dropdown(id=f"view-{name}", options=options, value=next(iter(choices)), clearable=False)
-    return html.Div([html.Label(title, htmlFor=f"view-{name}"), dropdown])
+    return control(title, dcc.Dropdown(id=f"view-{name}", options=options, value=next(iter(choices)), clearable=False))
 
 
 def _graph(name: str, title: str) -> html.Figure:
-    graph = dcc.Graph(id=f"graph-{name}", config=CONFIG)
-    return html.Figure([html.H3(title), html.Div(graph, role="img", **{"aria-label": title})])
-
-
-def _table(name: str, title: str) -> html.Div:
-    """A table that scrolls by itself; the keyboard reaches it."""
-    return html.Div(html.Table(id=name), className="scroll", tabIndex=0, role="region", **{"aria-label": title})
+    return html.Figure([html.H3(title), labelled(dcc.Graph(id=f"graph-{name}", config=CONFIG), "img", title)])
 
 
 def view_of(x: Any, smoothing: Any, scale: Any) -> live.View:
