@@ -122,7 +122,7 @@ def test_a_run_with_a_pipe_for_a_file_is_damaged_in_reports_and_on_the_dashboard
     assert read_run(bad).problems == (f"{name}: cannot be read ({PIPE})",)
     watch = Watch(tmp_path)
     for _ in range(2):  # whoever asks first holds a lock meanwhile
-        assert {key: run.state for key, run in watch.runs().items()} == {"bad": "damaged", "good": "done"}
+        assert {key: seen.run.state for key, seen in watch.runs().items()} == {"bad": "damaged", "good": "done"}
     assert read_run(good).problems == ()
 
 

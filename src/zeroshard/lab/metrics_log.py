@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 from zeroshard.regular_files import json_of, open_binary
 
+_NUMBERS = frozenset((int, float, bool))
+
 
 @dataclass(frozen=True)
 class Step:
@@ -100,15 +102,27 @@ class MetricsLog:
             self._forget()
             self._file_id = file_id
             file.seek(0)
+        self._take_appended(file)
+
+    def _take_appended(self, file: BinaryIO) -> None:
+        """Take what ``file`` has from its place on."""
         for line in file:
             if not line.endswith(b"\n"):
                 self.torn = True
                 break
-            self._num_lines += 1
-            self._offset += len(line)
-            self._last_line = line
-            if not self._take(line):
-                self._bad.append(self._num_lines)
+            self._take_whole(line)
+
+    def _take_whole(self, line: bytes) -> None:
+        """Take a line with its end, and count it."""
+        self._pass(line, 1)
+        if not self._take(line):
+            self._bad.append(self._num_lines)
+
+    def _pass(self, lines: bytes, count: int) -> None:
+        """Go on behind ``lines``, which are as many."""
+        self._num_lines += count
+        self._offset += len(lines)
+        self._last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
 
     def _take(self, line: bytes) -> bool:
         """Take what a line says; whether it could be read."""
@@ -156,7 +170,7 @@ def _evaluation(entry: Mapping[str, Any]) -> Evaluation:
 def _numbers(found: Any) -> dict[str, Any]:
     """Numbers by name; TypeError where anything else stands there."""
     numbers = dict(found or {})
-    if not all(isinstance(number, int | float) for number in numbers.values()):
+    if not _NUMBERS.issuperset(map(type, numbers.values())):
         raise TypeError("not numbers alone")
     return numbers
 

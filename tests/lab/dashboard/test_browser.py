@@ -120,6 +120,51 @@ def test_a_run_appears_while_it_trains_and_the_planner_answers(browser, dashboar
     assert browser.requests <= {dashboard, "data:", "blob:" + dashboard, "blob:"}
 
 
+_NAMED = ("button", "checkbox", "combobox", "link", "radio", "region", "slider", "tab", "textbox")
+
+
+def _nameless(page):
+    """What the keyboard can reach or a screen reader offers, without a name."""
+    nodes = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
+    shown = [node for node in nodes if not node["ignored"] and node["role"]["value"] in _NAMED]
+    assert len(shown) > 5
+    return [node["role"]["value"] for node in shown if not node["name"]["value"].strip()]
+
+
+def test_the_keyboard_reaches_every_page_and_what_is_there_has_a_name(browser, tmp_path, chromium):
+    write_run(tmp_path / "runs" / "a")
+    command = [sys.executable, "-m", "zeroshard", "dashboard", str(tmp_path / "runs"), "--port", "0"]
+    child = forked.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        page = browser.open(child.stdout.readline().split("  ")[0], 1280)
+        page.locator("#table td").first.wait_for()
+        assert _nameless(page) == []
+        for name in ("chosen", "view-x"):
+            assert page.locator(f"[role=group]:has(#{name})").get_attribute("aria-label")
+        page.keyboard.press("Tab")
+        page.keyboard.press("ArrowRight")
+        page.locator("#run-details h2").wait_for()
+        assert _nameless(page) == []
+        page.keyboard.press("ArrowRight")
+        page.locator("#plan-model").wait_for()
+        assert _nameless(page) == []
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.id") == "plan-model"
+    finally:
+        child.send_signal(signal.SIGINT)
+        child.communicate(timeout=60)
+
+
+def test_no_button_of_a_figure_sends_it_anywhere(browser, tmp_path):
+    write_run(tmp_path / "run")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    page = browser.open((tmp_path / "run" / "report.html").as_uri(), 1280)
+    page.locator("#figure-0 .modebar-btn").first.wait_for(state="attached")
+    names = page.locator(".modebar-btn").evaluate_all("buttons => buttons.map(each => each.ariaLabel)")
+    assert not [name for name in names if "Share" in name or "Edit" in name]
+    assert _nameless(page) == []
+
+
 def test_a_report_opens_offline_without_a_complaint(browser, tmp_path):
     folder = write_sweep(tmp_path / "sweep", repeats=2, trace=True)
     write_run(tmp_path / "sweep2" / ATTACK)

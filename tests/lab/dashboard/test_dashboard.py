@@ -22,6 +22,7 @@ from zeroshard.cli import main
 
 pytest.importorskip("dash", reason="the extra `dashboard` is not installed")
 
+from zeroshard.lab.dashboard import live, run_table
 from zeroshard.lab.dashboard import runs as page_of_runs
 from zeroshard.lab.dashboard.app import make_app
 from zeroshard.lab.dashboard.planner import answer
@@ -49,10 +50,10 @@ def test_a_run_that_begins_and_ends_changes_its_state(tmp_path):
     watch = Watch(tmp_path)
     with (folder / "run.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert watch.runs()["a"].state == "running"
-    assert watch.runs()["a"].state == "unfinished"
+        assert watch.runs()["a"].run.state == "running"
+    assert watch.runs()["a"].run.state == "unfinished"
     (folder / "summary.json").write_text(summary)
-    assert watch.runs()["a"].state == "done"
+    assert watch.runs()["a"].run.state == "done"
 
 
 def test_links_that_lead_out_of_the_folder_are_not_followed(tmp_path):
@@ -72,23 +73,27 @@ def test_the_latest_runs_are_shown_first_those_that_run(tmp_path):
     (folders[0] / "summary.json").unlink()
     with (folders[0] / "run.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        names = page_of_runs.latest(Watch(tmp_path).runs())
+        names = run_table.latest(Watch(tmp_path).runs())
     assert names == ["run0", "run7", "run6", "run5", "run4", "run3"]
 
 
 def test_figures_and_plans_come_from_runs_whole_and_damaged(tmp_path):
     write_sweep(tmp_path / "sweep", bandwidths=("1Gbit/s",))
     (write_run(tmp_path / "damaged") / "config.toml").write_text("= 3")
-    found = Watch(tmp_path).runs()
-    assert len(page_of_runs.figures(found)) == len(page_of_runs.GRAPHS)
-    assert all(figure["data"] == [] for figure in page_of_runs.figures({}))
-    text = str(page_of_runs.plans(found))
-    assert "step" in text
-    assert "1.075" in text
-    assert "does not parse" in str(page_of_runs.table(found, page_of_runs.labels(found)))
-    called = page_of_runs.labels(found)
-    assert sorted(called.values()) == ["damaged", *(f"strategy zero{stage}  run 1" for stage in range(4))]
-    assert "4 done, 1 damaged" in page_of_runs.summary(found, "x")
+    watch = Watch(tmp_path)
+    found = watch.runs()
+    parts = page_of_runs.parts_of_page(found, watch.whole(found), live.AS_WRITTEN, root="x", num_unread=0)
+    page = {name: part.whole() for name, part in parts.items()}
+    for name in page_of_runs.GRAPHS:
+        assert len(page[f"graph-{name}"]["data"]) >= 5
+    assert "step" in str(page["plans"])
+    assert "1.075" in str(page["plans"])
+    assert "does not parse" in str(page["table"])
+    called = run_table.labels({name: seen.run for name, seen in found.items()})
+    assert sorted(called.values()) == ["damaged", *(f"zero{stage}, run 1" for stage in range(4))]
+    assert "4 done, 1 damaged" in page["summary"]
+    empty = page_of_runs.parts_of_page({}, {}, live.AS_WRITTEN, root="x", num_unread=0)
+    assert all(empty[f"graph-{name}"].whole()["data"] == [] for name in page_of_runs.GRAPHS)
 
 
 def test_the_planner_answers_as_the_command_does(capsys):

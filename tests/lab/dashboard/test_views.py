@@ -11,7 +11,7 @@ from run_folders import write_run, write_sweep
 
 pytest.importorskip("dash", reason="the extra `dashboard` is not installed")
 
-from zeroshard.lab.dashboard import live, run_page
+from zeroshard.lab.dashboard import live, run_page, run_table
 from zeroshard.lab.dashboard import runs as page_of_runs
 from zeroshard.lab.dashboard.watch import Watch
 from zeroshard.lab.run_folders import read_run
@@ -93,7 +93,8 @@ def test_runs_are_grouped_by_their_sweep(tmp_path):
     write_run(tmp_path / "alone")
     write_sweep(tmp_path / "deep" / "study", bandwidths=("1Gbit/s",))
     found = Watch(tmp_path).runs()
-    bodies = page_of_runs.table(found, page_of_runs.labels(found))[1:]
+    called = run_table.labels({name: seen.run for name, seen in found.items()})
+    bodies = run_table.part_of_table(found, called).whole()[1:]
     groups = {body.children[0].children.children: len(body.children) - 1 for body in bodies}
     assert groups == {"single runs": 1, "sweep deep/study: 4 runs": 4}
 
@@ -107,4 +108,4 @@ def test_many_runs_are_read_over_several_calls_the_newest_first(tmp_path):
         found = watch.runs(budget_s=1)  # the clock is past it after one run
         seen.append((list(found), watch.num_unread))
     assert seen == [(["c"], 2), (["b", "c"], 1), (["a", "b", "c"], 0)]
-    assert "1 more are being read" in page_of_runs.summary(found, "x", 1)
+    assert "1 more are being read" in run_table.summary({name: seen.run for name, seen in found.items()}, "x", 1)

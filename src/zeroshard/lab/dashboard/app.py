@@ -5,20 +5,35 @@ All that it shows is text of React's, which is escaped. It asks this server for 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dash import Dash, Input, Output, State, dcc, html, no_update
 
 from zeroshard.lab.dashboard import planner, run_page, runs
+from zeroshard.lab.dashboard.labelled import labelled
+from zeroshard.lab.dashboard.plan_table import plans
+from zeroshard.lab.dashboard.run_table import labels, latest
 from zeroshard.lab.dashboard.watch import Watch
 
+PAGES: Mapping[str, tuple[str, Callable[[], html.Div]]] = {
+    "runs": ("Runs", runs.page),
+    "run": ("Run", run_page.page),
+    "planner": ("Planner", planner.page),
+}
 READ_S = 1.0  # of a refresh, spent on runs that were never read
 
 
-def make_app(root: str | Path) -> Dash:
-    """The application over the runs below ``root``."""
-    watch = Watch(root)
+def make_app(root: str | Path, clock: Callable[[], float] = time.perf_counter) -> Dash:
+    """The application over the runs below ``root``.
+
+    Args:
+        root: folder that runs are in, at any depth.
+        clock: that `READ_S` is read from, in seconds.
+    """
+    watch = Watch(root, clock)
     app = Dash(
         "zeroshard",
         title="zeroshard",
@@ -30,16 +45,14 @@ def make_app(root: str | Path) -> Dash:
     app.layout = html.Main(
         [
             html.H1("zeroshard"),
-            dcc.Tabs(
-                [
-                    dcc.Tab(runs.page(), label="Runs", value="runs"),
-                    dcc.Tab(run_page.page(), label="Run", value="run"),
-                    dcc.Tab(planner.page(), label="Planner", value="planner"),
-                ],
-                value="runs",
-                id="tabs",
-                mobile_breakpoint=0,  # side by side on any screen
+            labelled(
+                dcc.RadioItems(  # dcc.Tabs cannot be reached by the keyboard
+                    {name: title for name, (title, _) in PAGES.items()}, value="runs", id="tabs", labelClassName="tab"
+                ),
+                "navigation",
+                "Pages",
             ),
+            *(html.Div(page(), id=f"page-{name}", hidden=name != "runs") for name, (_, page) in PAGES.items()),
             dcc.Interval(id="clock", interval=runs.REFRESH_MS),
             dcc.Store(id="seen"),
         ]
@@ -61,25 +74,23 @@ def make_app(root: str | Path) -> Dash:
     )
     def refresh(ticks: int | None, chosen: list[str] | None, x: str, smoothing: str, scale: str, seen: Any) -> Any:
         found = watch.runs(READ_S)
+        names = chosen or sorted(latest(found))  # in an order of their own: whoever writes next changes no colours
+        names = [name for name in names if name in found]
+        shown = watch.whole({name: found[name] for name in names})
         view = runs.view_of(x, smoothing, scale)
-        names = [name for name in chosen or runs.latest(found) if name in found]
-        states = [[name, run.state, len(run.steps), len(run.evaluations)] for name, run in found.items()]
-        now = [names, [view.x, view.smoothing, view.scale], states, watch.num_unread]
-        if now == seen:
-            return (no_update,) * (7 + len(runs.GRAPHS))
-        called = runs.labels(found)
-        shown = {called[name]: found[name] for name in names}
-        options = [{"label": called[name], "value": name} for name in found]
-        return (
-            runs.summary(found, watch.root.name, watch.num_unread),
-            runs.table(found, called),
-            options,
-            options,
-            runs.plans(shown),
-            run_page.differences(shown),
-            *runs.figures(shown, view),
-            now,
-        )
+        parts = runs.parts_of_page(found, shown, view, root=watch.root.name, num_unread=watch.num_unread)
+        sent = seen if isinstance(seen, dict) else {}
+        marks = {name: list(part.marks) for name, part in parts.items()}
+        changes = {name: part.since(sent.get(name)) for name, part in parts.items()}
+        graphs = [changes[f"graph-{name}"] for name in runs.GRAPHS]
+        options = changes["options"]
+        tables = changes["plans"], changes["differences"]
+        new = no_update if marks == sent else marks
+        return changes["summary"], changes["table"], options, options, *tables, *graphs, new
+
+    @app.callback(*(Output(f"page-{name}", "hidden") for name in PAGES), Input("tabs", "value"))
+    def turn(tab: str) -> Any:
+        return tuple(tab != name for name in PAGES)
 
     @app.callback(
         Output("run-details", "children"),
@@ -90,12 +101,12 @@ def make_app(root: str | Path) -> Dash:
         if tab != "run":
             return no_update
         found = watch.runs(READ_S)
-        name = name or next(iter(runs.latest(found)), None)
+        name = name or next(iter(latest(found)), None)
         if name not in found:
             return [html.P("There is no run yet that has taken a step.", className="quiet")]
-        run = found[name]
-        called = runs.labels(found)[name]
-        return run_page.details(called, run, runs.plans({called: run}))
+        run = watch.whole({name: found[name]})[name].run
+        called = labels({each: seen.run for each, seen in found.items()})[name]
+        return run_page.details(called, run, plans({called: run}, named=False))
 
     @app.callback(
         Output("answer", "children"),

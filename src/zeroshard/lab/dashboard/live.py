@@ -62,20 +62,30 @@ def curve(name: str, runs: Mapping[str, RunResult], view: View) -> Figure:
 
     Where no run has measured it, the figure says so in place of the title of its axis.
     """
+    every = [lines(name, label, run, index, view) for index, (label, run) in enumerate(runs.items())]
+    return figure_of(name, [line for own in every for line in own], view)
+
+
+def lines(name: str, label: str, run: RunResult, index: int, view: View) -> list[Series]:
+    """The curve ``name`` of one run, in the colour of its place among those that are shown."""
+    asked, series = CURVES[name], []
+    places = places_of(run.steps, view.x)
+    steps = run.steps[1:] or run.steps  # the first step warms up, and would hide the others
+    points = [(places[step.step], value) for step in steps if math.isfinite(value := asked.value(step))]
+    colour = CYCLE[index % len(CYCLE)]
+    if points:
+        x, y = zip(*points, strict=True)
+        shown = _thinned(list(zip(x, smoothed(y, float(view.smoothing)), strict=True)))
+        x, y = zip(*((_in_digits(x, 9), _in_digits(y, 6)) for x, y in shown), strict=True)
+        series.append(Series(label, "line", colour, x, y, marker="circle" if len(points) < 30 else ""))
+    if name == "loss":
+        series += _evaluations(label, run, places, colour)
+    return series
+
+
+def figure_of(name: str, series: Sequence[Series], view: View) -> Figure:
+    """The curve ``name`` of the runs whose `lines` these are."""
     asked = CURVES[name]
-    series: list[Series] = []
-    for index, (label, run) in enumerate(runs.items()):
-        places = places_of(run.steps, view.x)
-        steps = run.steps[1:] or run.steps  # the first step warms up, and would hide the others
-        points = [(places[step.step], asked.value(step)) for step in steps if math.isfinite(asked.value(step))]
-        colour = CYCLE[index % len(CYCLE)]
-        if points:
-            x, y = zip(*points, strict=True)
-            shown = _thinned(list(zip(x, smoothed(y, float(view.smoothing)), strict=True)))
-            x, y = zip(*shown, strict=True)
-            series.append(Series(label, "line", colour, x, y, marker="circle" if len(points) < 30 else ""))
-        if name == "loss":
-            series += _evaluations(label, run, places, colour)
     x_axis = Axis(X_TITLES[view.x] if series else "not measured in these runs")
     log = view.scale == "log" and all(value > 0 for each in series for value in each.y) and bool(series)
     y_axis = Axis(asked.y_title, log=log, from_zero=asked.from_zero and not log)
@@ -109,6 +119,11 @@ def _evaluations(label: str, run: RunResult, places: Mapping[int, float], colour
         return []
     x, y = zip(*points, strict=True)
     return [Series("", "points", colour, x, y, marker="diamond", notes=(f"{label}, validation",) * len(points))]
+
+
+def _in_digits(value: float, digits: int) -> float:
+    """``value`` in as many digits as a figure can show: the page is sent a third less."""
+    return float(f"{value:.{digits}g}")
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:

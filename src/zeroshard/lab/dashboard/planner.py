@@ -10,6 +10,7 @@ from typing import Any
 from dash import dcc, html
 
 from zeroshard.errors import UserError
+from zeroshard.lab.dashboard.labelled import control, labelled, scrolling
 from zeroshard.lab.planner.advice import GIB, MICRO_BATCHES
 from zeroshard.lab.planner.command import arguments
 from zeroshard.lab.planner.config import PlanConfig
@@ -42,16 +43,14 @@ CONTROLS = tuple(_CHOICES)
 def page() -> html.Div:
     """Controls and an answer that is still empty."""
     controls = [
-        html.Div(
-            [
-                html.Label(title, htmlFor=f"plan-{name}"),
-                dcc.Dropdown(
-                    id=f"plan-{name}",
-                    options=[{"label": text, "value": choice} for choice, text in choices],
-                    value=chosen,
-                    clearable=False,
-                ),
-            ]
+        control(
+            title,
+            dcc.Dropdown(
+                id=f"plan-{name}",
+                options=[{"label": text, "value": choice} for choice, text in choices],
+                value=chosen,
+                clearable=False,
+            ),
         )
         for name, (title, choices, chosen) in _CHOICES.items()
     ]
@@ -69,17 +68,21 @@ def answer(given: Mapping[str, Any]) -> list[Any]:
         found = _planned(tuple(sorted(given.items())))
     except UserError as error:
         return [html.P(str(error), className="refusal", role="alert")]
-    head = html.Tr([html.Th(title) for title in COLUMNS])
+    head = html.Tr([html.Th(title, scope="col") for title in COLUMNS])
     rows = [html.Tr(list(map(html.Td, cells)), className="best" if is_best else "") for cells, is_best in lines(found)]
     graphs = [
         html.Figure(
-            [html.H3(figure.title), dcc.Graph(figure=as_plotly(figure), config=CONFIG), html.Figcaption(figure.caption)]
+            [
+                html.H3(figure.title),
+                labelled(dcc.Graph(figure=as_plotly(figure), config=CONFIG), "img", figure.title),
+                html.Figcaption(figure.caption),
+            ]
         )
         for figure in (_memory(found), _time(found))
     ]
     return [
         html.P(found.advice, className="advice"),
-        html.Div(html.Table([html.Thead(head), html.Tbody(rows)]), className="scroll", tabIndex=0),
+        scrolling(html.Table([html.Thead(head), html.Tbody(rows)]), "Plans"),
         html.Div(graphs, className="figures"),
         *(html.P(line, className="quiet") for line in heading(found).splitlines()),
     ]
@@ -122,7 +125,7 @@ def _memory(found: Plan) -> Figure:
         series.append(Series(words, "bar", colour, places, heights, base=tuple(bottoms), notes=notes))
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     there = found.device.memory_bytes / GIB
-    series.append(Series("the GPU's", "line", BLACK, (-0.5, len(rows) - 0.5), (there, there), dashed=True))
+    series.append(Series("what the GPU has", "line", BLACK, (-0.5, len(rows) - 0.5), (there, there), dashed=True))
     return Figure(
         "memory", "Memory at the peak", Axis("", ticks=_names(found, rows)), Axis("GiB", from_zero=True), tuple(series),
         "Of each stage the fastest row that fits, else the one that lacks least; with its micro-batch.",

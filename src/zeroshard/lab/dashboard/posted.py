@@ -21,7 +21,7 @@ class _Part(BaseModel):
 
     id: str
     property: str
-    value: Plain | list[Plain] | list[Any] = None
+    value: Plain | list[Plain] | list[Any] | dict[str, Any] = None
 
 
 class _Update(BaseModel):
@@ -40,7 +40,7 @@ class _Update(BaseModel):
 _FITS: dict[str, tuple[type, ...]] = {
     "clock": (int, type(None)),
     "chosen": (list, type(None)),
-    "seen": (list, type(None)),
+    "seen": (dict, type(None)),
     "one-run": (str, type(None)),
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from dash import dcc, html
 
+from zeroshard.lab.dashboard.labelled import control, scrolling
 from zeroshard.lab.planner.show import size
 from zeroshard.lab.report.entries import flat
 from zeroshard.lab.run_folders import RunResult
@@ -24,8 +25,7 @@ def page() -> html.Div:
     """Its parts, still empty."""
     return html.Div(
         [
-            html.Label("Run", htmlFor="one-run"),
-            dcc.Dropdown(id="one-run", placeholder="the latest"),
+            control("Run", dcc.Dropdown(id="one-run", placeholder="the latest")),
             html.Div(id="run-details", **{"aria-live": "polite"}),
         ]
     )
@@ -68,10 +68,7 @@ def _value(config: Mapping[str, Any], setting: str) -> str:
 
 
 def _section(title: str, children: list[Any]) -> list[Any]:
-    return [
-        html.H3(title),
-        html.Div(children, className="scroll", tabIndex=0, role="region", **{"aria-label": title}),
-    ]
+    return [html.H3(title), scrolling(children, title)]
 
 
 def _pairs(facts: Iterable[tuple[str, Any]]) -> Any:
@@ -83,12 +80,17 @@ def _pairs(facts: Iterable[tuple[str, Any]]) -> Any:
 
 
 def _environment(run: RunResult) -> list[tuple[str, Any]]:
-    known: list[tuple[str, Any]] = [
-        (name.replace("_", " "), run.start[name]) for name in _ENVIRONMENT if run.start.get(name)
-    ]
+    known = [(name.replace("_", " "), _in_words(run.start[name])) for name in _ENVIRONMENT if run.start.get(name)]
     if run.link is not None:
         known.append(("link", f"{run.link.mode}; {run.link.why_not_comparable or 'as fast as it was asked for'}"))
     return known
+
+
+def _in_words(value: Any) -> str:
+    """``445,952``; of a table ``LayerNorm reference, AdamW torch fused``."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {each}" for name, each in value.items())
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _checkpoints(run: RunResult) -> Any:

@@ -1,22 +1,70 @@
 """The runs below a folder. A run is read again when a file of it has changed, and else remembered.
 
-Of a log only what was appended is read. Many runs that nobody has read yet are read over several calls, the newest
-first, so that a page has something to show at once.
+Of every run the ends of its log are read, which is what a list shows; of those whose curves are shown, all of it. Of a
+log that was read before, only what was appended is. Many runs that nobody has read yet are read over several calls, the
+newest first, so that a page has something to show at once.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from zeroshard.lab.dashboard.changes import mark
+from zeroshard.lab.log_ends import LogEnds
 from zeroshard.lab.metrics_log import MetricsLog
 from zeroshard.lab.run_folders import CONFIG, METRICS, SUMMARY, RunResult, find_runs, is_held, locks_held, read_run
 from zeroshard.train.state.lock import LOCK
 
 _FILES = (CONFIG, METRICS, SUMMARY)
+MOST_WHOLE = 32  # logs that are kept whole: of the runs that were asked for last
 _Signature = tuple[tuple[int, int, int] | None, ...]
+_Locks = frozenset[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A run as it was when it was last read; equal to itself alone.
+
+    Attributes:
+        run: what its folder says.
+        token: another text after each change of it.
+    """
+
+    run: RunResult
+    token: str
+
+
+class Readings:
+    """Runs that were read, by folder, each with the log that goes on where it ended."""
+
+    def __init__(self, log_of: Callable[[Path], MetricsLog]) -> None:
+        self._log_of = log_of
+        self._known: dict[Path, tuple[Seen, MetricsLog]] = {}
+
+    def __contains__(self, folder: Path) -> bool:
+        return folder in self._known
+
+    def read(self, folder: Path, held: _Locks) -> Seen:
+        """What ``folder`` says; read only where a file of it has changed, or who holds it."""
+        token = _token(_signature(folder), is_held(folder / LOCK, held))
+        seen, log = self._known.pop(folder, None) or (None, self._log_of(folder / METRICS))
+        if seen is None or seen.token != token:
+            seen = Seen(read_run(folder, held, log), token)
+        self._known[folder] = (seen, log)  # the last, of those that were asked for
+        return seen
+
+    def keep(self, folders: set[Path]) -> None:
+        """Forget all others."""
+        self._known = {folder: found for folder, found in self._known.items() if folder in folders}
+
+    def keep_last(self, count: int) -> None:
+        """Forget all but those that were asked for last."""
+        for folder in list(self._known)[:-count]:
+            del self._known[folder]
 
 
 class Watch:
@@ -29,12 +77,11 @@ class Watch:
         self._clock = clock
         self.num_unread = 0  # runs that the last call of `runs` had no time for
         self.root = Path(root).resolve()
-        self._known: dict[Path, tuple[_Signature, bool, RunResult]] = {}
-        self._logs: dict[Path, MetricsLog] = {}
+        self._listed, self._whole = Readings(LogEnds), Readings(MetricsLog)
         self._lock = threading.Lock()
 
-    def runs(self, budget_s: float | None = None) -> dict[str, RunResult]:
-        """Runs by their path below the root, in order of path.
+    def runs(self, budget_s: float | None = None) -> dict[str, Seen]:
+        """Runs by their path below the root, in order of path; of their steps the last alone (`LogEnds`).
 
         Args:
             budget_s: seconds after which no further run is read for the first time, though always one; None: all are.
@@ -43,37 +90,36 @@ class Watch:
             held = locks_held()
             ends = None if budget_s is None else self._clock() + budget_s
             folders = [folder for folder in find_runs(self.root) if self._is_inside(folder)]
-            new = sorted((folder for folder in folders if folder not in self._known), key=_wrote_ns, reverse=True)
+            new = sorted((folder for folder in folders if folder not in self._listed), key=_wrote_ns, reverse=True)
             num_read = 0
             for folder in new:
                 if num_read and ends is not None and self._clock() >= ends:
                     break
-                self._refresh(folder, held)
+                self._listed.read(folder, held)
                 num_read += 1
             unread = set(new[num_read:])
             self.num_unread = len(unread)
-            found: dict[str, RunResult] = {}
-            for folder in folders:
-                if folder in unread:
-                    continue
-                name = folder.relative_to(self.root).as_posix()
-                found[self.root.name if name == "." else name] = self._refresh(folder, held)
-            self._known = {run.folder: self._known[run.folder] for run in found.values()}
-            self._logs = {run.folder: self._logs[run.folder] for run in found.values()}
+            self._listed.keep(set(folders) - unread)
+            return {self._name(folder): self._listed.read(folder, held) for folder in folders if folder not in unread}
+
+    def whole(self, chosen: Mapping[str, Seen]) -> dict[str, Seen]:
+        """Some of `runs`, with every step."""
+        with self._lock:
+            held = locks_held()
+            found = {name: self._whole.read(seen.run.folder, held) for name, seen in chosen.items()}
+            self._whole.keep_last(max(MOST_WHOLE, len(found)))
             return found
 
-    def _refresh(self, folder: Path, held: frozenset[tuple[int, int, int]]) -> RunResult:
-        """What ``folder`` says; read only where a file of it has changed, or who holds it."""
-        signature, running = _signature(folder), is_held(folder / LOCK, held)
-        known = self._known.get(folder)
-        if known is None or known[:2] != (signature, running):
-            log = self._logs.setdefault(folder, MetricsLog(folder / METRICS))
-            known = (signature, running, read_run(folder, held, log))
-            self._known[folder] = known
-        return known[2]
+    def _name(self, folder: Path) -> str:
+        name = folder.relative_to(self.root).as_posix()
+        return self.root.name if name == "." else name
 
     def _is_inside(self, folder: Path) -> bool:
         return all((folder / name).resolve().is_relative_to(self.root) for name in (*_FILES, LOCK))
+
+
+def _token(signature: _Signature, running: bool) -> str:
+    return mark(repr((signature, running)))
 
 
 def _signature(folder: Path) -> _Signature:

@@ -15,7 +15,7 @@ from zeroshard.lab.report.entries import Material, gather
 from zeroshard.lab.report.figures import figures_of
 from zeroshard.lab.sweep.sweep import write_whole
 
-NEEDED = ("matplotlib", "plotly", "jinja2")  # of the extra `report`
+NEEDED = ("matplotlib", "jinja2")  # of the extra `report`
 
 
 def run_report(folders: Sequence[str], out: str = "") -> int:
@@ -65,6 +65,8 @@ def write_report(material: Material, target: Path) -> tuple[Path, list[str]]:
 
 def environment_of(material: Material) -> list[tuple[str, str]]:
     """What the numbers hold for: what the runs said of themselves, each value once; and what made the report."""
+    from zeroshard.lab.report.page import PLOTLY_JS
+
     found: dict[str, dict[str, None]] = {}
     for run in material.runs:
         for name in ("torch", "device", "world_size", "kernels"):
@@ -76,7 +78,7 @@ def environment_of(material: Material) -> list[tuple[str, str]]:
             found.setdefault("links", {})[run.link.mode] = None
     rows = [(name, "; ".join(values)) for name, values in found.items()]
     made_by = [f"zeroshard {zeroshard.__version__}", f"python {platform.python_version()}"]
-    made_by += [f"{name} {metadata.version(name)}" for name in NEEDED]
+    made_by += [*(f"{name} {metadata.version(name)}" for name in NEEDED), f"plotly.js {PLOTLY_JS}"]
     rows.append(("report made with", ", ".join(made_by)))
     rows.append(("report made on", f"{platform.platform()}, {os.cpu_count()} CPUs"))
     return rows

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zeroshard.errors import UserError
+from zeroshard.lab.report.figure import bandwidth_in_words
 from zeroshard.lab.run_folders import RunResult, find_runs, locks_held, read_run
 from zeroshard.lab.sweep.cases import CHANGES_NO_RESULT, in_words
 from zeroshard.lab.sweep.results import SWEEP, CaseResult, read_sweep
@@ -54,11 +55,7 @@ class Entry:
     @property
     def bytes_per_s(self) -> float:
         """That its links were asked for; infinite where none was slowed, NaN where nobody can say."""
-        asked = self.setting("link.bandwidth", "")
-        try:
-            return parse_bandwidth("link.bandwidth", str(asked)) if asked else math.inf
-        except UserError:
-            return math.nan
+        return _bandwidth_of(self.setting("link.bandwidth", ""))
 
     @property
     def world_size(self) -> int:
@@ -92,7 +89,7 @@ class Entry:
 
     def rest(self, *without: str) -> str:
         """What sets it apart but for these settings, in words."""
-        return in_words({name: value for name, value in self.apart.items() if name not in without})
+        return words_of({name: value for name, value in self.apart.items() if name not in without})
 
 
 @dataclass(frozen=True)
@@ -192,7 +189,7 @@ def entries_of_cases(cases: Sequence[CaseResult]) -> list[Entry]:
     entries = []
     for case, each in zip(cases, axes, strict=True):
         apart = {name: value for name, value in each.items() if name in differing}
-        entries.append(Entry(in_words(apart) or in_words(each) or case.name, case, apart))
+        entries.append(Entry(words_of(apart) or words_of(each) or case.name, case, apart))
     return entries
 
 
@@ -217,6 +214,15 @@ def entries_of_runs(runs: Sequence[RunResult]) -> list[Entry]:
         label = ", ".join(_unique_names(run.folder for run in group))
         entries.append(Entry(label, CaseResult(label, axes, tuple(group), ()), axes))
     return _told_apart(entries)
+
+
+def words_of(settings: Mapping[str, Any]) -> str:
+    """``zero2, 1 Gbit/s, model.n_layer 4``: a strategy and a link's bandwidth need no name before them."""
+    rest = dict(settings)
+    words = [str(rest.pop("strategy"))] if "strategy" in rest else []
+    if isinstance(rest.get("link.bandwidth"), str):
+        words.append(bandwidth_in_words(_bandwidth_of(rest.pop("link.bandwidth"))))
+    return ", ".join([*words, *(in_words({name: value}) for name, value in rest.items())])
 
 
 def flat(table: Mapping[str, Any], prefix: str = "", *, only_tables: bool = True) -> dict[str, Any]:
@@ -249,6 +255,13 @@ def pair_of(run: RunResult | None, name: str) -> tuple[float, float]:
     if not isinstance(found, Mapping):
         return math.nan, math.nan
     return _finite(found.get("predicted")), _finite(found.get("measured"))
+
+
+def _bandwidth_of(asked: Any) -> float:
+    try:
+        return parse_bandwidth("link.bandwidth", str(asked)) if asked else math.inf
+    except UserError:
+        return math.nan
 
 
 def _overlap(run: RunResult, what: str) -> float:
@@ -338,7 +351,7 @@ def _crossing(facts: Mapping[str, Any]) -> Crossing:
     first, second = facts["strategies"]
     points = [(float(p["bytes_per_s"]), *map(_finite, p["step_s"])) for p in facts["points"]]
     return Crossing(
-        label=in_words(facts["axes"]),
+        label=words_of(facts["axes"]),
         strategies=(str(first), str(second)),
         low=float(facts["low_bytes_per_s"]),
         high=float(facts["high_bytes_per_s"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite, isnan
 from types import MappingProxyType
 from typing import Literal
 
@@ -114,8 +115,8 @@ class Figure:
 
 
 def bandwidth_in_words(bytes_per_s: float) -> str:
-    """``100 Mbit/s``, ``2.5 Gbit/s``; without a limit: ``unshaped``."""
-    if bytes_per_s == float("inf"):
-        return "unshaped"
+    """``100 Mbit/s``, ``2.5 Gbit/s``; without a limit: ``unshaped``; of NaN: ``unknown``."""
+    if not isfinite(bytes_per_s):
+        return "unknown" if isnan(bytes_per_s) else "unshaped"
     bits = bytes_per_s * 8
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 0.9995e9 else f"{bits / 1e6:.3g} Mbit/s"

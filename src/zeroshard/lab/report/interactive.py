@@ -11,7 +11,8 @@ from zeroshard.lab.report.figure import GREY, Axis, Figure, Series
 
 # Of plotly.js; dash has a type of its own for it. A page of ours adds that figures follow their column's width, which
 # dash sees to itself.
-CONFIG: Any = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
+# No button of it may send a figure to somebody else's server.
+CONFIG: Any = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"]}
 LONGEST_TICK = 28  # letters
 USUAL_HEIGHT = 400  # pixels
 _SYMBOLS = {"triangle": "triangle-up", "cross": "x"}

@@ -17,7 +17,6 @@ function layoutOf(drawing, index) {
   Object.assign(layout, {paper_bgcolor: paper, plot_bgcolor: paper});
   layout.font = {...layout.font, color: ink, size: narrow.matches ? 11 : layout.font.size};
   for (const axis of [layout.xaxis, layout.yaxis]) Object.assign(axis, {gridcolor: grid, linecolor: ink});
-  if (narrow.matches && layout.xaxis.ticktext && layout.xaxis.type === "log") layout.xaxis.tickangle = -45;
   const log = document.querySelector(`[data-log="${index}"]`);
   if (log && log.checked) layout.yaxis = {...layout.yaxis, type: "log", rangemode: undefined};
   return layout;

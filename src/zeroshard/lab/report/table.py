@@ -8,26 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroshard.lab.planner.show import size
-from zeroshard.lab.report.entries import OF_LINKS, Entry, pair_of
+from zeroshard.lab.report.entries import OF_LINKS, Entry, pair_of, words_of
 from zeroshard.lab.report.figure import bandwidth_in_words
 from zeroshard.lab.run_folders import Spread
-from zeroshard.lab.sweep.cases import in_words
 
 NOT_MEASURED = "not measured"
 _NAME_DIGITS = 6
 _TITLES = {
-    "label": "configuration",
-    "model": "model",
+    "label": "run",
     "strategy": "strategy",
-    "ranks": "ranks",
     "bandwidth": "link",
-    "state": "state",
     "step": "step, ms",
     "tokens": "tokens/s",
     "exposed": "exposed",
     "peak": "peak of rank 0",
     "predicted": "step / predicted",
     "loss": "last loss",
+    "model": "model",
+    "ranks": "ranks",
+    "state": "state",
 }
 _NEEDS = {"peak": "--profile.memory", "predicted": "--plan.device FILE"}  # flags that record what a column shows
 
@@ -82,7 +81,7 @@ def row_of(entry: Entry) -> dict[str, Any]:
 
 def _name_of(entry: Entry) -> str:
     """Of a sweep's case the beginning of its folder's name, and what sets it apart beside what has a column."""
-    if entry.label != in_words(entry.apart):
+    if entry.label != words_of(entry.apart):
         return entry.label
     return f"{entry.case.name[:_NAME_DIGITS]}  {entry.rest('strategy', *OF_LINKS)}".strip()
 
