@@ -110,6 +110,8 @@ _TABLE = (
     ),
     # SXM boards call themselves "H100 80GB HBM3"
     _sold("h100-80gb", 80, (67, 989.5, 989.5), 3350, "nvlink4", "NVIDIA H100 data sheet, SXM", "H100 HBM3", 0.803),
+    # Meta's Grand Teton: SXM with HBM2e, run at 500 W; torchtitan, benchmarks/llama3_h100_202412_torchtitan.md
+    _sold("h100-96gb-500w", 96, (67, 989.5, 989.5), 2400, "nvlink4", "NVIDIA H100 data sheet, SXM; HBM2e", share=0.803),
     _sold("a100-80gb", 80, (19.5, 312, 312), 2039, "nvlink3", "NVIDIA A100 data sheet, SXM", "A100 SXM4 80GB", 0.869),
     _sold("a100-40gb", 40, (19.5, 312, 312), 1555, "nvlink3", "NVIDIA A100 data sheet, SXM", "A100 SXM4 40GB", 0.869),
     _sold("a100-pcie-80gb", 80, (19.5, 312, 312), 1935, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100 80GB", 0.811),
