@@ -29,7 +29,6 @@ from zeroshard.lab.planner.planner import planner_for  # noqa: E402
 
 FOLDER = Path(__file__).with_name("published")
 GIB, MIB, GB = 2**30, 2**20, 10**9
-KERNELS = {"eager": "reference", "compile": "auto", "kernels": "auto"}
 SEQ_BOUNDS = (2048, 4096, 8192, 16384)
 
 
@@ -42,6 +41,7 @@ class Case:
         model: its name there.
         overrides: of the preset ``preset``, its shape.
         impl: who computed: ``eager`` (torch, operation by operation), ``compile`` or ``kernels`` (written by hand).
+        attention: which fused kernel; FlashAttention-2 where it is not said.
         tokens_per_s: of one GPU.
         memory_bytes: the allocator's peak; 0 where it is not given.
     """
@@ -65,6 +65,7 @@ class Case:
     impl: str
     tokens_per_s: float
     memory_bytes: float = 0.0
+    attention: str = "flash-2"
 
 
 @dataclass(frozen=True)
@@ -115,19 +116,22 @@ def _cases(source: dict[str, Any]) -> Iterable[Case]:
             impl=row["impl"],
             tokens_per_s=_tokens_per_s(row, shape, tokens),
             memory_bytes=row.get("memory_gib", 0) * GIB + row.get("memory_mib", 0) * MIB + row.get("memory_gb", 0) * GB,
+            attention=row.get("attention", "flash-2"),
         )
 
 
 def _tokens_per_s(row: Mapping[str, Any], shape: Mapping[str, Any], tokens: int) -> float:
-    """Of one GPU, from whichever of four forms the source has."""
+    """Of one GPU, from whichever of five forms the source has."""
     if "tokens_per_s" in row:
         return row["tokens_per_s"]
     if "tokens_per_s_all" in row:
         return row["tokens_per_s_all"] / row["gpus"]
     if "step_s" in row:
         return tokens / row["step_s"]
-    attention = 16 * shape.get("n_layer", 32) * row["seq_len"] * shape.get("n_embd", 4096)
-    return row["hfu_flops_per_s"] / (8 * row.get("num_params", 6.738e9) + attention)
+    attention = shape.get("n_layer", 32) * row["seq_len"] * shape.get("n_embd", 4096)
+    if "model_flops_per_s" in row:  # forward and backward, under the causal mask
+        return row["model_flops_per_s"] / (6 * row["num_params"] + 6 * attention)
+    return row["hfu_flops_per_s"] / (8 * row["num_params"] + 16 * attention)  # forward twice, no mask
 
 
 def outcome_of(case: Case) -> Outcome:
@@ -144,7 +148,8 @@ def outcome_of(case: Case) -> Outcome:
         global_batch=case.micro_batch * case.num_micro * case.gpus,
         seq_len=case.seq_len,
         reduce_dtype=case.reduce_dtype,
-        kernels=KERNELS[case.impl],
+        impl=case.impl,
+        attention=case.attention,
         overrides=overrides,
     )
     row = planner.row(case.stage, case.micro_batch, case.shard_size)
