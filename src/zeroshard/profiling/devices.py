@@ -24,6 +24,9 @@ TERA, GIGA = 10**12, 10**9
 MATMUL_SHARE = 0.75
 ATTENTION_SHARE = 0.55  # of that: FlashAttention-2 reaches 35-40% of an H100 and 50-73% of an A100, arXiv:2307.08691
 MEMORY_SHARE = 0.9
+# Devices of which no published run calibrates a row in `zeroshard.lab.predict.rates`: what is sustained in training of
+# what large products reach alone. An A100 sustains 0.88 of it, an H100 0.75.
+TRAINING_SHARE = 0.8
 KERNEL_S = 4e-6  # from the start of one small kernel to the start of the next
 
 
@@ -46,6 +49,9 @@ class Device:
         unknown.
         driver_name: words that the name has which a driver reports; empty: none is known.
         device_type: torch's word for it, ``"cuda"`` or ``"cpu"``.
+        sustained: its row in `zeroshard.lab.predict.rates.SUSTAINED`, which the shares above then give way to; empty:
+            the shares hold, as on a device that was measured.
+        clock_share: of the clock that products run at without a lower limit of its power.
     """
 
     name: str
@@ -60,6 +66,8 @@ class Device:
     link: str = ""
     driver_name: str = ""
     device_type: str = "cuda"
+    sustained: str = ""
+    clock_share: float = 1.0
 
 
 def _sold(
@@ -71,9 +79,12 @@ def _sold(
     source: str,
     driver_name: str = "",
     share: float = MATMUL_SHARE,
+    power: float = 1.0,
 ) -> Device:
-    """``tflops``: float32, bfloat16, float16; 0: not served."""
+    """``tflops``: float32, bfloat16, float16; 0: not served. ``power``: of the usual limit, what a board is given."""
     rates = zip(("float32", "bfloat16", "float16"), tflops, strict=True)
+    sustained = _like(name)
+    share *= 1.0 if sustained else TRAINING_SHARE
     return Device(
         name,
         round(memory_gb * GIGA),
@@ -86,7 +97,14 @@ def _sold(
         KERNEL_S,
         link,
         driver_name,
+        sustained=sustained,
+        clock_share=power ** (1 / 3),
     )
+
+
+def _like(name: str) -> str:
+    """The row of `zeroshard.lab.predict.rates.SUSTAINED` for a device by its name."""
+    return next((row for row in ("a100", "h100", "h200", "b200") if name.startswith(row)), "")
 
 
 # A device is found by the name that its driver reports where each word of `driver_name` is a word of it; the first row
@@ -110,6 +128,17 @@ _TABLE = (
     ),
     # SXM boards call themselves "H100 80GB HBM3"
     _sold("h100-80gb", 80, (67, 989.5, 989.5), 3350, "nvlink4", "NVIDIA H100 data sheet, SXM", "H100 HBM3", 0.803),
+    # Meta's Grand Teton: SXM with HBM2e, run at 500 W; torchtitan, benchmarks/llama3_h100_202412_torchtitan.md
+    _sold(
+        "h100-96gb-500w",
+        96,
+        (67, 989.5, 989.5),
+        2400,
+        "nvlink4",
+        "NVIDIA H100 data sheet, SXM; HBM2e",
+        share=0.803,
+        power=5 / 7,
+    ),
     _sold("a100-80gb", 80, (19.5, 312, 312), 2039, "nvlink3", "NVIDIA A100 data sheet, SXM", "A100 SXM4 80GB", 0.869),
     _sold("a100-40gb", 40, (19.5, 312, 312), 1555, "nvlink3", "NVIDIA A100 data sheet, SXM", "A100 SXM4 40GB", 0.869),
     _sold("a100-pcie-80gb", 80, (19.5, 312, 312), 1935, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100 80GB", 0.811),

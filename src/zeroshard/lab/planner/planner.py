@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +14,7 @@ from zeroshard.kernels import Choice
 from zeroshard.lab.planner.plan_rows import Row, what_binds
 from zeroshard.lab.predict.actions import Accumulate, Settings, Step
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
+from zeroshard.lab.predict.rates import Attention, Impl, Software
 from zeroshard.lab.predict.step import step_of
 from zeroshard.lab.predict.timeline import Cluster, simulate
 from zeroshard.lab.predict.workload import DTYPES, Workload, workload_of
@@ -36,6 +37,7 @@ class Planner:
         global_batch: rows of a step over all ranks; 0: one micro-batch of each.
         accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
         headroom: share of memory that stays free.
+        software: who computes.
     """
 
     workload: Workload
@@ -46,6 +48,7 @@ class Planner:
     prefetch: int = 1
     reshard_after_forward: bool = True
     headroom: float = HEADROOM
+    software: Software = field(default_factory=Software)
 
     def num_micro(self, micro_batch: int) -> int:
         """Micro-batches of a step; 0 where the global batch is no multiple of what one of them has."""
@@ -63,7 +66,7 @@ class Planner:
         world_size = self.cluster.world_size
         shards = shard_size or world_size
         step = self.step(strategy, micro_batch, shards)
-        timing = simulate(step, self.device, self.cluster)
+        timing = simulate(step, self.device, self.cluster, software=self.software)
         num_groups = (shards > 1) + (shards < world_size)
         comm_bytes = NCCL_BYTES * num_groups if self.device.device_type == "cuda" else 0
         needed = step.peak.total + comm_bytes
@@ -139,6 +142,8 @@ def planner_for(
     prefetch: int = 1,
     reshard_after_forward: bool = True,
     kernels: Choice = "auto",
+    impl: Impl | None = None,
+    attention: Attention = "flash-2",
     document_mask: bool = False,
     headroom: float = HEADROOM,
     units: UnitChoice | None = None,
@@ -156,6 +161,9 @@ def planner_for(
     found = gpu if isinstance(gpu, Calibration) else Calibration(gpu) if isinstance(gpu, Device) else find_device(gpu)
     device = found.device
     precision = _precision(dtype, reduce_dtype)
+    if impl == "eager":
+        kernels = "reference"
+    software = Software(impl or ("eager" if kernels == "reference" else "kernels"), attention)
     workload = workload_of(
         model,
         seq_len=seq_len,
@@ -174,7 +182,9 @@ def planner_for(
     if global_batch and global_batch % world_size:
         what = f"{global_batch} sequences cannot be shared out to {world_size} GPUs"
         raise UserError("global_batch", what, f"give a multiple of {world_size}")
-    return Planner(workload, device, cluster, global_batch or 0, accumulate, prefetch, reshard_after_forward, headroom)
+    return Planner(
+        workload, device, cluster, global_batch or 0, accumulate, prefetch, reshard_after_forward, headroom, software
+    )
 
 
 def _require_count(name: str, value: int, least: int) -> None:

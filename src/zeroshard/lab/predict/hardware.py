@@ -44,6 +44,9 @@ FORMAT = "zeroshard device 1"
 LONGEST_S, LEAST_RATE, MOST_RATE = 1e6, 1e-6, 1e24
 # NCCL's protocol takes a fifth of NVLink: its ring reaches 370 of 450 GB/s on 8 H100 (NVIDIA/nccl-tests, issue 212).
 BANDWIDTH_SHARE = 0.8
+# Between nodes: 4 nodes of 8 B200 with 50 GB/s each reach 381.8 GB/s of bus bandwidth (Bekman, "Machine Learning
+# Engineering", network/README.md), 0.955 of them; more nodes reach less, by so much for each doubling.
+NETWORK_SHARE, LESS_EACH_DOUBLING = 0.97, 0.02
 # NCCL, src/graph/tuning.cc: hwLat of ring, protocol Simple, by kind of link; baseLat of a call.
 NVLINK_STEP_S, PCIE_STEP_S, NETWORK_STEP_S = 3.4e-6, 5.7e-6, 9.6e-6
 CALL_S = 8.4e-6
@@ -61,6 +64,7 @@ class Link:
         source: the data sheet, or how it was measured.
         call_s: that a collective takes, however little it sends.
         share: of ``bytes_per_s``, what collectives reach; 1.0 where they were measured.
+        falloff: by what part that share is smaller for each doubling of the nodes.
         num_ranks: among how many ranks ``collectives`` were measured.
         collectives: by operation, the seconds that one takes with no bytes, and those of a byte of the whole buffer.
         beside: likewise, the seconds by which one slows the computation that it runs beside: where the same cores do
@@ -73,13 +77,15 @@ class Link:
     source: str
     call_s: float = CALL_S
     share: float = BANDWIDTH_SHARE
+    falloff: float = 0.0
     num_ranks: int = 0
     collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     beside: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def _link(name: str, gb_per_s: float, step_s: float, source: str) -> Link:
-    return Link(name, step_s, gb_per_s * GIGA, f"{source}; {NCCL_TUNING}")
+    network = {"share": NETWORK_SHARE, "falloff": LESS_EACH_DOUBLING} if step_s == NETWORK_STEP_S else {}
+    return Link(name, step_s, gb_per_s * GIGA, f"{source}; {NCCL_TUNING}", **network)
 
 
 _PCIE = "PCI-SIG: 16 lanes of"
@@ -162,7 +168,14 @@ def find_link(text: str, field: str = "network") -> Link:
     if not name[:1].isdigit():
         otherwise = f"give a bandwidth, as 400Gbit/s, or one of {', '.join(LINKS)}"
         raise UserError(field, f"{text!r} is not a known link", nearest(name, LINKS, otherwise))
-    return Link(text.strip(), NETWORK_STEP_S, parse_bandwidth(field, text), f"as given; {NCCL_TUNING}")
+    return Link(
+        text.strip(),
+        NETWORK_STEP_S,
+        parse_bandwidth(field, text),
+        f"as given; {NCCL_TUNING}",
+        share=NETWORK_SHARE,
+        falloff=LESS_EACH_DOUBLING,
+    )
 
 
 def write_calibration(path: str | Path, calibration: Calibration, **extra: Any) -> None:
@@ -198,7 +211,7 @@ def read_calibration(path: str | Path, field: str = "gpu") -> Calibration:
     facts += [device.matmul_share, device.attention_share, device.memory_share]
     times = [device.kernel_s]
     if link is not None:
-        facts += [link.bytes_per_s, link.share]
+        facts += [link.bytes_per_s, link.share, 1 - link.falloff]
         costs = (cost for table in (link.collectives, link.beside) for cost in table.values())
         times += [link.latency_s, link.call_s, *itertools.chain.from_iterable(costs)]
     if not all(0 <= time <= LONGEST_S for time in times):

@@ -30,9 +30,13 @@ from typing import Literal
 
 from zeroshard.lab.predict.actions import Action, Compute, Issue, Message, Step, Wait
 from zeroshard.lab.predict.hardware import Device, Link
+from zeroshard.lab.predict.rates import HOST_S, SUSTAINED, Attention, Software, sustained_s
 from zeroshard.lab.predict.work import Work
 
 Algorithm = Literal["auto", "ring", "tree"]
+# Fitted, see docs/plan-accuracy.md: of computation, for each doubling of the nodes; of a collective's latency, which
+# grows with its ranks, what computation waits for although it runs beside.
+STRAGGLING, LATENCY_HELD = 0.01, 0.3
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ class Cluster:
         bytes_per_s = math.inf if in_node == 1 else self.within.bytes_per_s * self.within.share
         call_s = self.within.call_s
         if num_nodes > 1:
-            bytes_per_s = min(bytes_per_s, in_node * self.between.bytes_per_s * self.between.share)
+            share = self.between.share * max(1 - self.between.falloff * math.log2(num_nodes), 0.1)
+            bytes_per_s = min(bytes_per_s, in_node * self.between.bytes_per_s * share)
             call_s = self.between.call_s
         rounds = 2 if op == "all_reduce" else 1
         steps_s = (num_ranks - num_nodes) * self.within.latency_s
@@ -88,6 +93,11 @@ class Cluster:
         depth_s = (in_node - 1) * self.within.latency_s + math.log2(num_nodes) * self.between.latency_s
         tree = call_s + 2 * (depth_s + num_bytes / bytes_per_s)
         return tree if self.algorithm == "tree" else min(ring, tree)
+
+    @property
+    def stragglers(self) -> float:
+        """What computation takes beside that of one node: every step waits for the slowest of all nodes."""
+        return 1.0 + STRAGGLING * math.log2(max(self.world_size / self.ranks_per_node, 1.0))
 
     def slowing_s(self, message: Message) -> float:
         """By how many seconds a collective slows the computation that it runs beside; 0 where nobody has measured."""
@@ -135,17 +145,21 @@ class Timing:
     spans: list[TimedSpan] = field(default_factory=list)
 
 
-def simulate(step: Step, device: Device, cluster: Cluster, *, with_spans: bool = False) -> Timing:
-    """Lay ``step`` out in time."""
-    clock = _Clock(device, cluster, with_spans=with_spans)
+def simulate(
+    step: Step, device: Device, cluster: Cluster, *, software: Software | None = None, with_spans: bool = False
+) -> Timing:
+    """Lay ``step`` out in time; ``software``: who computes, on a device of which more than rates is known."""
+    clock = _Clock(device, cluster, software or Software(), with_spans=with_spans)
     for actions, times in ((step.first, 1), (step.middle, step.num_middle), (step.last, 1), (step.update, 1)):
         if actions and times:
             clock.run(actions, times)
     return clock.timing()
 
 
-def operation_s(work: Work, device: Device) -> tuple[float, str]:
+def operation_s(work: Work, device: Device, attention: Attention = "flash-2") -> tuple[float, str]:
     """Seconds of one operation, and what limits it: ``flops``, ``bytes`` or ``kernels``."""
+    if device.sustained:
+        return sustained_s(work, device, attention)
     rates = device.matmul_flops_per_s
     rate = rates.get(work.dtype) or rates.get("float32") or max(rates.values())
     share = device.attention_share if work.attention else device.matmul_share
@@ -171,8 +185,13 @@ class _Running:
 
 
 class _Clock:
-    def __init__(self, device: Device, cluster: Cluster, *, with_spans: bool) -> None:
+    def __init__(self, device: Device, cluster: Cluster, software: Software, *, with_spans: bool) -> None:
         self._device, self._cluster, self._with_spans = device, cluster, with_spans
+        sustained = SUSTAINED.get(device.sustained)
+        self._attention = software.attention
+        self._host_s = HOST_S[software.impl] if sustained else 0.0
+        self._stretch = cluster.stragglers if sustained else 1.0
+        self._beside = sustained.beside if sustained else 0.0
         self._now = 0.0
         self._compute_s = self._comm_s = self._exposed_s = 0.0
         self._bound: defaultdict[str, float] = defaultdict(float)
@@ -227,8 +246,11 @@ class _Clock:
         if known is None:
             bound: defaultdict[str, float] = defaultdict(float)
             for each in work:
-                seconds, limit = operation_s(each, self._device)
-                bound[limit] += seconds
+                seconds, limit = operation_s(each, self._device, self._attention)
+                bound[limit] += seconds * self._stretch
+            host_s = len(work) * self._host_s
+            if host_s > sum(bound.values()):
+                bound["kernels"] += host_s - sum(bound.values())
             known = (work, sum(bound.values()), bound)  # holds the tuple, so that its id stays its own
             self._known[id(work)] = known
         return known[1], known[2]
@@ -238,11 +260,19 @@ class _Clock:
         seconds = self._cluster.collective_s(
             message.op, message.num_bytes, message.world_size, replicas=action.replicas
         )
-        running = _Running(action, seconds, self._cluster.slowing_s(message))
+        running = _Running(action, seconds, self._cluster.slowing_s(message) or self._beside_s(action, seconds))
         running.start_s = self._now  # later if others are before it
         self._running[action.number] = running
         self._streams[action.replicas].append(running)
         self._comm_s += seconds
+
+    def _beside_s(self, action: Issue, seconds: float) -> float:
+        """What computation loses beside a collective of ``seconds``; ranks that are late hold it up by its latency."""
+        if not self._beside:
+            return 0.0
+        message = action.message
+        latency_s = self._cluster.collective_s(message.op, 0, message.world_size, replicas=action.replicas)
+        return self._beside * seconds + LATENCY_HELD * latency_s
 
     def _wait(self, action: Wait) -> None:
         running = self._running.pop(action.number, None)

@@ -15,12 +15,20 @@ from zeroshard.kernels.linear_cross_entropy import VOCAB_MULTIPLE
 
 @dataclass(frozen=True)
 class Work:
-    """One operation: its FLOPs, the bytes that it reads and writes, the dtype that it computes in."""
+    """One operation: its FLOPs, the bytes that it reads and writes, the dtype that it computes in.
+
+    Attributes:
+        shape: of a product of matrices ``(batch, m, n, k)``, k being summed over; of fused attention
+            ``(batch x heads, queries, keys, width of a head)``; empty for all else.
+        attention, backward: whether it is a fused attention kernel, and whether that one's backward.
+    """
 
     flops: int
     num_bytes: int
     dtype: str
     attention: bool = False
+    shape: tuple[int, ...] = ()
+    backward: bool = False
 
 
 _aten: Any = torch.ops.aten
@@ -41,13 +49,29 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     if not mutable and given and all(leaf.untyped_storage()._cdata in given for leaf in outputs):
         return None
     attention = "attention" in str(packet)
-    flops = 0
+    flops, shape, backward = 0, (), "backward" in str(packet)
     if attention:
-        flops = _attention_flops(func, args, backward="backward" in str(packet))
+        flops = _attention_flops(func, args, backward=backward)
+        query, key = (args[1], args[2]) if backward else (args[0], args[1])
+        shape = (query.shape[0] * query.shape[1], query.shape[-2], key.shape[-2], query.shape[-1])
     elif packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
+        shape = _product_shape(func, args)
     num_bytes = sum(bytes_read(leaf) for leaf in (*inputs, *outputs))
-    return Work(flops, num_bytes, dtype_name(outputs[0].dtype), attention)
+    return Work(flops, num_bytes, dtype_name(outputs[0].dtype), attention, shape, attention and backward)
+
+
+_FIRST_FACTOR = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}  # which argument it is
+
+
+def _product_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """``(batch, m, n, k)``; empty where it is another operation."""
+    first = _FIRST_FACTOR.get(func._overloadpacket)
+    if first is None:
+        return ()
+    left, right = args[first], args[first + 1]
+    batch = left.shape[0] if left.dim() == 3 else 1
+    return (batch, left.shape[-2], right.shape[-1], left.shape[-1])
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -81,6 +105,7 @@ def work_of_projected_loss(
         2 * rows * width * vocab,
         logit_bytes + num_chunks * bytes_read(weight) + bytes_read(hidden),
         dtype_name(hidden.dtype),
+        shape=(1, at_once, vocab, width),
     )
     return [product] * num_products + [Work(0, 2 * logit_bytes, dtype_name(hidden.dtype))]
 

@@ -1,0 +1,236 @@
+"""Is the planner right about other people's machines? Published runs, planned, and the ratio of the two.
+
+    python benchmarks/plan_published.py                        # the table of docs/plan-accuracy.md
+    python benchmarks/plan_published.py --set validation       # only what no number was taken from
+    python benchmarks/plan_published.py --rows --json published.json
+
+Each file of ``benchmarks/published/`` is one source: where it was read, the models' shapes, and a row for each run. A
+source is ``calibration`` (rates and factors of the planner may be fitted to it) or ``validation`` (none may), not both.
+The ratio is predicted / published: tokens/s/GPU above 1 promises too much, memory below 1 too little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zeroshard import process
+
+process.prepare_torch()
+
+from zeroshard.lab.planner.planner import planner_for  # noqa: E402
+
+FOLDER = Path(__file__).with_name("published")
+GIB, MIB, GB = 2**30, 2**20, 10**9
+SEQ_BOUNDS = (2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published run.
+
+    Attributes:
+        family, set: of its source.
+        model: its name there.
+        overrides: of the preset ``preset``, its shape.
+        impl: who computed: ``eager`` (torch, operation by operation), ``compile`` or ``kernels`` (written by hand).
+        attention: which fused kernel; FlashAttention-2 where it is not said.
+        tokens_per_s: of one GPU.
+        memory_bytes: the allocator's peak; 0 where it is not given.
+    """
+
+    family: str
+    set: str
+    model: str
+    preset: str
+    overrides: Mapping[str, Any] = field(repr=False)
+    gpu: str
+    gpus: int
+    gpus_per_node: int
+    network: str
+    seq_len: int
+    micro_batch: int
+    num_micro: int
+    stage: int
+    shard_size: int
+    recompute: str
+    reduce_dtype: str
+    impl: str
+    tokens_per_s: float
+    memory_bytes: float = 0.0
+    attention: str = "flash-2"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case, and what the planner says to it."""
+
+    case: Case
+    tokens_per_s: float
+    memory_bytes: float
+    fits: bool
+
+    @property
+    def speed_ratio(self) -> float:
+        return self.tokens_per_s / self.case.tokens_per_s
+
+    @property
+    def memory_ratio(self) -> float:
+        return self.memory_bytes / self.case.memory_bytes
+
+
+def read_cases(folder: Path = FOLDER) -> list[Case]:
+    """All runs, source by source."""
+    return [case for path in sorted(folder.glob("*.toml")) for case in _cases(tomllib.loads(path.read_text()))]
+
+
+def _cases(source: dict[str, Any]) -> Iterable[Case]:
+    for values in source["table"]["runs"]:
+        row = {**source["defaults"], **dict(zip(source["table"]["columns"], values, strict=True))}
+        shape = dict(source["models"][row["model"]])
+        tokens = row["seq_len"] * row["micro_batch"] * row["num_micro"]
+        yield Case(
+            family=source["family"],
+            set=source["set"],
+            model=row["model"],
+            preset=shape.pop("preset"),
+            overrides=shape,
+            gpu=row["gpu"],
+            gpus=row["gpus"],
+            gpus_per_node=row["gpus_per_node"],
+            network=source.get("networks", {}).get(row["gpu"]) or row["network"],
+            seq_len=row["seq_len"],
+            micro_batch=row["micro_batch"],
+            num_micro=row["num_micro"],
+            stage=row["stage"],
+            shard_size=row.get("shard_size", row["gpus"]),
+            recompute=row["recompute"],
+            reduce_dtype=row.get("reduce_dtype", "float32"),
+            impl=row["impl"],
+            tokens_per_s=_tokens_per_s(row, shape, tokens),
+            memory_bytes=row.get("memory_gib", 0) * GIB + row.get("memory_mib", 0) * MIB + row.get("memory_gb", 0) * GB,
+            attention=row.get("attention", "flash-2"),
+        )
+
+
+def _tokens_per_s(row: Mapping[str, Any], shape: Mapping[str, Any], tokens: int) -> float:
+    """Of one GPU, from whichever of five forms the source has."""
+    if "tokens_per_s" in row:
+        return row["tokens_per_s"]
+    if "tokens_per_s_all" in row:
+        return row["tokens_per_s_all"] / row["gpus"]
+    if "step_s" in row:
+        return tokens / row["step_s"]
+    attention = shape.get("n_layer", 32) * row["seq_len"] * shape.get("n_embd", 4096)
+    if "model_flops_per_s" in row:  # forward and backward, under the causal mask
+        return row["model_flops_per_s"] / (6 * row["num_params"] + 6 * attention)
+    return row["hfu_flops_per_s"] / (8 * row["num_params"] + 16 * attention)  # forward twice, no mask
+
+
+def outcome_of(case: Case) -> Outcome:
+    """Plan one case, with its own stage, micro-batch and accumulation."""
+    overrides = {"seq_len": case.seq_len, **case.overrides, "activation_checkpointing": case.recompute}
+    if overrides["seq_len"] < case.seq_len:
+        overrides["seq_len"] = case.seq_len
+    planner = planner_for(
+        case.preset,
+        world_size=case.gpus,
+        gpu=case.gpu,
+        network=case.network,
+        gpus_per_node=case.gpus_per_node,
+        global_batch=case.micro_batch * case.num_micro * case.gpus,
+        seq_len=case.seq_len,
+        reduce_dtype=case.reduce_dtype,
+        impl=case.impl,
+        attention=case.attention,
+        overrides=overrides,
+    )
+    row = planner.row(case.stage, case.micro_batch, case.shard_size)
+    return Outcome(case, row.tokens_per_s / case.gpus, row.needed_bytes, row.fits)
+
+
+def summary(outcomes: list[Outcome]) -> list[list[str]]:
+    """Rows of the table: groups, and of each how far predictions are from what was published."""
+    rows = []
+    for name, group in _groups(outcomes):
+        speeds = [each.speed_ratio for each in group]
+        memories = [each.memory_ratio for each in group if each.case.memory_bytes]
+        rows.append(
+            [
+                name,
+                str(len(group)),
+                *_spread(speeds, 0.15),
+                str(len(memories)),
+                *(_spread(memories, 0.08) if memories else ["", "", ""]),
+                f"{sum(each.fits for each in group)} of {len(group)}",
+            ]
+        )
+    return rows
+
+
+def _spread(ratios: list[float], within: float) -> list[str]:
+    worst = max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
+    good = sum(abs(ratio - 1) <= within for ratio in ratios)
+    return [f"{statistics.median(ratios):.2f}", f"{worst:.2f}", f"{good} of {len(ratios)}"]
+
+
+def _groups(outcomes: list[Outcome]) -> Iterable[tuple[str, list[Outcome]]]:
+    for kind in ("calibration", "validation"):
+        of_kind = [each for each in outcomes if each.case.set == kind]
+        if not of_kind:
+            continue
+        yield f"**{kind}**", of_kind
+        keys: list[Callable[[Case], str]] = [
+            lambda case: case.family,
+            lambda case: case.gpu,
+            lambda case: case.impl,
+            lambda case: f"up to {next((b for b in SEQ_BOUNDS if case.seq_len <= b), 65536):,} tokens",
+            lambda case: "one node" if case.gpus <= case.gpus_per_node else "several nodes",
+        ]
+        for key in keys:
+            names = dict.fromkeys(key(each.case) for each in of_kind)
+            if len(names) > 1:
+                yield from ((name, [each for each in of_kind if key(each.case) == name]) for name in names)
+
+
+HEAD = ["", "runs", "speed: median", "worst", "within 15 %", "memory: runs", "median", "worst", "within 8 %", "fits"]
+
+
+def table(rows: list[list[str]]) -> str:
+    """As Markdown."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in [HEAD, ["---", *["---:"] * (len(HEAD) - 1)], *rows])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", choices=("calibration", "validation"), help="only these; both otherwise")
+    parser.add_argument("--family", help="only this source")
+    parser.add_argument("--rows", action="store_true", help="each run too")
+    parser.add_argument("--json", type=Path, help="write runs and predictions there")
+    args = parser.parse_args(argv)
+    cases = [case for case in read_cases() if args.set in (None, case.set) and args.family in (None, case.family)]
+    outcomes = [outcome_of(case) for case in cases]
+    if args.rows:
+        for each in outcomes:
+            case = each.case
+            memory = f"{each.memory_ratio:5.2f}" if case.memory_bytes else "    -"
+            print(
+                f"{each.speed_ratio:5.2f} {memory} {case.family:15} {case.model:11} {case.gpu:15} {case.gpus:4}"
+                f" T {case.seq_len:5} b {case.micro_batch:2} x {case.num_micro:2} {case.recompute:9} {case.impl:8}"
+                f" {case.tokens_per_s:8.0f}{'' if each.fits else '  does not fit'}"
+            )
+    print(table(summary(outcomes)))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""What a GPU sustains while it trains, by the shape of an operation; below what its data sheet says, and by how much.
+
+    product m x n x k      tiles of tm x tn, one a core at a time:  waves  tm tn 2 (k + K) / rate of a core
+    attention              FLOPs / (peak  share  width(d)  T / (T + T0))
+    all else               bytes / (memory's rate  share), and no less than the start of a kernel
+
+*Tiles.* cuBLAS cuts a product into tiles, and cores take one each: a last wave that fills few of them takes as long as
+a full one. It is taken to choose the tile, and into how many parts to cut k, that are fastest. K is the start and the end
+of a tile, in steps of k. NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave
+quantisation; Osama et al. 2023, "Stream-K", https://arxiv.org/abs/2301.03598.
+
+*Attention* by kernel, direction, width of a head and length, on an H100: Shah et al. 2024, "FlashAttention-3",
+https://arxiv.org/abs/2407.08608, figures 5 and 6. FlashAttention-2 forward under a causal mask at a width of 128: 191,
+260, 298, 319, 333, 335 TFLOP/s at 512, 1k, ... 16k tokens; backward without one 214, 260, 291, 310, 318, 322. A width
+of 64 has 0.81 of that forward (299 of 370, no mask) and 0.90 backward (291 of 322). On an A100 FlashAttention-2 has 50 to
+73 % of the peak (Dao 2023, https://arxiv.org/abs/2307.08691).
+
+*Power.* Below its limit's clock a chip's power goes with the cube of its clock (P = C V^2 f, V with f), so a limit of
+500 of 700 W leaves (5 / 7)^(1/3) of the rate of products.
+
+*The rest* (`Sustained.matmul`, ``memory``, ``beside``; flash-1) is fitted to the calibration set of
+``benchmarks/published/`` alone. How far times are then from those that nothing was fitted to: docs/plan-accuracy.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from zeroshard.lab.predict.work import Work
+from zeroshard.profiling.devices import Device
+
+Impl = Literal["eager", "compile", "kernels"]
+Attention = Literal["flash-1", "flash-2", "flash-3", "cudnn"]
+# Rows and columns of a tile, and what it reaches of the largest one's rate: smaller ones load more for each FLOP.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 128, 0.75))
+K_PARTS = (1, 2, 4, 8)
+K_START = 128  # steps of k that the start and the end of a tile take
+WIDTHS = {32: (0.65, 0.72), 64: (0.81, 0.90), 128: (1.0, 1.0), 256: (0.81, 0.81)}  # forward, backward
+ATTENTION_HALF = 300  # tokens at which a causal attention has half its rate
+
+
+@dataclass(frozen=True)
+class Software:
+    """Who computes.
+
+    Attributes:
+        impl: ``eager`` (torch, operation by operation), ``compile`` (torch.compile), ``kernels`` (fused by hand).
+        attention: which fused kernel.
+    """
+
+    impl: Impl = "kernels"
+    attention: Attention = "flash-2"
+
+
+@dataclass(frozen=True)
+class Sustained:
+    """One kind of device.
+
+    Attributes:
+        num_cores: streaming multiprocessors or compute units.
+        matmul: of the data sheet's FLOP/s, what large products sustain.
+        attention: of the same by kernel, forward and backward: a width of 128, long sequences.
+        memory: of the memory's rate, what operations on each element sustain.
+        beside: of a second with a collective under way, how much of it computation loses: cores and bandwidth.
+    """
+
+    num_cores: int
+    matmul: float
+    attention: Mapping[Attention, tuple[float, float]]
+    memory: float
+    beside: float
+
+
+_HOPPER: Mapping[Attention, tuple[float, float]] = {
+    "flash-1": (0.21, 0.17),
+    "flash-2": (0.344, 0.328),
+    "cudnn": (0.55, 0.53),
+    "flash-3": (0.63, 0.575),
+}
+SUSTAINED: Mapping[str, Sustained] = {
+    "a100": Sustained(108, 0.765, {"flash-1": (0.375, 0.30), "flash-2": (0.65, 0.55)}, 0.80, 0.10),
+    "h100": Sustained(132, 0.605, _HOPPER, 0.80, 0.10),
+    "h200": Sustained(132, 0.65, _HOPPER, 0.80, 0.10),
+    "b200": Sustained(148, 0.5, {"flash-2": (0.15, 0.14), "flash-3": (0.39, 0.36)}, 0.80, 0.10),
+}
+# Seconds of host time that an operation takes to be issued: computation cannot be faster than its host.
+HOST_S: Mapping[Impl, float] = {"eager": 8e-6, "compile": 4e-6, "kernels": 4e-6}
+
+
+def sustained_s(work: Work, device: Device, attention: Attention = "flash-2") -> tuple[float, str]:
+    """Seconds of one operation on a device of `SUSTAINED`, and what limits it: ``flops``, ``bytes`` or ``kernels``."""
+    rates = SUSTAINED[device.sustained]
+    peaks = device.matmul_flops_per_s
+    peak = (peaks.get(work.dtype) or peaks.get("float32") or max(peaks.values())) * device.clock_share
+    bytes_s = work.num_bytes / (device.bytes_per_s * rates.memory)
+    if work.attention:
+        shares = rates.attention.get(attention, rates.attention["flash-2"])
+        flops_s = work.flops / (peak * shares[work.backward] * attention_share(work.shape, backward=work.backward))
+    elif work.shape:
+        flops_s = product_s(work, peak * rates.matmul / rates.num_cores, rates.num_cores)
+    else:
+        flops_s = work.flops / (peak * rates.matmul)
+    longest = max(flops_s, bytes_s, device.kernel_s)
+    return longest, "flops" if longest == flops_s else "bytes" if longest == bytes_s else "kernels"
+
+
+def product_s(work: Work, core_flops_per_s: float, num_cores: int) -> float:
+    """Seconds of a product of matrices, from its shape."""
+    factor = work.flops / max(2 * math.prod(work.shape), 1)  # an operation may stand for several such products
+    return factor * _tiled_s(work.shape, core_flops_per_s, num_cores)
+
+
+@lru_cache(maxsize=4096)
+def _tiled_s(shape: tuple[int, ...], core_flops_per_s: float, num_cores: int) -> float:
+    batch, m, n, k = shape
+    best = math.inf
+    for rows, columns, share in TILES:
+        num_tiles = batch * -(-m // rows) * -(-n // columns)
+        for parts in K_PARTS:
+            steps = -(-k // parts) + K_START
+            waves = -(-num_tiles * parts // num_cores)
+            best = min(best, waves * 2 * rows * columns * steps / (core_flops_per_s * share))
+    return best
+
+
+def attention_share(shape: tuple[int, ...], *, backward: bool = False) -> float:
+    """Of the rate at a width of 128 on endless sequences, what this shape reaches."""
+    _, queries, keys, width = shape
+    padded = next((each for each in WIDTHS if width <= each), max(WIDTHS))
+    tokens = max(min(queries, keys), 1)
+    return WIDTHS[padded][backward] * min(width / padded, 1.0) * tokens / (tokens + ATTENTION_HALF)
