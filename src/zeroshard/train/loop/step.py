@@ -28,6 +28,7 @@ class _Health:
     """What all ranks know of a step before they take it."""
 
     loss: float
+    grad_norm: float
     stop: ExitStatus
 
 
@@ -46,12 +47,13 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
     lr = run.learning_rate(step - guard.num_skipped)
     for group in strategy.optimizer.param_groups:
         group["lr"] = lr
-    health = _agree(run, backward(run, step), stop_wanted())
+    loss = backward(run, step)
     finite = scaler.unscale_(strategy.optimizer) if scaler else True
     # The norm is wanted in every record; infinity as the limit measures and clips nothing.
     with span("clip"):
-        grad_norm = float(strategy.clip_grad_norm_(schedule.grad_clip or inf)) if finite else inf
-    verdict = guard.judge(health.loss, grad_norm, overflow=not finite)
+        norm = strategy.clip_grad_norm_(schedule.grad_clip or inf) if finite else torch.full_like(loss, inf)
+    health = _agree(run, loss, norm, stop_wanted())
+    verdict = guard.judge(health.loss, health.grad_norm, overflow=not finite)
     if verdict == "taken":
         with span("update"):
             strategy.optimizer.step()
@@ -67,7 +69,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
     record = StepRecord(
         step=step + 1,
         loss=health.loss,
-        grad_norm=grad_norm,
+        grad_norm=health.grad_norm,
         lr=lr,
         tokens=run.tokens_at(step + 1),
         memory_bytes=memory_bytes,
@@ -116,7 +118,7 @@ def backward(run: Run, step: int) -> Tensor:
     span = run.clock.span
     for micro_step in range(num_micro):
         with span("data"):
-            tokens_BT, targets_BT = (x.to(run.device, non_blocking=True) for x in run.batches(step, micro_step))
+            tokens_BT, targets_BT = (moved(x, run.device) for x in run.batches(step, micro_step))
         with run.strategy.micro_batch(last=micro_step == num_micro - 1):
             with span("forward"):
                 loss = run.strategy.model(tokens_BT, targets_BT)
@@ -126,17 +128,27 @@ def backward(run: Run, step: int) -> Tensor:
     return total / num_micro
 
 
-def _agree(run: Run, loss: Tensor, stop: int) -> _Health:
-    """The mean loss over ranks, and whether any of them wants to stop and why: one message of 24 bytes."""
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``; a GPU fetches it while the host goes on, which takes pinned memory."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def _agree(run: Run, loss: Tensor, grad_norm: Tensor, stop: int) -> _Health:
+    """The mean loss over ranks, and whether any of them wants to stop and why: one message of 24 bytes.
+
+    The norm, which all ranks have, is read with it: the host waits for the device once.
+    """
     preempted = stop == signal.SIGUSR1
     wishes = loss.new_tensor([float(preempted), float(bool(stop) and not preempted)])
-    message = torch.cat([loss.view(1), wishes]).to(run.strategy.comm.control_device)
+    comm = run.strategy.comm
+    report = torch.cat([loss.view(1), wishes, grad_norm.detach().to(loss).view(1)]).to(comm.control_device)
     with scope(CONTROL):
-        run.strategy.comm.all_reduce(message).wait()
-    mean_loss, num_preempted, num_terminated = (message / run.strategy.comm.world_size).tolist()
+        comm.all_reduce(report[:3]).wait()
+    *sums, norm = report.tolist()
+    mean_loss, num_preempted, num_terminated = (each / comm.world_size for each in sums)
     if num_terminated:
-        return _Health(mean_loss, ExitStatus.TERMINATED)
-    return _Health(mean_loss, ExitStatus.PREEMPTED if num_preempted else ExitStatus.OK)
+        return _Health(mean_loss, norm, ExitStatus.TERMINATED)
+    return _Health(mean_loss, norm, ExitStatus.PREEMPTED if num_preempted else ExitStatus.OK)
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
