@@ -17,16 +17,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.models import LanguageModel
+from zeroshard.models import GPT2, LanguageModel, Llama
 from zeroshard.zero import MixedPrecision
 
 
 def serves(model: LanguageModel, precision: MixedPrecision, device_type: str) -> bool:
     """Whether a trace on the meta device is a trace with fake tensors, for what a model of ours does.
 
-    It is not with a mask, with dropout, with blocks that run again in backward, or where torch's own LayerNorm computes
+    Of other models nothing is known: they may ask the device for more. It is not with a mask, with dropout, with blocks that run again in backward, or where torch's own LayerNorm computes
     in a narrow dtype: the CPU's keeps its statistics in that dtype, and the meta device's in fp32.
     """
+    if type(model) not in (GPT2, Llama):
+        return False
     config: Any = model.config
     if model.eos_id is not None or getattr(config, "dropout", 0.0) or config.activation_checkpointing != "none":
         return False
