@@ -158,7 +158,7 @@ class BackgroundSaver:
             pending.saved = replace(pending.saved, error=str(error))
             return earlier
         shards = api.collect(source)
-        pending.saved = replace(pending.saved, num_bytes=_num_bytes(shards))
+        pending.saved = replace(pending.saved, num_bytes=sum(shard.tensor.nbytes for shard in shards))
         shards = self._hold(pending, shards) if self._background else shards
         pending.work = self._pool.submit(self._write, pending, shards)
         pending.saved = replace(pending.saved, stall_s=perf_counter() - began)
@@ -251,7 +251,7 @@ class BackgroundSaver:
         if any(shard.tensor.is_cuda for shard in shards):
             torch.cuda.synchronize()
         pending.copy_on_write = CopyOnWrite(in_place)
-        num_copied = pending.saved.num_bytes - sum(tensor.numel() * tensor.element_size() for tensor, _ in in_place)
+        num_copied = pending.saved.num_bytes - sum(tensor.nbytes for tensor, _ in in_place)
         pending.saved = replace(pending.saved, num_copied_bytes=num_copied)
         return held
 
@@ -296,7 +296,3 @@ class BackgroundSaver:
         warning = "" if pending.work is None else pending.work.result()
         warned = first_message(self._comm, warning or None)
         return replace(pending.saved, warning=warned[1] if warned else "")
-
-
-def _num_bytes(shards: Sequence[NamedShard]) -> int:
-    return sum(shard.tensor.numel() * shard.tensor.element_size() for shard in shards)

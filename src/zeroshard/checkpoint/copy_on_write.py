@@ -28,13 +28,13 @@ class HostMemory:
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
-            end += -(-_num_bytes(tensor) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if self._bytes.numel() < end:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old one first
             pinned = any(tensor.is_cuda for tensor in tensors)
             self._bytes = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
         return [
-            self._bytes[start : start + _num_bytes(tensor)].view(tensor.dtype).view(tensor.shape)
+            self._bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(starts, tensors, strict=True)
         ]
 
@@ -79,11 +79,7 @@ class CopyOnWrite:
                     break
                 key, (tensor, place) = self._unread.popitem()  # the last: the writer comes from the front
                 self._copies[key] = place.copy_(tensor.detach())
-            num_bytes += _num_bytes(tensor)
+            num_bytes += tensor.nbytes
         with self._changed:
             self._changed.wait_for(lambda: not self._num_reading)
         return num_bytes
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

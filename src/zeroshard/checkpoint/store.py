@@ -99,7 +99,7 @@ def write_tensors(
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    num_bytes = len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    num_bytes = len(head) + sum(tensor.nbytes for tensor in tensors.values())
     entry = FileEntry(num_bytes, len(head), xxhash.xxh3_128(head).hexdigest())
     return Written(entry, {key: (starts[key], digest) for key, digest in zip(tensors, digests, strict=True)})
 
@@ -114,7 +114,7 @@ def _head(tensors: Mapping[str, Tensor]) -> bytes:
                 f"{key}: a checkpoint cannot hold {tensor.dtype}; keep a buffer out of it by persistent=False, or keep "
                 "the tensor as another dtype (torch.view_as_real)"
             )
-        end = offset + tensor.numel() * tensor.element_size()
+        end = offset + tensor.nbytes
         header[key] = {"dtype": DTYPES[tensor.dtype], "shape": [tensor.numel()], "data_offsets": [offset, end]}
         offset = end
     head = json.dumps(header, separators=(",", ":")).encode()
@@ -230,7 +230,7 @@ def _starts(first: int, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     starts: dict[str, int] = {}
     for key, tensor in tensors.items():
         starts[key] = first
-        first += tensor.numel() * tensor.element_size()
+        first += tensor.nbytes
     return starts
 
 

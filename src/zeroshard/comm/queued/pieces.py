@@ -77,5 +77,5 @@ class Topics:
     def next(self, op: str, tensor: Tensor | None) -> int:
         """31 bits that depend on how many operations came before, on ``op``, its label and the bytes of ``tensor``."""
         self._count += 1
-        num_bytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
+        num_bytes = 0 if tensor is None else tensor.nbytes
         return zlib.crc32(f"{self._count} {op} {num_bytes} {current_scope()}".encode()) & 0x7FFF_FFFF

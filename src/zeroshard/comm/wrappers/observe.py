@@ -92,7 +92,7 @@ class ObservedCommunicator(Wrapper):
         start, label = time.perf_counter(), current_scope()
         with self.exposed.timed(label, whole.device, issuing=True), _span(op, label):
             work = issue()
-        num_bytes = whole.numel() * whole.element_size()
+        num_bytes = whole.nbytes
         record = CommRecord(op, num_bytes, label, self.world_size, time.perf_counter() - start, issued_at_s=start)
         self.records.append(record)
         if self.timed:

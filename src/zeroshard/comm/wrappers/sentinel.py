@@ -338,7 +338,7 @@ class SentinelCommunicator(Wrapper):
 
     def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
         """Note an operation and issue it."""
-        num_bytes = 0 if whole is None else whole.numel() * whole.element_size()
+        num_bytes = 0 if whole is None else whole.nbytes
         self._watch.log.add(f"{op} {detail}".rstrip(), num_bytes, current_scope())
         with self.waiting():
             return _WatchedWork(issue(), self)

@@ -173,7 +173,7 @@ class ThrottledCommunicator(Wrapper):
             return work
         with scope(CONTROL):
             agreed = self.inner.all_reduce(clock, "max")  # [Note: When a transfer begins]
-        num_bytes = 0 if whole is None else whole.numel() * whole.element_size()
+        num_bytes = 0 if whole is None else whole.nbytes
         delayed = _Delayed(self, work, agreed, clock, op, num_bytes)
         self._unresolved.append(delayed)
         return delayed

@@ -157,7 +157,7 @@ class _Log(StorageEvents):
     def issue(self, comm: _Peers, op: str, whole: Tensor) -> _Pending:
         """Write a collective down."""
         self.look_for_freed()
-        key, num_bytes = whole.untyped_storage()._cdata, whole.numel() * whole.element_size()
+        key, num_bytes = whole.untyped_storage()._cdata, whole.nbytes
         gathered = num_bytes if key in self.freed and key not in self._whole else 0
         if gathered:
             self._whole[key] = gathered

@@ -379,7 +379,7 @@ class FlatParams:
     @property
     def master_bytes(self) -> int:
         """Bytes that the master holds beside the full weights; 0 where it is a view of them."""
-        return 0 if self._aliased else self.master.numel() * self.master.element_size()
+        return 0 if self._aliased else self.master.nbytes
 
 
 def _take_where_it_differs(master: Tensor, written: Tensor) -> None:

@@ -104,7 +104,7 @@ class Ema:
     def num_bytes(self) -> int:
         """Bytes of the averages on this rank."""
         averages = [_local(state[EMA]) for state in self.state.values()]
-        return sum(average.numel() * average.element_size() for average in averages)
+        return sum(average.nbytes for average in averages)
 
     @torch.no_grad()
     def _swap(self) -> None:
