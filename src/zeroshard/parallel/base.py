@@ -35,10 +35,10 @@ class Setup:
         optimizer_kwargs: the optimizer's defaults (``lr``, ``betas``, ...).
         compute_dtype: dtype of forward and backward; masters, optimizer states and reductions stay fp32.
         init: fills parameter ``name`` of a model on the meta device; as `zeroshard.Zero` takes it.
-        device: where the parameters live; None for where they are.
+        device: where the parameters are placed; None leaves them where they are.
         shard_size: over how many neighbouring ranks state is sharded; None for all (ZeRO strategies only).
-        reshard_after_forward: where weights are sharded, free whole ones between forward and backward; False keeps
-            them: less traffic, more memory.
+        reshard_after_forward: where weights are sharded, free the unsharded ones between forward and backward; False
+            keeps them: less traffic, more memory.
         find_unused_parameters: for those that stand on DDP, which must be told where some parameters may take no part
             in a forward, and then walks the graph after each; ours and FSDP2 need not be.
         reduce_dtype: dtype in which gradients add up and travel; None: the masters' (ZeRO strategies only).
@@ -112,11 +112,11 @@ class Strategy(Protocol):
         ...
 
     def load_named_shards(self, reader: ShardReader) -> None:
-        """Read whatever this rank holds."""
+        """Read this rank's part of every saved tensor."""
         ...
 
     def full_params(self) -> AbstractContextManager[None]:
-        """Whole weights under their ordinary names inside the context."""
+        """Unsharded weights under their ordinary names inside the context."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:

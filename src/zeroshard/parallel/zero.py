@@ -63,7 +63,7 @@ class ZeroStrategy:
         return self.zero.tied_names()
 
     def restage(self, stage: int) -> None:
-        """Go on at another stage, between steps; see `Zero.restage`. Collective."""
+        """Change to another stage between steps; see `Zero.restage`. Collective."""
         self.zero.restage(replace(STAGES[stage], reshard_after_forward=self._reshard_after_forward))
 
     def named_shards(self) -> Iterable[NamedShard]:
@@ -79,11 +79,11 @@ class ZeroStrategy:
         self.zero.load_param_groups(saved)
 
     def load_named_shards(self, reader: ShardReader) -> None:
-        """Read whatever this rank holds."""
+        """Read this rank's part of every saved tensor."""
         self.zero.load_named_shards(reader)
 
     def full_params(self) -> AbstractContextManager[None]:
-        """Whole weights inside the context; collective."""
+        """Unsharded weights inside the context; collective."""
         return self.zero.full_params()
 
     def state_dict(self) -> dict[str, Tensor]:

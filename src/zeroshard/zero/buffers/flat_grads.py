@@ -214,7 +214,7 @@ class FlatGrads:
         return self.reduced[start:stop]
 
     def put(self, slot: int, part: Tensor) -> None:
-        """Have ``part``, what this rank holds of a whole gradient, in the place of what there is of it."""
+        """Replace this rank's part of a gradient by ``part``."""
         self.settle()
         self.apply_factor()
         if self.reduced is None:
@@ -230,7 +230,7 @@ class FlatGrads:
         return start, min(max(place.offset + place.numel - self.offset, start), self._held.stop - self.offset)
 
     def shards(self) -> list[Tensor]:
-        """The reduced gradients that this rank holds, one tensor ``[shard_numel]`` for each rank's shard."""
+        """The reduced gradients on this rank, one tensor ``[shard_numel]`` for each rank's shard."""
         assert self.reduced is not None
         return list(self.reduced.split(self.layout.shard_numel)) if self.layout.shard_numel else []
 
@@ -269,7 +269,7 @@ class FlatGrads:
 
     @property
     def buffers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """This rank's own sum, the mean that was reduced, the mean on its way; they may share memory."""
+        """This rank's local sum, the reduced mean, and the mean that is being reduced; they may share memory."""
         return self._local, self.reduced, self._arriving
 
     @property

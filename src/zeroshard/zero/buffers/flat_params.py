@@ -205,7 +205,7 @@ class FlatParams:
         return self.full[piece.offset : piece.offset + piece.numel].view(piece.shape)
 
     def gather(self, *, again: bool = False) -> None:
-        """Start to make ``full`` whole and current; nothing to do where that is under way.
+        """Issue the all-gather that makes ``full`` unsharded and current, unless one is under way.
 
         Where ``full`` is whole and current, only ``again`` gathers it: other ranks may have freed theirs.
         """
@@ -272,7 +272,7 @@ class FlatParams:
             outdated.mark(self.params, self.on_read)
 
     def show_as_current(self) -> None:
-        """Tell nobody any more who reads the parameters."""
+        """Stop watching who reads the parameters."""
         outdated.unmark(self.params)
 
     def take_changes(self) -> None:

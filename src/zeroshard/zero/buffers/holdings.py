@@ -1,4 +1,4 @@
-"""Whose each piece of an engine's memory is, at any moment: names for storages, nothing counted.
+"""What each piece of an engine's memory is for at this moment: a category for every storage.
 
 Between steps a rank holds what the stage table says it keeps. While a step runs, whole weights and whole gradients of a
 few units come on top, where these are sharded:
@@ -37,7 +37,7 @@ class Holding(NamedTuple):
 
 
 def holdings(units: Iterable[Unit], optimizers: Iterable[Optimizer], ema: Ema | None) -> Iterator[Holding]:
-    """Everything that is held now; a storage that is empty or shared may be among them."""
+    """Every tensor that the engine keeps now; storages may be empty, and several tensors may share one."""
     for unit in units:
         for group in unit.groups:
             yield from _weights(unit.name, group.params)

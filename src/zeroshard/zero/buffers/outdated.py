@@ -1,4 +1,4 @@
-"""Parameters that know that their values are from before the last step.
+"""Parameters whose values are older than the last optimizer step, and are refreshed when they are read.
 
 [Note: Read between steps]
     Between an optimizer's step and the next forward a parameter that is refreshed lazily holds old numbers, or NaN. In
@@ -34,7 +34,7 @@ def mark(params: Iterable[nn.Parameter], read: Callable[[], None]) -> None:
 
 
 def unmark(params: Iterable[nn.Parameter]) -> None:
-    """Values are there, or nobody need be told of them any more: these are ordinary parameters again."""
+    """Make these ordinary parameters again: their values are current, or reads need not be watched any more."""
     for param in params:
         if isinstance(param, _Outdated):
             param.__class__ = type(param).__mro__[2]
@@ -42,7 +42,7 @@ def unmark(params: Iterable[nn.Parameter]) -> None:
 
 
 class _Outdated:
-    """In front of a parameter's own class."""
+    """Base class that calls back before a parameter's values are read."""
 
     @classmethod
     def __torch_function__(

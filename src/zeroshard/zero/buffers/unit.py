@@ -1,4 +1,4 @@
-"""Parameters that travel together: one transformer block, say, or (the root unit) all that no other unit holds.
+"""A unit: parameters that are gathered, freed and reduced together, such as a block's; the root unit has all others.
 
 A unit's parameters are grouped by dtype, device and whether they are trained, because a flat buffer has one of each
 and frozen weights need neither gradients nor refreshing. Nearly every unit has one group.
@@ -155,7 +155,7 @@ class Unit:
         self.kept: dict[int, object] = {}
 
     def forget_calls(self, forward_runs: Iterable[int] | None = None) -> None:
-        """Expect no backward of these forwards any more; None: of any."""
+        """Expect no backward of these forwards; None: of any forward."""
         if forward_runs is None:
             self.calls, self.kept = {}, {}
             return
@@ -164,7 +164,7 @@ class Unit:
             self.kept.pop(index, None)
 
     def gather(self, *, again: bool = False) -> bool:
-        """Start to make the weights whole and current; ``again``: also where they are. Whether anything is sent."""
+        """Issue the gather of the weights (``again``: even of current ones); returns whether anything is sent."""
         before = self.on_its_way
         for group in self.groups:
             group.params.gather(again=again)
@@ -176,7 +176,7 @@ class Unit:
             group.params.wait()
 
     def unshard(self) -> None:
-        """Make the weights whole and current."""
+        """Gather the weights and wait for them."""
         self.gather()
         self.wait()
 
@@ -225,7 +225,7 @@ class Unit:
 
     @property
     def readable(self) -> bool:
-        """Whether the module's parameters show current, whole weights now, or will once they have been waited for."""
+        """Whether the module's parameters are unsharded and current now, or will be once `wait` has returned."""
         return all(group.params.whole and not group.params.stale for group in self.groups)
 
     def named_slots(self) -> Iterator[tuple[str, nn.Parameter, FlatGroup, int]]:

@@ -1,4 +1,4 @@
-"""One run of autograd, as the engine follows it."""
+"""One backward pass of autograd, as the engine follows it through the schedule of collectives."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from zeroshard.zero.runtime.schedule import Cursor, Op, backward_ops
 
 
 class Run:
-    """A run of autograd, whose callback alone holds this; so it is gone when the run is, be it by an exception."""
+    """One call of autograd; only its final callback refers to this, so it is freed when the call ends or raises."""
 
 
 class BackwardPass:
-    """One run of autograd: which units take part, at which place, and how far the schedule has come.
+    """One backward pass: its units, their places in the schedule, and how far this rank has walked the schedule.
 
     Args:
         units: in the agreed order.
         forward_runs: the forwards that it goes through, the latest first, the same on every rank; at least one.
         prefetch, gather: as `backward_ops` takes them.
-        take: does an op.
-        run: of autograd.
+        take: executes one operation of the schedule (gather, free or reduce).
+        run: the call of autograd that this pass belongs to.
 
     Attributes:
         forward_run: the one whose calls it goes through now.
@@ -52,12 +52,12 @@ class BackwardPass:
         self.creates_graph = torch.is_grad_enabled()
 
     def before_end(self, unit: Unit, forward_run: int) -> None:
-        """Walk to where the unit's weights are whole for its calls in that forward."""
+        """Walk the schedule until the unit's weights are unsharded for backward through its calls of that forward."""
         if unit in self._place:
             self.cursor.before(self._end(unit, forward_run))
 
     def through_end(self, unit: Unit, forward_run: int) -> None:
-        """Walk to where these calls are over, and the unit is freed or reduced."""
+        """Walk the schedule past the unit's calls of that forward: its weights are freed, or its gradients reduced."""
         if unit in self._place:
             self.cursor.through(self._end(unit, forward_run))
 
@@ -70,14 +70,14 @@ class BackwardPass:
         return self.forward_runs[-1 - op.sweep]
 
     def is_first(self, sweep: int) -> bool:
-        """Whether that sweep finds the weights as forward has left them."""
+        """Whether no earlier sweep of this pass has freed weights that forward left unsharded."""
         return sweep == len(self.forward_runs) - 1
 
     @property
     def failed(self) -> bool:
-        """Whether an exception has ended it."""
+        """Whether an exception ended this pass."""
         return self._failed or self._run() is None
 
     def fail(self) -> None:
-        """An exception ends it after the last gradient."""
+        """Record that an exception ended this pass after its last gradient."""
         self._failed = True

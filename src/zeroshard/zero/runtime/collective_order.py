@@ -1,10 +1,10 @@
-"""What ranks tell each other so that they issue the same collectives, and know it where they did not.
+"""What ranks agree on so that all issue the same collectives, and how they detect that they did not.
 
 [Note: Diverged]
-    A schedule cannot know that a rank calls a unit once more than the others: that rank would gather alone. Where a
-    backend pairs such a gather with another rank's next one, of the same size, nothing fails and the weights are wrong.
-    So each rank keeps a digest of the gathers that it has issued. The message at the end of each backward, which says
-    which parameters had gradients, says it too: where digests differ every rank raises, before any step is taken.
+    A schedule cannot foresee that one rank calls a unit more often than the others do: that rank would gather alone.
+    A backend may pair its gather with another rank's next one of the same size; then nothing fails, and the weights are
+    wrong. So each rank keeps a digest of the gathers that it has issued. The message at the end of each backward, which
+    says which parameters had gradients, contains it too: where digests differ every rank raises, before any step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REMEMBERED = 4096  # gathers, to name the first that differs
 
 
 class CollectiveOrder:
-    """One rank's part in what all agree on.
+    """This rank's view of what all ranks agree on.
 
     Args:
         levels: all ranks, and those that gather together.

@@ -1,8 +1,9 @@
-"""The weights of a forward: gathered ahead of their use, in one order on every rank, and freed after it.
+"""The weights of a forward: unsharded ahead of their use, in the same order on every rank, and resharded after it.
 
 [Note: The turn]
-    What runs last in forward is needed first in backward. So the weights of the order's last unit stay in between, on
-    every rank, whether it ran there or not: one gather less, and the one that nothing could have hidden.
+    Backward begins with the unit that forward ended with. So every rank keeps the weights of the last unit of the order
+    unsharded between the two, whether the unit ran on that rank or not. This saves one all-gather: the one that no
+    computation could overlap.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.runtime.schedule import Cursor, Op, forward_ops
-from zeroshard.zero.runtime.unsharded_weights import WholeWeights
+from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
 
 
 class ForwardPass:
@@ -32,7 +33,7 @@ class ForwardPass:
         at_the_turn: whose weights stay until its backward: [Note: The turn].
     """
 
-    def __init__(self, root: Unit, units: Sequence[Unit], weights: WholeWeights, prefetch: int) -> None:
+    def __init__(self, root: Unit, units: Sequence[Unit], weights: UnshardedWeights, prefetch: int) -> None:
         self._root, self._weights, self._prefetch = root, weights, prefetch
         self.take_order(list(units))
         self.ran: dict[Unit, None] = {}

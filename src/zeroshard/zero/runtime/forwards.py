@@ -1,8 +1,8 @@
 """The forwards of a model whose backward may still come.
 
-A backward goes through all of them that it finds a graph of: two forwards may share one (a preference loss, a
-discriminator of real and generated samples), and a forward's graph may be dropped. What is true on one rank alone (when
-a graph is collected, say) decides nothing: ranks that may have several agree first.
+One backward may go through the graphs of several forwards (a preference loss, a discriminator of real and generated
+samples), and the graph of a forward may be dropped without a backward. When a graph is garbage collected differs from
+rank to rank, so no rank decides by itself: where several forwards are outstanding, ranks agree in a message first.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ from zeroshard.zero.runtime.sharded_grad import ShardedGrad, held
 
 
 class GradTaker(Protocol):
-    """What becomes of a gradient."""
+    """Receives each gradient that autograd has computed: accumulates it, and may reduce it."""
 
     def take_grad(self, group: FlatGroup, slot: int, grad: Tensor) -> None:
-        """``grad``: of the group's parameter in that slot, in its shape; nobody else holds it."""
+        """Take the gradient, in its shape, of the group's parameter in that slot; no other code refers to it."""
         ...
 
     def require_shown(self, what: str) -> None:
@@ -81,7 +81,7 @@ class GradHooks:
         self._handles, self._hooked, self._frozen = [], [], []
 
     def show(self) -> None:
-        """A backward is over: show the gradients that there are, those that other ranks alone have too.
+        """After a backward: set ``param.grad`` of every parameter that had a gradient on any rank.
 
         Raises:
             RuntimeError: something was added to a gradient inside backward, before its reduction.
@@ -97,7 +97,7 @@ class GradHooks:
                 shown.show()
 
     def heed(self) -> None:
-        """Take over what the user has put into ``param.grad``: None forgets a gradient, a tensor takes its place."""
+        """Apply what the user assigned to ``param.grad``: None clears the gradient, a tensor replaces it."""
         for shown in self._hooked:
             grad = shown.param.grad
             if grad is (shown.grad if shown.used else None):
@@ -175,7 +175,7 @@ class _Shown:
         self.param.grad = self.grad
 
     def hide(self) -> None:
-        """The gradient is gone: so it must be for whoever has kept it."""
+        """The gradient was cleared: make the `ShardedGrad` unreadable for code that kept a reference to it."""
         self.param.grad = None
         if self.grad is None:
             return
@@ -185,14 +185,14 @@ class _Shown:
             self._home = _Home(self.taker, self.group, self.slot, self.name)
 
     def clear(self) -> None:
-        """Forget it, as the user has."""
+        """Clear the gradient, as the user did by assigning None."""
         taker = self.taker()
         assert taker is not None
         taker.clear_slots(self.group, {self.slot})
         self.hide()
 
     def replace(self, grad: Tensor) -> None:
-        """Have ``grad`` in its place: each rank its part."""
+        """Replace the gradient by ``grad``: each rank copies the part that it owns."""
         if isinstance(grad, ShardedGrad) and grad.is_all_of(self._home):  # what it shows, detached
             self.show()
             return

@@ -1,4 +1,4 @@
-"""Gradients that are not what a user takes them for: which these are, and what to do instead."""
+"""Errors for gradients that a user must not read now: why they are not the averaged ones, and what to do instead."""
 
 from __future__ import annotations
 

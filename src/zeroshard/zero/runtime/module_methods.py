@@ -1,6 +1,6 @@
-"""The module's own methods, where they would be silently wrong under an engine: each is made right, or refused by name.
+"""Methods of `nn.Module` that would be silently wrong on sharded weights: each is replaced or raises a clear error.
 
-The user goes on to call the model as if it were an ordinary one. Most of it stays ordinary; this is the rest.
+Users keep calling the model as an ordinary module. Most methods work unchanged; this file handles the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MARK = "_zeroshard"  # on modules and parameters that have an engine
 
 
 class Guard:
-    """What stands in for methods of ``model`` and its parts until `remove`.
+    """Replaces methods of ``model`` and its submodules until `remove`.
 
     Args:
         model: that the engine has taken over.
@@ -61,7 +61,7 @@ class Guard:
             self._handles += attach_parts(runtime.all_units(), model, runtime.part_begins)
 
     def remove(self) -> None:
-        """Give all methods back."""
+        """Restore the original methods."""
         for handle in self._handles:
             handle.remove()
         for name in self._on_model:

@@ -1,4 +1,4 @@
-"""The reductions of one backward: started unit by unit, a few of them under way, and what is agreed at its end."""
+"""The gradient reductions of one backward: issued unit by unit, a few in flight, and what ranks agree on at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_REDUCTIONS_IN_FLIGHT = 2
 
 
 class Reductions:
-    """What of the gradients is on its way.
+    """The gradient reductions that are in flight.
 
     Args:
         collectives: by which ranks agree.

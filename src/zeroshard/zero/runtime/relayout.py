@@ -1,6 +1,7 @@
-"""Between steps: weights and gradients laid out anew, for an optimizer that needs whole tensors or by another row.
+"""Between steps: move weights and gradients to another layout, for a new stage or an optimizer of whole tensors.
 
-Neither may happen while gradients wait for a step, which would be lost, or while all weights are promised to stay.
+This is refused while gradients wait for an optimizer step, because they would be lost, and inside `Runtime.pinned`,
+which promises that all weights stay unsharded.
 """
 
 from __future__ import annotations

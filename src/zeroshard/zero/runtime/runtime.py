@@ -1,4 +1,4 @@
-"""The engine at work: it hears of each event of forward and backward and moves weights and gradients.
+"""What the engine does at each event of forward and backward: it unshards, reshards and reduces along the schedule.
 
 A forward pass begins when the model is called. Weights that the last step made stale are refreshed in one order on
 every rank; sharded ones are gathered `prefetch` units ahead of their use and freed after it. A backward pass begins
@@ -34,12 +34,12 @@ from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import ForwardRun, in_backward
 from zeroshard.zero.runtime.reductions import Reductions
 from zeroshard.zero.runtime.schedule import ROOT, Op
-from zeroshard.zero.runtime.unsharded_weights import WholeWeights
+from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 
 
 class Runtime:
-    """The listener behind the hooks.
+    """Receives the events of the module hooks and acts on them.
 
     Attributes:
         comm: all ranks.
@@ -64,7 +64,7 @@ class Runtime:
         self.levels, self.comm = levels, levels.world
         self.prefetch = prefetch
         self._collectives = CollectiveOrder(levels, [root, *units])
-        self._weights = WholeWeights([root, *units], self._collectives)
+        self._weights = UnshardedWeights([root, *units], self._collectives)
         self._reductions = Reductions(self._collectives, buffers)
         self.read_row(strategy)
         self.sync = True
@@ -87,7 +87,7 @@ class Runtime:
             yield from unit.groups
 
     def _attach(self) -> None:
-        """Hear of the gradients of all parameters, and of who reads them when a step has outdated them."""
+        """Hook the gradients of all parameters, and reads of parameters whose values a step has outdated."""
         self._grad_hooks.attach(self.all_units())
         self._weights.hear_of_reads()
 
@@ -99,7 +99,7 @@ class Runtime:
         return self._forwards.current
 
     def forward_begins(self, unit: Unit) -> None:
-        """Have the unit's weights whole and current, and the next ones on their way."""
+        """Wait until the unit's weights are unsharded and current, and issue the gathers of the next units."""
         if in_backward():
             self._runs_again(unit)
         elif unit is self.root:
@@ -125,7 +125,7 @@ class Runtime:
             self._weights.unshard(unit)
 
     def _runs_again(self, unit: Unit) -> None:
-        """Computed again, perhaps before its backward begins, and others may have gathered later units first."""
+        """Unshard a unit for recomputation, which may precede its backward and come out of the schedule's order."""
         backward = self.backward_pass
         if unit is not self.root and backward is not None and not unit.calls.get(backward.forward_run):
             backward.before_end(unit, backward.forward_run)
@@ -165,7 +165,7 @@ class Runtime:
     # -- backward ---------------------------------------------------------------------------------------------
 
     def backward_begins(self, unit: Unit, forward_run: int | None) -> None:
-        """Walk the schedule to where this unit's weights are whole; see [Note: Which call] in `module_hooks`."""
+        """Walk the schedule until this unit's weights are unsharded; see [Note: Which call] in `module_hooks`."""
         backward = self._backward(forward_run)
         forward_run = backward.forward_run = backward.forward_run if forward_run is None else forward_run
         if unit is self.root:
@@ -257,7 +257,7 @@ class Runtime:
                 unit.held = True
 
     def forget_calls(self) -> None:
-        """Whatever forwards were run, no backward of theirs is expected any more."""
+        """Expect no backward of any forward that has been run."""
         self._weights.held_by_graph = False
         self._forwards.forget()
         for unit in self.all_units():
@@ -292,7 +292,7 @@ class Runtime:
         self._grad_hooks.show()
 
     def _forget_backward(self) -> None:
-        """The pass is over; where it failed, so is what was expected of other forwards."""
+        """End the backward pass; after a failure expect no backward of the other forwards either."""
         backward, self.backward_pass = self.backward_pass, None
         over = None if backward is None or backward.failed else backward.forward_runs
         self._forwards.forget(over)
@@ -311,7 +311,7 @@ class Runtime:
         group.grads.accumulate(slot, grad)
 
     def take_changes(self) -> None:
-        """Take over into the masters what was written into weights: [Note: Changes in place] in `flat_params`."""
+        """Copy what was written into weights to the fp32 masters: [Note: Changes in place] in `flat_params`."""
         for group in self.groups():
             group.params.take_changes()
 
@@ -358,7 +358,7 @@ class Runtime:
             raise RuntimeError(f"{what}: it changes weights; call it outside full_params()")
 
     def laid_out_anew(self, groups: Iterable[FlatGroup]) -> None:
-        """The parameters of these groups lie in other buffers now: hear of their gradients."""
+        """Hook the gradients of these groups' parameters, which were moved to other buffers."""
         # A graph from before holds the old buffers: autograd shall say so if a backward goes through it.
         torch.autograd.graph.increment_version([param for group in groups for param in group.params.params])
         self._attach()
@@ -373,11 +373,11 @@ class Runtime:
     # -- whole weights ----------------------------------------------------------------------------------------
 
     def pinned(self) -> AbstractContextManager[None]:
-        """Keep all weights whole and current in this block. Collective on entry."""
+        """Keep all weights unsharded and current in this block. Collective on entry."""
         return self._weights.pin()
 
     def masters_replaced(self) -> None:
-        """Masters have got other values, outside of a step. Collective."""
+        """Refresh weights after the masters changed outside of a step. Collective."""
         self._weights.masters_replaced()
 
     @property
@@ -387,7 +387,7 @@ class Runtime:
 
     @property
     def weights_readable(self) -> bool:
-        """Whether the module's parameters show current, whole weights now."""
+        """Whether the module's parameters are unsharded and current now."""
         return self._weights.readable
 
     def detach(self) -> None:

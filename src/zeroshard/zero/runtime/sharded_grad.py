@@ -68,7 +68,7 @@ class GradHome(Protocol):
         ...
 
     def zero(self) -> None:
-        """Make it zero, reduced or not."""
+        """Set the gradient to zero, whether it was reduced or not."""
         ...
 
 
@@ -196,7 +196,7 @@ def _accumulates() -> bool:
 
 
 def gather(home: GradHome) -> Tensor:
-    """The whole gradient, of its own shape; a new tensor. Collective where it is sharded."""
+    """The unsharded gradient in the parameter's shape, as a new tensor. Collective where it is sharded."""
     local = home.local()
     if not home.sharded:
         return local.clone().view(home.shape)
@@ -214,13 +214,13 @@ def gather(home: GradHome) -> Tensor:
 
 
 class _Whole:
-    """Puts the whole gradient in a sharded one's place, each gathered once."""
+    """Replaces each sharded argument of a function by the unsharded gradient; each is gathered once."""
 
     def __init__(self) -> None:
         self._gathered: dict[int, Tensor] = {}
 
     def gradient(self, home: GradHome) -> Tensor:
-        """All of it, of the parameter's shape."""
+        """The unsharded gradient, in the parameter's shape."""
         if id(home) not in self._gathered:
             self._gathered[id(home)] = gather(home)
         return self._gathered[id(home)]

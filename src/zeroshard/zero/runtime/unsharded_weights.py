@@ -1,4 +1,4 @@
-"""Which units' weights are whole, and who may free them."""
+"""Which units' weights are unsharded, and who may reshard them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.runtime.collective_order import CollectiveOrder
 
 
-class WholeWeights:
+class UnshardedWeights:
     """The weights of all units of an engine.
 
     Args:
@@ -39,17 +39,17 @@ class WholeWeights:
         self._warned = False
 
     def gather(self, unit: Unit, *, again: bool = False) -> None:
-        """Start to make them whole and current; ``again``: also where they are, since other ranks may have none."""
+        """Issue the gather of the unit's weights; ``again``: even of current ones, which other ranks may lack."""
         if unit.gather(again=again) and self.shard_params:
             self._collectives.note_gather(unit)
 
     def unshard(self, unit: Unit) -> None:
-        """Make them whole and current."""
+        """Gather the unit's weights and wait for them."""
         self.gather(unit)
         unit.wait()
 
     def reshard(self, unit: Unit) -> None:
-        """Free them, unless somebody still needs them."""
+        """Free the unit's unsharded weights, unless they are pinned or a later backward needs them."""
         # A gradient may be asked for in the middle of a forward (forces from an energy).
         needed = self.pinned or self.held_by_graph or unit.inside or unit.kept
         if self.shard_params and not needed:
@@ -64,7 +64,7 @@ class WholeWeights:
 
     @contextmanager
     def pin(self) -> Generator[None]:
-        """Keep all weights whole and current in this block. Collective on entry."""
+        """Keep all weights unsharded and current in this block. Collective on entry."""
         if self.pinned:
             yield
             return
@@ -99,7 +99,7 @@ class WholeWeights:
             unit.wait()
 
     def hear_of_reads(self) -> None:
-        """Be told, from now on, of who reads weights that a step has outdated."""
+        """From now on have `bring_up_to_date` called before outdated weights are read."""
         this = weakref.ref(self)
 
         def read() -> None:
@@ -112,7 +112,7 @@ class WholeWeights:
                 group.params.on_read = read
 
     def bring_up_to_date(self) -> None:
-        """Somebody is about to read weights that the last step has outdated: [Note: Read between steps] in `outdated`.
+        """Gather outdated weights because one of them is about to be read: [Note: Read between steps] in `outdated`.
 
         The gathers and their order are those with which the next forward begins: a rank that reads alone waits for the
         others there. Sharded weights stay sharded, and a warning says so once.
@@ -134,14 +134,14 @@ class WholeWeights:
             unit.wait()
 
     def show_as_current(self) -> None:
-        """Be told no more of reads until the next step."""
+        """Stop watching reads until the next step."""
         for unit in self._units:
             for group in unit.groups:
                 group.params.show_as_current()
 
     @property
     def readable(self) -> bool:
-        """Whether the module's parameters show current, whole weights now."""
+        """Whether the module's parameters are unsharded and current now."""
         return all(unit.readable for unit in self._units)
 
 
