@@ -1,12 +1,12 @@
-"""The seam between the engine and the network: five collectives and a handle to wait on.
+"""The interface between the engine and the network: five collectives, and a handle to wait on.
 
 Everything that moves bytes between ranks implements `Communicator`; behaviour (observing, throttling) is stacked
 as wrappers around one, and the engine never knows which it talks to. The rules that every implementation keeps,
 and that `tests/comm/test_contract.py` checks:
 
 * Output first, as in torch. All ranks issue the same operations in the same order; several may be in flight.
-* An operation may run behind the caller. Its tensors belong to it until `Work.wait()` has returned; wait on CUDA
-  orders the current stream after the operation and does not block the host.
+* An operation may run asynchronously. The caller must not touch its tensors until `Work.wait()` has returned; on CUDA
+  ``wait`` orders the current stream after the operation and does not block the host.
 * `reduce_scatter` may use its input as scratch, and its output may be this rank's slice of the input;
   `all_gather`'s input may be this rank's slice of the output. So flat buffers are reduced and gathered in place.
 * The result of a reduction has the same bits on every rank, and from run to run.
@@ -26,7 +26,7 @@ Groups = Sequence[Sequence[int]]
 
 
 class PeerError(RuntimeError):
-    """Another rank failed, is gone, or made another call, so that this one cannot go on."""
+    """Another rank failed, is lost, or issued another operation, so that this rank cannot continue."""
 
 
 class Work(Protocol):
@@ -38,15 +38,15 @@ class Work(Protocol):
 
 
 def add_done_callback(work: Work, ended: Callable[[float], None]) -> bool:
-    """Have ``ended`` called with the moment at which an operation ended, be it long before anybody waited for it.
+    """Call ``ended`` with the time at which an operation ended, which may be long before anybody waits for it.
 
-    A handle that knows it has a method of this name, as futures have.
+    Handles that know this time have a method of this name, as futures have.
 
     Args:
         work: what a collective returned.
-        ended: given the moment by `time.perf_counter`; called on any thread, at once where it has ended. To be brief.
+        ended: called with the time by `time.perf_counter`, on any thread, at once if it has ended. It must be quick.
 
-    Returns: whether this handle knows the moment; else ``ended`` is never called.
+    Returns: whether this handle knows the time; if not, ``ended`` is never called.
     """
     add = getattr(work, "add_done_callback", None)
     if add is not None:
@@ -74,9 +74,9 @@ class Communicator(Protocol):
 
     Three more members are used where a communicator has them:
 
-    * ``empty(numel, dtype) -> Tensor``: memory on the CPU that it reaches faster than other. See `empty_for`.
-    * ``buffer_bytes: int``: memory of its own on this rank, its parts' among it. See the function `buffer_bytes`.
-    * ``split(groups) -> Communicator``: some ranks among themselves. See the function `split`, which is what to call.
+    * ``empty(numel, dtype) -> Tensor``: CPU memory that its collectives access without a copy. See `empty_for`.
+    * ``buffer_bytes: int``: bytes of its own buffers on this rank, with those of its parts. See `buffer_bytes`.
+    * ``split(groups) -> Communicator``: a communicator of some of the ranks. Call the function `split`.
     """
 
     @property
@@ -121,7 +121,7 @@ class Communicator(Protocol):
 
 
 def empty_for(comm: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[numel]`` on ``device``, not filled, where ``comm`` reaches it best."""
+    """An uninitialised tensor ``[numel]`` on ``device``, in memory that ``comm`` accesses fastest."""
     own: Callable[[int, torch.dtype], Tensor] | None = getattr(comm, "empty", None)
     if own is not None and device.type == "cpu":
         return own(numel, dtype)
@@ -129,7 +129,7 @@ def empty_for(comm: Communicator, numel: int, dtype: torch.dtype, device: torch.
 
 
 def buffer_bytes(comm: Any) -> int:
-    """Memory that ``comm``, or the communicator in it, holds for itself on this rank; 0 where none says so."""
+    """Bytes that ``comm``, or the communicator that it wraps, has allocated on this rank; 0 where unknown."""
     while comm is not None:
         if hasattr(comm, "buffer_bytes"):
             return comm.buffer_bytes

@@ -79,11 +79,11 @@ class Zero:
             at stage 0.
         TypeError: ``model`` is not a module.
 
-    Weights are whole and current inside the model's forward, its backward and `full_params`. Other methods of the model
-    may call units, and modules outside of units, on every rank alike. Who reads or writes a parameter between a step
-    and the next forward has the weights gathered first at stages 0, 1 and 2; at stage 3 it is NaN, a warning says so,
-    and ``full_params`` is the way. What a unit computes reaches the loss by what it returns; where it leaves as an
-    attribute instead, stage 3 needs ``reshard_after_forward=False``.
+    Weights are unsharded and current inside the model's forward, its backward and `full_params`. Other methods of the
+    model may call units, and modules outside of units, if every rank does so. Reading or writing a parameter between a
+    step and the next forward gathers the weights first at stages 0, 1 and 2. At stage 3 the parameter reads as NaN and
+    a warning says so: use ``full_params``. The results of a unit must reach the loss through its return value; a unit
+    that leaves them in an attribute needs ``reshard_after_forward=False`` at stage 3.
 
     Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054; the vocabulary is FSDP2's.
     """
@@ -141,10 +141,10 @@ class Zero:
         schedulers, hooks, clipping, `torch.amp.GradScaler` and edits of settings work on it. ``state`` is by `pieces`.
 
         A class that works element by element, such as `torch.optim.AdamW`, is given 1-D slices. For one that looks at
-        whole tensors, such as `torch.optim.Muon`, its parameters are laid out anew, so that each tensor lies on one
-        rank: that is collective, and must happen before the first step of another optimizer of the same units. Which
-        it is, is known of torch's classes, may be declared by the class (``zero_scope``), and is otherwise found out
-        on tiny tensors (`zeroshard.zero.optimizers.requirements`).
+        whole tensors, such as `torch.optim.Muon`, its parameters move to a layout in which each tensor lies on one
+        rank. That is collective, and must happen before the first step of another optimizer of the same units. What a
+        class needs is in a table for torch's own, may be declared by the class (``zero_scope``), and is otherwise
+        found out on tiny tensors (`zeroshard.zero.optimizers.requirements`).
 
         Args:
             optimizer_cls: the class.
@@ -161,7 +161,7 @@ class Zero:
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Backward passes in this block accumulate whole gradients on each rank and communicate none."""
+        """Backward passes in this block accumulate unsharded gradients on each rank, without communication."""
         before, self._runtime.sync = self._runtime.sync, False
         try:
             yield
@@ -175,7 +175,7 @@ class Zero:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``. Collective.
 
-        An optimizer that `SavesPasses` scales them as it reads them: until then its ``grad``s are as they were.
+        An optimizer that `SavesPasses` multiplies gradients as it reads them; until then its ``grad``s are unscaled.
 
         Args:
             max_norm: the bound; as in torch, gradients are multiplied by ``max_norm / (norm + 1e-6)`` if that is < 1.
@@ -214,7 +214,7 @@ class Zero:
         return self._stepping.make_ema(decay)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         self._stepping.clear_grads(None)
 
     @property
@@ -223,10 +223,10 @@ class Zero:
         return self._accumulate or ("local" if self.strategy.grads is REPLICATE else "sharded")
 
     def restage(self, stage: int | ShardingStrategy) -> None:
-        """Go on at another stage: between steps, in memory, to the bit, optimizer states and averages too. Collective.
+        """Change the stage between steps, in memory and exactly, with optimizer states and averages. Collective.
 
-        Parameters, optimizers and schedulers stay the same objects, and the next step is the one that an engine at
-        that stage would have taken from the start. At most one unit's state is there twice.
+        Parameters, optimizers and schedulers stay the same objects, and the next step has the bits that an engine built
+        at that stage would give. At most one unit's state exists twice at a time.
 
         Raises:
             ValueError: an unknown stage, or stage 0 with a ``shard_size``.
@@ -243,7 +243,7 @@ class Zero:
 
     @contextmanager
     def full_params(self, *, write_back: bool = False) -> Generator[None]:
-        """The module's parameters are whole and current in this block, in the dtype that computes. Collective.
+        """Unshard the module's parameters in this block, in the dtype that computes. Collective.
 
         Args:
             write_back: whether what the block writes into them becomes the training state. Every rank must write
@@ -260,13 +260,13 @@ class Zero:
         """The model's whole state on the CPU, by its ordinary names, in the masters' dtype. Collective.
 
         Equal to what ``model.state_dict()`` of the unsharded model would hold, buffers and tied names included, extra
-        state (`nn.Module.get_extra_state`) not. One unit at a time is whole on the device. With ``rank0_only`` the
+        state (`nn.Module.get_extra_state`) not. One unit at a time is unsharded on the device. With ``rank0_only`` the
         other ranks return an empty dict.
         """
         return full_state.state_dict(self.model, self._runtime, keep=not rank0_only or self.comm.rank == 0)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> Any:
-        """Take the model's whole state, given alike on every rank; the optimizer's is left as it is.
+        """Load the model's full state, the same on every rank; optimizer states do not change.
 
         Returns:
             ``missing_keys`` and ``unexpected_keys``, as `nn.Module.load_state_dict`.
@@ -377,7 +377,7 @@ class Zero:
     # -- the end ----------------------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """Give the module back as an ordinary one: whole, current weights of its own, no hooks. Collective.
+        """Make the module an ordinary one again: unsharded, current weights of its own, no hooks. Collective.
 
         Weights have the masters' dtype, the one that they had before the engine came.
         """

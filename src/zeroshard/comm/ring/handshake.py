@@ -4,12 +4,12 @@
     caller -> listener      its rank, 32 random bytes, HMAC-SHA256(secret, "caller", ranks, both random numbers)
     listener -> caller      HMAC-SHA256(secret, "listener", ranks, both random numbers)
 
-A proof is of these two ranks and of this connection, so what was overheard opens no other one. One thread serves all
-who connect, none of them before another: who is silent or slow delays nobody and is hung up on after `PATIENCE_S`
-seconds in all, and where more than `MOST_STRANGERS` wait at once, the one that came first.
+A proof is bound to the two ranks and to this connection, so a recorded one opens no other. One thread serves all
+callers at the same time: a silent or slow caller delays no other, and is disconnected after `PATIENCE_S` seconds in
+total. Where more than `MOST_STRANGERS` are unproved at once, the oldest is disconnected.
 
-The secret keeps out who can reach the port. It does not hide what is sent from who can read the network, nor stop who
-can change it: messages are neither encrypted nor signed, as gloo's and NCCL's are not.
+The secret keeps out processes that can merely reach the port. It does not protect against anybody who can read or
+change traffic: messages are neither encrypted nor signed, as gloo's and NCCL's are not.
 """
 
 from __future__ import annotations

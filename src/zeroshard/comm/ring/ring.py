@@ -72,7 +72,7 @@ class RingCommunicator(QueuedCommunicator):
 
     @property
     def buffer_bytes(self) -> int:
-        """Where two chunks land, here and in each part."""
+        """Bytes of the two receive buffers, of this ring and of each part."""
         return self._memory.nbytes + sum(part.buffer_bytes for part in self._parts)
 
     def _take_up(self, topic: int) -> None:
@@ -188,7 +188,7 @@ class RingCommunicator(QueuedCommunicator):
             distance *= 2
 
     def _landing(self, dtype: torch.dtype, chunk: int) -> Tensor:
-        """Where two chunks land; operations run one at a time, so that they share it."""
+        """The receive buffer of two chunks; operations run one at a time and share it."""
         num_bytes = 2 * chunk * dtype.itemsize
         if self._memory.nbytes < num_bytes:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
@@ -202,7 +202,7 @@ class RingCommunicator(QueuedCommunicator):
 
 
 class _Sends:
-    """The messages to the right neighbour, which leave in the order in which it is called with them."""
+    """The sends to the right neighbour, in the order of its calls."""
 
     def __init__(self, comm: RingCommunicator) -> None:
         self._transport = comm.transport
@@ -213,7 +213,7 @@ class _Sends:
         self._works.append(self._transport.send(part, self._right))
 
     def wait(self) -> None:
-        """Return when all have left."""
+        """Wait until all chunks have been sent."""
         for work in self._works:
             work.wait()
 

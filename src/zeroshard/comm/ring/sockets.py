@@ -1,17 +1,17 @@
-"""Messages over TCP connections of our own, one for each direction between two ranks that talk.
+"""Messages over TCP connections of our own, one for each direction between two ranks that communicate.
 
-Who sends connects. A large message leaves on a thread of its connection, a small one that nothing is before leaves at
-once; what arrives is read by whoever waits for it, from the kernel straight into the tensor.
+The sender connects. Each connection has a thread that sends large messages; a small message with nothing queued before
+it is sent at once. The thread that waits for a message reads it, from the kernel straight into the tensor.
 
 [Note: Few large calls]
-    The kernel moves a whole chunk in one call, and who is in it sleeps until it is done. gloo's event loop is told that
-    a few more kilobytes came, and copies those. On two cores that showed: with the last note here, 16 to 64 MiB between
-    two ranks took 26 to 36 % less time than a ring over gloo's messages, 64 KiB among four about half of it.
+    The kernel moves a whole chunk in one call, during which the calling thread sleeps. gloo's event loop instead wakes
+    for every few kilobytes that arrive and copies those. Measured on two cores, and together with the last note here:
+    16 to 64 MiB between two ranks took 26 to 36 % less time than a ring over gloo, 64 KiB among four about half of it.
 
 [Note: Who may connect]
-    A port is open to whoever reaches it. So each rank leaves a secret where the ranks meet, and a connection is kept
-    once its caller has proved that it knows that (`zeroshard.comm.ring.handshake`). Whoever can read the meeting's
-    store can read the secrets: docs/multi-node.md says what this protects from and what it does not.
+    Any process that reaches the port can connect. So each rank puts a secret into the rendezvous store, and keeps a
+    connection only after the caller has proved that it knows the secret (`zeroshard.comm.ring.handshake`). Whoever can
+    read the store can read the secrets: docs/multi-node.md says what this protects from and what it does not.
 
 [Note: No pacing within a machine]
     Where BBR governs TCP it does so on the loopback interface too, and spaces messages out by a timer at the bandwidth
@@ -108,7 +108,7 @@ class SocketTransport:
         return _Arriving(self, self._lines, buffer, source)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         if self._lines is not None:
             self._lines = None
             self._forget()
@@ -178,7 +178,7 @@ class _Lines:
         return self._incoming[rank]
 
     def close(self) -> None:
-        """Hang up, and wake whoever waits; harmless twice."""
+        """Close all, and wake waiting threads; may be called twice."""
         with self._came:
             self._is_closed = True
             lines = [*self._incoming.values(), *(line.socket for line in self.outgoing.values())]
@@ -214,7 +214,7 @@ class _Outgoing:
         self._thread: threading.Thread | None = None
 
     def send(self, header: bytes, message: Tensor, transport: SocketTransport) -> _Sent:
-        """Have ``message`` leave after all that was given before."""
+        """Send ``message`` after all earlier ones."""
         sent = _Sent(transport, message, self._peer)
         before, self._before = self._before, sent.done
         parts = [memoryview(header), _bytes_of(message)]
@@ -236,12 +236,12 @@ class _Outgoing:
         return sent
 
     def end(self) -> None:
-        """Have the thread end."""
+        """End the thread."""
         self._queue.put(None)
 
 
 class _Sent:
-    """A message on its way out; the tensor lives as long as it."""
+    """A message that is being sent; it keeps the tensor alive."""
 
     __slots__ = ("_message", "_peer", "_transport", "done", "error")
 
@@ -251,7 +251,7 @@ class _Sent:
         self.error: OSError | None = None
 
     def wait(self) -> None:
-        """Return when it has left."""
+        """Wait until it has been sent."""
         self.done.wait()
         if self.error is not None:
             raise self._transport.lost(self._peer, self.error) from None
@@ -267,7 +267,7 @@ class _Arriving:
         self._buffer: Tensor | None = buffer
 
     def wait(self) -> None:
-        """Read it; again, do nothing."""
+        """Read the message into the tensor; later calls do nothing."""
         if self._buffer is None:
             return
         try:
@@ -313,7 +313,7 @@ def _key(rank: int) -> str:
 
 
 def _settle(line: socket.socket, which_timeout: int, timeout_s: float) -> None:
-    """Nothing waits for company; calls block, in the kernel, for ``timeout_s`` at most."""
+    """Disable Nagle's algorithm; calls block, in the kernel, for ``timeout_s`` at most."""
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_CONGESTION") and line.getpeername()[0] == line.getsockname()[0]:
         with contextlib.suppress(OSError):  # a kernel that has no such choice keeps its own
