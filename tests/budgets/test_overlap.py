@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fake_time import Clock
-from zeroshard import Zero
+from zeroshard import Zero, stopwatch
 from zeroshard.comm import (
     BlockingCommunicator,
     Link,
@@ -20,7 +20,7 @@ from zeroshard.comm import (
     ThrottledCommunicator,
     base,
 )
-from zeroshard.comm.wrappers import exposed, observe, throttle
+from zeroshard.comm.wrappers import observe, throttle
 
 COMPUTE_S = 8e-3  # of a unit's forward, and of its backward
 NUM_UNITS, WIDTH = 5, 64
@@ -56,7 +56,7 @@ class Unit(nn.Module):
 def exposed_s(monkeypatch):
     """`exposed_s(stage, bytes_per_s, around)`: seconds of a step that computation stood still for weights and grads."""
     clock = Clock()
-    for module in (base, exposed, observe, throttle):
+    for module in (base, stopwatch, observe, throttle):
         monkeypatch.setattr(module, "time", clock)
 
     def measure(stage, bytes_per_s, around=lambda comm: comm):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fake_time import Clock
+from zeroshard import stopwatch
 from zeroshard.comm import CONTROL, Exposed, NullCommunicator, ObservedCommunicator, by_kind, scope
-from zeroshard.comm.wrappers import exposed, observe
+from zeroshard.comm.wrappers import observe
 
 CPU = torch.device("cpu")
 
@@ -34,7 +35,7 @@ class Slow(NullCommunicator):
 @pytest.fixture
 def observed(monkeypatch):
     clock = Clock()
-    for module in (exposed, observe):
+    for module in (stopwatch, observe):
         monkeypatch.setattr(module, "time", clock)
     return ObservedCommunicator(Slow(clock))
 

@@ -33,10 +33,10 @@ from zeroshard.zero.state.named_shards import (
     MODEL_KINDS,
     NamedShard,
     ShardReader,
-    named_group,
+    named_groups,
     read_whole,
     require_shape,
-    restore_settings,
+    restore_groups,
 )
 from zeroshard.zero.state.training_state import persistent_buffers
 
@@ -166,15 +166,11 @@ class Fsdp2:
 
     def named_param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's param groups, ``params`` by their ordinary names."""
-        names = {id(param): name for name, param in self._params.items()}
-        groups = self.optimizer.param_groups
-        return [named_group(group, [names[id(param)] for param in group["params"]]) for group in groups]
+        return named_groups(self.optimizer, self._params)
 
     def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Give the optimizer's groups the settings of `named_param_groups`, where those have the same parameters."""
-        names = {id(param): name for name, param in self._params.items()}
-        groups = self.optimizer.param_groups
-        restore_settings(groups, [[names[id(param)] for param in group["params"]] for group in groups], saved)
+        restore_groups(self.optimizer, self._params, saved)
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read this rank's rows of every tensor; an average that was not saved starts from the weights.

@@ -26,9 +26,9 @@ from zeroshard.zero.state.named_shards import (
     MODEL_KINDS,
     NamedShard,
     ShardReader,
-    named_group,
+    named_groups,
     read_whole,
-    restore_settings,
+    restore_groups,
 )
 from zeroshard.zero.state.training_state import persistent_buffers
 
@@ -130,15 +130,11 @@ class Replica:
 
     def named_param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's param groups, ``params`` by their ordinary names."""
-        names = {id(param): name for name, param in self.module.named_parameters()}
-        groups = self.optimizer.param_groups
-        return [named_group(group, [names[id(param)] for param in group["params"]]) for group in groups]
+        return named_groups(self.optimizer, dict(self.module.named_parameters()))
 
     def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Give the optimizer's groups the settings of `named_param_groups`, where those have the same parameters."""
-        names = {id(param): name for name, param in self.module.named_parameters()}
-        groups = self.optimizer.param_groups
-        restore_settings(groups, [[names[id(param)] for param in group["params"]] for group in groups], saved)
+        restore_groups(self.optimizer, dict(self.module.named_parameters()), saved)
 
     def tied_names(self) -> dict[str, str]:
         """Each further name of a tied tensor -> the name that it is saved under."""

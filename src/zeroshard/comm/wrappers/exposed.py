@@ -9,14 +9,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from zeroshard.comm.labels import CONTROL
+from zeroshard.stopwatch import Stopwatch
 
 
 class Exposed:
@@ -27,37 +27,16 @@ class Exposed:
     """
 
     def __init__(self) -> None:
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._unread: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._watch = Stopwatch()
 
-    @contextmanager
-    def timed(self, label: str, device: torch.device, *, issuing: bool = False) -> Generator[None]:
+    def timed(self, label: str, device: torch.device, *, issuing: bool = False) -> AbstractContextManager[None]:
         """Count the time that this block has computation on ``device`` stand still; ``issuing``: it does not wait."""
-        if device.type == "cuda":
-            if issuing:
-                yield
-                return
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            yield
-            end.record()
-            self._unread.append((with_phase(label), start, end))
-            return
-        began = time.perf_counter()
-        yield
-        self._seconds[with_phase(label)] += time.perf_counter() - began
+        on_cuda = device.type == "cuda"
+        return nullcontext() if on_cuda and issuing else self._watch.span(with_phase(label), on_cuda=on_cuda)
 
     def take(self) -> dict[str, float]:
         """Seconds by label since the last `take`, of what the device has passed; the rest comes with a later one."""
-        unread, self._unread = self._unread, []
-        for label, start, end in unread:
-            if end.query():
-                self._seconds[label] += start.elapsed_time(end) / 1e3
-            else:
-                self._unread.append((label, start, end))
-        seconds = dict(self._seconds)
-        self._seconds.clear()
-        return seconds
+        return self._watch.take()
 
 
 def by_kind(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from math import isfinite, prod
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zeroshard.errors import UserError
 
@@ -73,6 +74,22 @@ def named_group(group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
     A number in a tensor becomes a number, and what JSON has no word for its ``repr``.
     """
     return {**{key: _plain(value) for key, value in group.items() if key != "params"}, "params": list(names)}
+
+
+def named_groups(optimizer: Optimizer, params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """`named_group` of each of an optimizer's groups; ``params``: by their names, all that it updates."""
+    return [named_group(group, names) for group, names in _with_names(optimizer, params)]
+
+
+def restore_groups(optimizer: Optimizer, params: Mapping[str, Tensor], saved: Sequence[Mapping[str, Any]]) -> None:
+    """`restore_settings` of what `named_groups` gave."""
+    groups = _with_names(optimizer, params)
+    restore_settings([group for group, _ in groups], [names for _, names in groups], saved)
+
+
+def _with_names(optimizer: Optimizer, params: Mapping[str, Tensor]) -> list[tuple[dict[str, Any], list[str]]]:
+    names = {id(param): name for name, param in params.items()}
+    return [(group, [names[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
 
 
 # How a step is computed, not what: right for the machine that saved, and not always for the one that loads.
