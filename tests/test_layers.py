@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,14 @@ def test_no_files_import_each_other_in_a_circle():
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_the_files_that_answer_a_newcomers_questions_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("questions, and where the answer is:")[2].partition("\n## ")[0]
+    paths = re.findall(r"`([a-z_/]+\.py)`", table)
+    assert len(paths) >= 11
+    assert [path for path in paths if not (PACKAGE / path).is_file()] == []
 
 
 def test_no_file_is_longer_than_four_hundred_lines():
