@@ -325,7 +325,7 @@ def saving(out: Path) -> Result:
         found[key].append(time.perf_counter() - began)
 
     with tempfile.TemporaryDirectory(dir=out) as folder:
-        saver = checkpoint.BackgroundSaver(zero.comm, background=True, lend=True)
+        saver = checkpoint.BackgroundSaver(zero.comm, background=True, in_place=True)
         for number in range(4 if ON_GPU else 2):
             step()
             timed("step_s", step)

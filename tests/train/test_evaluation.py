@@ -6,23 +6,19 @@ import pytest
 import torch
 
 from terminal import record
-from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.comm import run_threads
 from zeroshard.data import TokenDataset, load_tokenizer
 from zeroshard.data.joining import num_text_bytes
 from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.data.tokenizer import train_bpe
 from zeroshard.errors import UserError
-from zeroshard.inference.evaluation import Scores, in_words, run_eval, score
+from zeroshard.inference.evaluation import Scores, in_words, local_score, run_eval, score
 from zeroshard.inference.generate import load_for_text
 from zeroshard.interop.hf_export import run_export
 from zeroshard.train.config.command_settings import EvalConfig, ExportConfig
 from zeroshard.train.loop.loop import run_training
 
 CPU = torch.device("cpu")
-
-
-def local_score(config):
-    return score(config, LocalCommunicator(), CPU)
 
 
 @pytest.fixture

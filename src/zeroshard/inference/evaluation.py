@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zeroshard import checkpoint
-from zeroshard.comm import Communicator
+from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data import EvalBatches, TokenDataset, Tokenizer, load_tokenizer, num_rows, read_meta, require_enough
 from zeroshard.data.joining import num_text_bytes
 from zeroshard.data.prepared import rule_of, say
@@ -284,3 +284,8 @@ def _text_bytes(tokenizer: Tokenizer, batches: EvalBatches, tokens: TokenDataset
     for _, targets_BT, _ in everything:
         total += sum(num_text_bytes(tokenizer, np.asarray(row)) for row in targets_BT)
     return total
+
+
+def local_score(config: EvalConfig) -> Scores:
+    """The scores, in this process alone."""
+    return score(config, LocalCommunicator(), choose_device("auto", 0))
