@@ -9,7 +9,6 @@ TORCH_INDEX ?=
 # Stamps and not the folder itself: one is there only when its install was finished, and old when a requirement changed.
 STAMP := $(VENV)/.installed
 CORE := $(VENV)/.core
-REPORT := $(VENV)/.report
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak gpu mutants lint types layers docs figures notebooks audit check clean
@@ -17,17 +16,17 @@ REPORT := $(VENV)/.report
 help:  ## Say what can be made.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
-demo: $(REPORT)  ## Train a small GPT with ZeRO stage 2 on two ranks, let it write, compare the stages' memory, and report.
+demo: $(CORE)  ## Train a small GPT with ZeRO stage 2 on two ranks, let it write, compare the stages' memory, and report.
 	rm -rf runs/demo
 	$(BIN)/zeroshard train --config configs/demo.toml
 	$(BIN)/python examples/stages_memory.py
 	$(BIN)/zeroshard report runs/demo
 	@echo
-	$(BIN)/zeroshard generate runs/demo --prompt "def " --temperature 0.7 --top-p 0.9 --max-new-tokens 200
+	$(BIN)/zeroshard generate runs/demo --prompt "def" --temperature 0.7 --top-p 0.9 --max-new-tokens 200
 	@echo
 	@echo "Open runs/demo/report.html in a browser: loss, memory and speed of this run. What to try next:"
 	@echo "  train on your own text:  $(BIN)/zeroshard train --config configs/demo.toml --data text --data.path FILE.txt --out runs/mine"
-	@echo "  let it write more:       $(BIN)/zeroshard generate runs/demo --prompt 'class ' --temperature 0.7 --top-p 0.9"
+	@echo "  let it write more:       $(BIN)/zeroshard generate runs/demo --prompt 'class' --temperature 0.7 --top-p 0.9"
 	@echo "  which stage for 8 GPUs:  $(BIN)/zeroshard plan --model gpt2-1.5b --gpus 8 --gpu a100-80gb"
 
 test: $(STAMP)  ## Run the tests.
@@ -77,15 +76,11 @@ clean:  ## Remove the virtual environment and what tools leave; runs/ and data/ 
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# What the package itself needs. `make demo` also waits for what draws its report.
+# What `make demo` needs: the package, and what draws the report.
 $(CORE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("zeroshard needs Python 3.11 or later: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(PIP) --index-url $(TORCH_INDEX) torch)
-	$(PIP) -e .
-	@touch $@
-
-$(REPORT): $(CORE)
 	$(PIP) -e ".[report]"
 	@touch $@
 
