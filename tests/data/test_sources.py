@@ -99,12 +99,6 @@ def test_files_of_the_library_that_are_not_text_are_skipped(tmp_path):
     assert text_of(PythonStdlib(tmp_path)) == ["x = 1\n"]
 
 
-def test_the_standard_library_is_code_and_no_tables_of_characters():
-    folders = {file.parent.name for file in PythonStdlib().files}
-    assert "json" in folders
-    assert not folders & {"encodings", "pydoc_data", "test", "site-packages"}
-
-
 def test_an_interpreter_without_sources_is_told_apart(tmp_path):
     with pytest.raises(UserError, match=r"holds no \.py files; use --data text"):
         PythonStdlib(tmp_path).fingerprint()

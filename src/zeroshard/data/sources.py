@@ -91,16 +91,10 @@ class TextFiles:
 class PythonStdlib:
     """The ``.py`` files of the running interpreter's standard library, without its tests and installed packages.
 
-    Also without ``encodings`` and ``pydoc_data``, 18 % of its bytes: tables of characters and pages of help, no code.
     Empty files and the few that are not UTF-8 (on purpose: they test decoders) are skipped.
     """
 
-    SKIPPED_FOLDERS = frozenset(
-        {
-            *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"),
-            *("encodings", "pydoc_data"),
-        }
-    )
+    SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or Path(sysconfig.get_path("stdlib"))
