@@ -12,13 +12,24 @@ from zeroshard.checkpoint.api import (
     save,
 )
 from zeroshard.checkpoint.background import BackgroundSaver, Keep, Saved
-from zeroshard.checkpoint.folder import Found, find, is_complete, latest, prune, set_aside, step_name
+from zeroshard.checkpoint.folder import (
+    BEST,
+    Found,
+    find,
+    is_complete,
+    latest,
+    name_best,
+    prune,
+    set_aside,
+    step_name,
+)
 from zeroshard.checkpoint.manifest import Manifest, parsed_once
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.verify import Damage, verify
 from zeroshard.checkpoint.whole import consolidate
 
 __all__ = [
+    "BEST",
     "BackgroundSaver",
     "CheckpointReader",
     "Choice",
@@ -35,6 +46,7 @@ __all__ = [
     "is_complete",
     "latest",
     "load",
+    "name_best",
     "newest_valid",
     "open_manifest",
     "parsed_once",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from zeroshard.checkpoint import store
 
+BEST = "best"  # a link to the checkpoint of the lowest validation loss
 _NAME = re.compile(r"\.?step-(\d+)(\.tmp|\.old)?")
 
 
@@ -68,6 +70,22 @@ def latest(folder: str | PathLike[str]) -> Path | None:
     return next((each.path for each in find(folder) if each.complete), None)
 
 
+def name_best(folder: str | PathLike[str], step: int) -> None:
+    """Have ``folder/best`` name the checkpoint of ``step``, if that is complete.
+
+    Raises:
+        OSError: the folder cannot be written, or has no links.
+    """
+    folder = Path(folder)
+    link, target = folder / BEST, step_name(step)
+    if not is_complete(folder / target) or (link.is_symlink() and os.readlink(link) == target):
+        return
+    draft = folder / f".{BEST}"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(target)
+    draft.replace(link)
+
+
 def surplus(steps: Collection[int], newest: int, every: int) -> list[int]:
     """The steps whose checkpoints go: all but the ``newest`` newest and the multiples of ``every``, in order.
 
@@ -84,7 +102,7 @@ def surplus(steps: Collection[int], newest: int, every: int) -> list[int]:
 def prune(folder: Path, newest: int, every: int, progress: Callable[[], None] = lambda: None) -> list[Path]:
     """Delete what `surplus` names, and what interrupted saves left of steps before the newest complete one.
 
-    ``progress`` is called after each folder.
+    ``progress`` is called after each folder. The checkpoint that ``best`` names stays.
 
     Returns:
         The checkpoints that were complete and are gone.
@@ -95,7 +113,8 @@ def prune(folder: Path, newest: int, every: int, progress: Callable[[], None] = 
     found = find(folder)
     complete = [each.step for each in found if each.complete]
     gone = set(surplus(complete, newest, every))
-    deleted = [each.path for each in found if each.complete and each.step in gone]
+    best = os.readlink(folder / BEST) if (folder / BEST).is_symlink() else ""
+    deleted = [each.path for each in found if each.complete and each.step in gone and each.path.name != best]
     for each in found:
         if each.step < max(complete, default=0):
             store.remove(store.temporary(each.path))

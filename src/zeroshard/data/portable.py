@@ -28,10 +28,12 @@ class PortableTokenizer:
     Attributes:
         json: the content of ``tokenizer.json``.
         eos_token: the text of the token that ends a document; None where there is none.
+        bos_token: of the one that begins it.
     """
 
     json: str
     eos_token: str | None
+    bos_token: str | None = None
 
 
 def portable(tokenizer: Tokenizer) -> PortableTokenizer:
@@ -41,7 +43,10 @@ def portable(tokenizer: Tokenizer) -> PortableTokenizer:
         TypeError: a tokenizer of another class than ours.
     """
     if isinstance(tokenizer, BpeTokenizer):
-        return PortableTokenizer(tokenizer.to_json(), tokenizer.eos_token)
+        before = tokenizer.around[0]
+        return PortableTokenizer(
+            tokenizer.to_json(), tokenizer.eos_token, tokenizer.token(before[0]) if before else None
+        )
     if isinstance(tokenizer, ByteTokenizer):
         return PortableTokenizer(_byte_level({bytes([byte]): byte for byte in range(256)}, words="").to_str(), None)
     if isinstance(tokenizer, TiktokenTokenizer):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _JSON_BYTES = 1 << 30  # of a tokenizer.json; those of 256,000 entries have 33 MB
 TOKENIZERS = ("bytes", *TIKTOKEN, "bpe:N", "json:PATH")
+TOKENIZER_CONFIG = "tokenizer_config.json"  # beside it, where transformers has written it
 TOKENIZER_FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # what others call it
@@ -114,6 +115,12 @@ class BpeTokenizer:
         self.eos_id: int | None = None if self.eos_token is None else inner.token_to_id(self.eos_token)
         self.around = self._find_around()
 
+    def end_with(self, token: str | None) -> None:
+        """Have documents end with the token that is spelled so; one that it does not have changes nothing."""
+        id_ = None if token is None else self._inner.token_to_id(token)
+        if id_ is not None:
+            self.eos_token, self.eos_id = token, id_
+
     def encode(self, text: str) -> NDArray[np.int64]:
         """Ids of ``text``, [n], as the file says: with what its post-processor puts around them."""
         return self._encode(text, add_special_tokens=True)
@@ -152,6 +159,10 @@ class BpeTokenizer:
     def decode(self, ids: Ids) -> str:
         """The text of ids."""
         return self._inner.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=False)
+
+    def token(self, id_: int) -> str | None:
+        """How the token of an id is spelled; None where there is none."""
+        return self._inner.id_to_token(id_)
 
     @property
     def is_byte_level(self) -> bool:
@@ -230,7 +241,9 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     if meta.tokenizer_sha256:
         path = Path(folder) / TOKENIZER_FILE
         check_sha256(path, meta.tokenizer_sha256)
-        return read_tokenizer(path, meta.tokenizer)
+        tokenizer = read_tokenizer(path, meta.tokenizer)
+        tokenizer.end_with(None if meta.eos_id is None else tokenizer.token(meta.eos_id))
+        return tokenizer
     return make_tokenizer(meta.tokenizer, ())
 
 

@@ -26,7 +26,7 @@ from zeroshard.data import EvalBatches, TokenDataset, Tokenizer, load_tokenizer,
 from zeroshard.data.joining import num_text_bytes
 from zeroshard.data.prepared import rule_of, say
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.inference.generate import load_for_text, load_weights, nothing_in
+from zeroshard.inference.generate import checkpoint_of, load_for_text, load_weights, nothing_in
 from zeroshard.launch.environment import World, world_from_env
 from zeroshard.models import LanguageModel
 from zeroshard.models.hugging_face.folder import is_hugging_face
@@ -34,13 +34,11 @@ from zeroshard.parallel import Strategy
 from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.config.config import TrainConfig, load_config
 from zeroshard.train.config.sections import UNNAMED
-from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.records.log_files import finite_or_null
 from zeroshard.train.setup.assemble import sharded
 from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.hugging_face import with_kept_tokenizer
-from zeroshard.train.setup.numbers import with_dtype
 from zeroshard.train.setup.prepare_data import data_folder
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import tokenizer_folder
@@ -143,22 +141,20 @@ def _model(
         if config.strategy != "none":
             todo = f"write it as hf:{folder}, or import it first: zeroshard import FOLDER RUN"
             raise UserError("strategy", "a Hugging Face folder is loaded whole on each rank", todo)
-        model, _ = load_for_text(folder, config.weights)
+        model, _ = load_for_text(folder, config.weights, config.dtype)
         return model, None, min(model.config.seq_len, 1024)
-    path = checkpoint.latest(checkpoint_folder(folder))
-    if path is None:
-        raise UserError("run", f"{folder} has no complete checkpoint yet", "let it train up to one first")
+    path = checkpoint_of(folder, config.weights)
     meta = read_meta(tokenizer_folder(folder)) if tokenizer_folder(folder).is_dir() else None
     vocab_size = meta.vocab_size if meta else trained.model.vocab_size
     step = checkpoint.read_manifest(path).step
     eos_id = meta.eos_id if meta and trained.data.document_mask else None
     if config.strategy == "none":
-        model = load_weights(trained, vocab_size, path, config.weights)
+        model = load_weights(trained, vocab_size, path, config.weights, config.dtype)
         model.eos_id = eos_id
         return model, step, trained.seq_len
     _last_weights_alone(config)
     changes = {"strategy": config.strategy, "kernels": "auto", "compile": False, "ema_decay": 0.0}
-    trained = with_dtype(trained, device)
+    changes["dtype"] = config.dtype
     model, strategy = sharded(trained.model_copy(update=changes), vocab_size, eos_id, comm, device, draw=False)
     checkpoint.load(path, _WithoutStates(strategy), settings=False)
     return model, step, trained.seq_len

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig, load_config
 from zeroshard.train.loop.run import checkpoint_folder
-from zeroshard.train.setup.assemble import make_model, separating_id
+from zeroshard.train.setup.assemble import DTYPES, make_model, separating_id
 from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.hugging_face import load_model_tokenizer
 from zeroshard.train.setup.run_folder import tokenizer_folder
@@ -42,21 +43,9 @@ def run_generate(config: GenerateConfig, loaded: Callable[[], None] = lambda: No
         UserError: there is no run and no Hugging Face model, no complete checkpoint or no tokenizer, or the checkpoint
             is damaged or has not the weights that were asked for.
     """
-    model, tokenizer = load_for_text(Path(config.run), config.weights)
-    device = next(model.parameters()).device
-    begin = prompt_ids(tokenizer, config.prompt)  # of no prompt: what begins a document
-    ids = torch.from_numpy(begin if begin.size else tokenizer.encode_piece("\n")).to(device)
-    tokens = sample(
-        model,
-        ids,
-        config.max_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        generator=torch.Generator(device).manual_seed(config.seed),
-        stop=tokenizer.eos_id if config.stop else None,
-        num_ids=tokenizer.vocab_size,
-    )
+    model, tokenizer, ids = load_with_prompt(config)
+    generator = torch.Generator(ids.device).manual_seed(config.seed)
+    tokens = sample(model, ids, config.max_new_tokens, generator=generator, **options_of(config, tokenizer))
     loaded()
     print(config.prompt, end="", flush=True)
     for piece in decoded(tokenizer, tokens):
@@ -65,14 +54,37 @@ def run_generate(config: GenerateConfig, loaded: Callable[[], None] = lambda: No
     return int(ExitStatus.OK)
 
 
+def load_with_prompt(config: GenerateConfig) -> tuple[LanguageModel, Tokenizer, Tensor]:
+    """The model, its tokenizer, and the ids of the prompt, [T], on the model's device.
+
+    Raises:
+        UserError: as `run_generate`.
+    """
+    model, tokenizer = load_for_text(Path(config.run), config.weights, config.dtype)
+    begin = prompt_ids(tokenizer, config.prompt)  # of no prompt: what begins a document
+    ids = torch.from_numpy(begin if begin.size else tokenizer.encode_piece("\n"))
+    return model, tokenizer, ids.to(next(model.parameters()).device)
+
+
+def options_of(config: GenerateConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What `sample` is told of how to draw."""
+    return {
+        "temperature": config.temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "stop": tokenizer.eos_id if config.stop else None,
+        "num_ids": tokenizer.vocab_size,
+    }
+
+
 def nothing_in(folder: Path) -> UserError:
     """What to raise where neither a run nor a model lies."""
     what = f"{folder} holds no run (no config.toml) and no Hugging Face model"
     return UserError("run", what, "give a run folder, as in runs/NAME")
 
 
-def load_for_text(folder: Path, weights: str = "last") -> tuple[LanguageModel, Tokenizer]:
-    """The model and tokenizer of a run's newest checkpoint, or of a Hugging Face folder; in evaluation mode.
+def load_for_text(folder: Path, weights: str = "last", dtype: str = "float32") -> tuple[LanguageModel, Tokenizer]:
+    """The model and tokenizer of a run's checkpoint, or of a Hugging Face folder; in evaluation mode.
 
     Raises:
         UserError: as `run_generate`.
@@ -81,33 +93,58 @@ def load_for_text(folder: Path, weights: str = "last") -> tuple[LanguageModel, T
         _last_alone(folder, weights)
         model = model_config(str(folder))
         with choose_device("auto", 0):
-            return model.build().eval(), load_model_tokenizer(str(folder))
+            return in_dtype(model.build().eval(), dtype), load_model_tokenizer(str(folder))
     if not (folder / "config.toml").is_file():
         if (folder / "config.json").is_file():
             _last_alone(folder, weights)
             from zeroshard.interop.hf_import import load_hf  # what reads other formats; a run needs none of it
 
-            return load_hf(folder, choose_device("auto", 0))
+            model, tokenizer = load_hf(folder, choose_device("auto", 0))
+            return in_dtype(model, dtype), tokenizer
         raise nothing_in(folder)
-    path = checkpoint.latest(checkpoint_folder(folder))
-    if path is None:
-        raise UserError("run", f"{folder} has no complete checkpoint yet", "let it train up to one first")
+    path = checkpoint_of(folder, weights)
     trained = load_config(folder / "config.toml")
     if not tokenizer_folder(folder).is_dir():
         raise UserError("run", f"{folder} has no tokenizer", "import the model from a folder with its tokenizer.json")
     tokenizer = load_tokenizer(tokenizer_folder(folder))
     vocab_size = read_meta(tokenizer_folder(folder)).vocab_size
-    model = load_weights(trained, vocab_size, path, weights)
+    model = load_weights(trained, vocab_size, path, weights, dtype)
     model.eos_id = separating_id(trained, tokenizer.eos_id)
     return model, tokenizer
 
 
 def _last_alone(folder: Path, weights: str) -> None:
-    if weights == "ema":
-        raise UserError("weights", f"{folder} holds no moving average", "use --weights last")
+    if weights != "last":
+        raise UserError("weights", f"{folder} holds one set of weights, and no {weights} beside it", "use --weights last")
 
 
-def load_weights(trained: TrainConfig, vocab_size: int, path: Path, weights: str = "last") -> LanguageModel:
+def checkpoint_of(folder: Path, weights: str) -> Path:
+    """The checkpoint of the run ``folder`` that has these weights: the newest, or the best.
+
+    Raises:
+        UserError: there is none.
+    """
+    kept = checkpoint_folder(folder)
+    if weights == "best":
+        if not checkpoint.is_complete(kept / checkpoint.BEST):
+            raise UserError("weights", f"{folder} keeps no best checkpoint", "train with --keep-best, or use last")
+        return kept / checkpoint.BEST
+    path = checkpoint.latest(kept)
+    if path is None:
+        raise UserError("run", f"{folder} has no complete checkpoint yet", "let it train up to one first")
+    return path
+
+
+def in_dtype(model: LanguageModel, dtype: str) -> LanguageModel:
+    """``model``, whose parameters compute in ``dtype``; buffers stay, as under the engine."""
+    for param in model.parameters():
+        param.data = param.data.to(DTYPES[dtype])
+    return model
+
+
+def load_weights(
+    trained: TrainConfig, vocab_size: int, path: Path, weights: str = "last", dtype: str = "float32"
+) -> LanguageModel:
     """The model of a run with the weights of one of its checkpoints, in evaluation mode.
 
     Raises:
@@ -121,7 +158,7 @@ def load_weights(trained: TrainConfig, vocab_size: int, path: Path, weights: str
         todo = "train with --ema-decay, or use --weights last"
         raise UserError("weights", f"{path} holds no moving average", todo)
     checkpoint.load(path, WeightsOnly(model, kind))
-    return model.eval()
+    return in_dtype(model, dtype).eval()
 
 
 @torch.no_grad()
@@ -170,7 +207,7 @@ def sample(
         else:
             cache, use_cache = None, False
             logits_V = model(context_T[None])[0, -1].float()
-        token = _draw(logits_V[:num_ids], temperature, top_k, top_p, generator)
+        token = draw(logits_V[:num_ids], temperature, top_k, top_p, generator)
         context_T = torch.cat([context_T, token])
         yield int(token)
         if stop is not None and int(token) == stop:
@@ -187,7 +224,8 @@ def _document(tokens_T: Tensor, eos_id: int | None) -> Tensor:
     return tokens_T[int(begins[-1]) :] if len(begins) else tokens_T
 
 
-def _draw(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:
+def draw(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:
+    """One token [1] of the logits [V]; arguments of `sample`."""
     if temperature == 0.0:
         return logits_V.argmax(keepdim=True)
     if 0 < top_k < logits_V.numel():

@@ -40,7 +40,7 @@ def run_tasks(config: EvalConfig) -> int:
     for name in names:
         if name not in manager.all_tasks:
             raise UserError("tasks", f"the harness has no task {name!r}", "see `lm-eval ls tasks`, or give a .yaml")
-    model, tokenizer = load_for_text(Path(config.run), config.weights)
+    model, tokenizer = load_for_text(Path(config.run), config.weights, config.dtype)
     found: dict[str, Any] | None = harness.simple_evaluate(
         model=harness_model(model, tokenizer, config.micro_batch_size),
         tasks=names,

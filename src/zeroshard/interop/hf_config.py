@@ -123,17 +123,20 @@ def find_weights(config: GPT2Config | LlamaConfig, hf_shapes: Mapping[str, tuple
     return found
 
 
-def hf_config(config: GPT2Config | LlamaConfig, *, dtype: str, eos_id: int | None = None) -> dict[str, Any]:
+def hf_config(
+    config: GPT2Config | LlamaConfig, *, dtype: str, eos_id: int | None = None, bos_id: int | None = None
+) -> dict[str, Any]:
     """What ``config.json`` says of a model of ours.
 
     Args:
         config: of the model.
         dtype: of the file's tensors, as ``"float32"``.
         eos_id: the token that ends a text, where there is one.
+        bos_id: the token that begins a text; None: ``eos_id``, as with GPT-2.
     """
     shared = {
         "vocab_size": config.vocab_size,
-        "bos_token_id": eos_id,
+        "bos_token_id": eos_id if bos_id is None else bos_id,
         "eos_token_id": eos_id,
         "initializer_range": 0.02,
         "dtype": dtype,

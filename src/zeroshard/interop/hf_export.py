@@ -95,8 +95,9 @@ def _describe(draft: Path, source: _Source, dtype: str) -> None:
             return
         seq_len = model.config.seq_len
     else:
-        eos_id = tokenizer.eos_id if tokenizer else None
-        _write_json(draft / "config.json", hf_config(model, dtype=dtype, eos_id=eos_id))
+        eos_id, begins = (tokenizer.eos_id, tokenizer.around[0]) if tokenizer else (None, ())
+        marks = {"eos_id": eos_id, "bos_id": begins[0] if begins else None}
+        _write_json(draft / "config.json", hf_config(model, dtype=dtype, **marks))
         seq_len = model.seq_len
     if tokenizer:
         _write_tokenizer(draft, tokenizer, seq_len)
@@ -183,8 +184,9 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, seq_len: int) -> None:
         "model_max_length": seq_len,
         "clean_up_tokenization_spaces": False,
     }
-    if written.eos_token:
-        about |= {"bos_token": written.eos_token, "eos_token": written.eos_token}
+    begins = written.bos_token or written.eos_token  # GPT-2 has one token for both
+    about |= {"bos_token": begins} if begins else {}
+    about |= {"eos_token": written.eos_token} if written.eos_token else {}
     _write_json(folder / "tokenizer_config.json", about)
 
 

@@ -21,7 +21,14 @@ from safetensors import SafetensorError, safe_open
 from zeroshard import checkpoint
 from zeroshard.checkpoint.stream import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
-from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, keep_tokenizer, read_byte_level, read_tokenizer
+from zeroshard.data.tokenizer import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    BpeTokenizer,
+    keep_tokenizer,
+    read_byte_level,
+    read_tokenizer,
+)
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop.hf_config import find_weights, from_hf_config
 from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
@@ -177,7 +184,11 @@ def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
 def _tokenizer(folder: Path) -> BpeTokenizer | None:
     """The model's tokenizer: its ``tokenizer.json``, or GPT-2's older pair of files; None where it has neither."""
     if (folder / TOKENIZER_FILE).is_file():
-        return read_tokenizer(folder / TOKENIZER_FILE)
+        tokenizer = read_tokenizer(folder / TOKENIZER_FILE)
+        told = folder / TOKENIZER_CONFIG
+        eos = _read_json(told).get("eos_token") if told.is_file() else None
+        tokenizer.end_with(eos.get("content") if isinstance(eos, dict) else eos if isinstance(eos, str) else None)
+        return tokenizer
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     return read_byte_level(vocabulary, merges) if vocabulary.is_file() and merges.is_file() else None
 

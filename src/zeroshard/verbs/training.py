@@ -140,6 +140,10 @@ def generate(config: GenerateConfig, argv: Sequence[str]) -> int:
     """Text, as it comes."""
     with ExitStack() as stack:
         stack.enter_context(working("loading the model"))
+        if config.samples > 1:
+            from zeroshard.inference.samples import run_samples
+
+            return run_samples(config, loaded=stack.close)
         from zeroshard.inference.generate import run_generate
 
         return run_generate(config, loaded=stack.close)

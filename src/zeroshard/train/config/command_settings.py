@@ -51,7 +51,10 @@ class EvalConfig(Config):
     )
     data_dir: str = Field("", description="Prepared folder; empty: the run's own.")
     split: Literal["val", "train"] = Field("val", description="Of the prepared folder.")
-    weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
+    weights: Literal["last", "ema", "best"] = Field(
+        "last", description="The last step's, their moving average, or those of checkpoints/best."
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Compute type.")
     strategy: EvaluatingName = Field(
         "none",
         description="How weights are spread over ranks: none (whole on each), "
@@ -74,8 +77,14 @@ class GenerateConfig(Config):
         min_length=1,
         description="Run folder, as in runs/NAME, a Hugging Face GPT-2 or LLaMA's, or hf:FOLDER, hf:OWNER/NAME.",
     )
-    weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
+    weights: Literal["last", "ema", "best"] = Field(
+        "last", description="The last step's, their moving average, or those of checkpoints/best."
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Compute type.")
     prompt: str = Field("", description="Text to go on from; empty: what begins a document, or a line break.")
+    samples: int = Field(
+        1, ge=1, description="Texts to write, drawn side by side; the N-th has the draws of --seed SEED+N-1."
+    )
     max_new_tokens: int = Field(200, ge=1, description="Tokens to write.")
     temperature: float = Field(0.8, ge=0, allow_inf_nan=False, description="0: always the likeliest token.")
     top_k: int = Field(0, ge=0, description="Draw from the k likeliest; 0: from all.")

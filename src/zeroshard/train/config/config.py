@@ -172,6 +172,12 @@ class TrainConfig(Config):
     )
     keep_checkpoints: int = Field(0, ge=0, description="Newest checkpoints to keep; 0: all.")
     keep_every: int = Field(0, ge=0, description="Steps whose multiples keep their checkpoints beside the newest.")
+    keep_best: bool = Field(
+        False, description="Keep the checkpoint of the lowest validation loss too, as checkpoints/best."
+    )
+    early_stop: int = Field(
+        0, ge=0, description="Evaluations in a row without a lower validation loss that end the run; 0: none do."
+    )
     out: str = Field("", description="Run folder; empty: runs/MODEL-DATA-STRATEGY.")
     resume: str = Field("none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint.")
 
@@ -230,6 +236,9 @@ class TrainConfig(Config):
             what = f"muon needs whole matrices, and {self.strategy} cuts them or cannot tell its groups apart"
             todo = f"use adamw, or --strategy {', '.join(strategies_with('our_optimizers'))}"
             raise UserError("optimizer", what, todo)
+        for name in ("keep_best", "early_stop"):
+            if getattr(self, name) and not self.eval_interval:
+                raise UserError(name, "there is one evaluation, at the end", "set eval_interval, or leave it out")
         if self.keep_every and not self.keep_checkpoints:
             what = f"{self.keep_every} keeps nothing that keep_checkpoints = 0 does not"
             raise UserError("keep_every", what, "set keep_checkpoints too, to how many of the newest stay")

@@ -147,14 +147,18 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
             break
         step, loss, status = step + 1, record.loss, stop
         step_s.append(record.step_s)
-        at_end = step == schedule.max_steps
+        at_end, is_best = step == schedule.max_steps, False
         if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
             if val_loss is None:
                 alive(PATIENCE_S)  # it may compile
             val_loss, ema_val_loss = _evaluate(run, step, saving.settle, saving.alive)
-        if stop or at_end or _is_due(step, schedule.checkpoint_interval):
+            is_best = run.best.see(step, val_loss) and schedule.keep_best
+            at_end = at_end or run.best.exhausted
+        if is_best or stop or at_end or _is_due(step, schedule.checkpoint_interval):
             saving.begin(step)
         saving.alive()
+        if at_end:
+            break
     status = saving.finish(status)
     alive(inf)  # all is saved, and a tracker may upload for as long as it likes
     summary = {
@@ -163,6 +167,8 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         "loss": loss,
         "val_loss": val_loss,
         **({} if run.strategy.ema is None else {"ema_val_loss": ema_val_loss}),
+        **({} if run.best.step is None else {"best_step": run.best.step, "best_val_loss": run.best.loss}),
+        "stopped_early": run.best.exhausted and step < schedule.max_steps,
         "tokens": run.tokens_at(step),
         "num_skipped": run.guard.num_skipped,
         "last_checkpoint_step": saving.saved_at,

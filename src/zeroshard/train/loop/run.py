@@ -18,6 +18,7 @@ from zeroshard.data import Batches
 from zeroshard.optim import LossScaler
 from zeroshard.parallel import Strategy
 from zeroshard.profiling.clock import Clock
+from zeroshard.train.loop.best_loss import BestLoss
 from zeroshard.train.loop.measures import Measures
 from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.train.records.plan_contract import Contract
@@ -38,6 +39,7 @@ class Schedule:
     checkpoint_async: bool = True
     keep_checkpoints: int = 0  # 0: all
     keep_every: int = 0  # steps
+    keep_best: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Run:
         first_token: tokens already seen, which may have come in steps of another size.
         scaler: of the loss, where float16 computes; None elsewhere.
         guard: which steps are taken.
+        best: the lowest validation loss, and whether the run shall stop since it is long ago.
         config: what goes into each checkpoint, as JSON can hold it.
         comm: the strategy's communicator, observed; None where nobody counts.
         kernels: who serves each operation, as ``LayerNorm: triton``.
@@ -93,6 +96,7 @@ class Run:
     first_token: int = 0
     scaler: LossScaler | None = None
     guard: StepGuard = field(default_factory=StepGuard)
+    best: BestLoss = field(default_factory=BestLoss)
     config: dict[str, Any] | None = None
     comm: ObservedCommunicator | None = None
     kernels: Mapping[str, str] = field(default_factory=dict)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint import BackgroundSaver, Keep, Saved, is_complete, step_name
+from zeroshard.checkpoint import BEST, BackgroundSaver, Keep, Saved, is_complete, name_best, step_name
 from zeroshard.checkpoint.shared_outcome import largest
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.run import Run, checkpoint_folder
@@ -62,6 +62,7 @@ class Saving:
         if run.scaler:
             extra["loss_scaler"] = run.scaler.state_dict()
         extra["guard"] = run.guard.state_dict()
+        extra["best"] = run.best.state_dict()
         path = self._folder / step_name(step)
         if self._renewed():
             self._say(f"warning: step {step}: {run.folder} was removed; it is made again, without what was in it")
@@ -115,6 +116,7 @@ class Saving:
                 observer.on_checkpoint_failed(saved.step, saved.path, saved.error)
             return
         self.saved_at = saved.step
+        self._name_best()
         self._num_complete += 1
         if saved.warning:
             self._say(f"warning: step {saved.step}: {saved.warning}")
@@ -126,6 +128,16 @@ class Saving:
         }
         for observer in self._run.observers:
             observer.on_checkpoint(saved.step, saved.path, facts)
+
+    def _name_best(self) -> None:
+        """Rank 0: have ``best`` name the checkpoint of the lowest validation loss; it stays as long as it does."""
+        step = self._run.best.step if self._run.schedule.keep_best else None
+        if step is None or self._run.strategy.comm.rank:
+            return
+        try:
+            name_best(self._folder, step)
+        except OSError as error:
+            self._say(f"warning: {self._folder / BEST} cannot name step {step}, which may be deleted: {error.strerror}")
 
     def _renewed(self) -> bool:
         try:

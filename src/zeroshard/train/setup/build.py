@@ -30,6 +30,7 @@ from zeroshard.parallel.zero import ZeroStrategy
 from zeroshard.profiling.clock import Clock
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.loop.best_loss import BestLoss
 from zeroshard.train.loop.measures import Measures
 from zeroshard.train.loop.run import Run, Schedule, checkpoint_folder
 from zeroshard.train.loop.step_guard import StepGuard
@@ -163,6 +164,7 @@ def _build_in(
         tokens_per_step=config.micro_batch_size * schedule.grad_accum_steps * comm.world_size * config.seq_len,
         scaler=scaler,
         guard=StepGuard(config.optim.max_not_finite, config.optim.skip_spikes),
+        best=BestLoss(config.early_stop),
         config=config.model_dump(mode="json"),
         stage=stage,
         comm=observed,
@@ -215,6 +217,7 @@ def _resumed(run: Run, path: Path, config: TrainConfig, corpus: Corpus, comm: Co
     saved = saved_run(path)
     now = config.model_dump(mode="json")
     changes = resume.check_changes(saved, now, run.tokens_per_step, corpus.sha256, corpus.earlier_sha256)
+    run.best.load_state_dict(saved.get("best") or run.best.state_dict())
     first_step = _load(path, run.strategy, run.scaler, run.guard, verified=config.resume == "auto")
     position = saved.get("position", {})
     corpus.go_on(position.get("stream"), first_step)
@@ -254,6 +257,7 @@ def _schedule(config: TrainConfig, world_size: int) -> Schedule:
         checkpoint_async=config.checkpoint_async,
         keep_checkpoints=config.keep_checkpoints,
         keep_every=config.keep_every,
+        keep_best=config.keep_best,
         grad_accum_steps=accumulation_steps(config, world_size),
         seed=config.seed,
     )

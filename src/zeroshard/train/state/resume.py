@@ -31,7 +31,7 @@ FREE = frozenset(
         *("micro_batch_size", "grad_accum_steps", "global_batch_size", "kernels", "fused"),
         *("accumulate", "prefetch"),
         *("compile", "compile_backend", "eval_interval", "eval_batches", "eval_rows", "log_interval"),
-        *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every"),
+        *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every", "keep_best", "early_stop"),
         *("track.to", "track.project", "track.name", "track.mode", "track.group", "track.tags"),
         *("data.dir", "data.path", "model.activation_checkpointing"),
     }

@@ -41,6 +41,12 @@ class _Scaler(_Facts):
     num_skipped: _Count
 
 
+class _Best(_Facts):
+    step: _Count | None
+    loss: _Finite | None
+    num_worse: _Count
+
+
 class _Config(_Facts):
     strategy: str = ""
     model: dict[str, Any] = {}
@@ -52,6 +58,7 @@ class _SavedRun(_Facts):
     data_sha256: str = ""
     guard: _Guard | None = None
     loss_scaler: _Scaler | None = None
+    best: _Best | None = None
 
 
 def saved_run(path: Path) -> Mapping[str, Any]:

@@ -1,0 +1,109 @@
+"""The checkpoint of the lowest validation loss is kept and named, and a run stops when that is long ago."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard import checkpoint
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.errors import UserError
+from zeroshard.inference.generate import checkpoint_of
+from zeroshard.train.loop import loop
+from zeroshard.train.loop.best_loss import BestLoss
+from zeroshard.train.loop.loop import train
+from zeroshard.train.setup.build import build_run
+
+LOSSES = [9.0, 3.0, 2.0, 2.5, 2.0, float("nan"), 1.0, 4.0]  # of the evaluations, the one before the first step too
+
+
+@pytest.fixture
+def train_with(tiny_config, monkeypatch):
+    """`train_with(world_size, **changes)`: a run whose evaluations come to `LOSSES`; its configuration and summary."""
+
+    def go(world_size=1, losses=LOSSES, **changes):
+        settings = {"max_steps": 7, "eval_interval": 1, "keep_best": True, "keep_checkpoints": 1} | changes
+        config = tiny_config(**settings)
+
+        def rank_main(comm):
+            run = build_run(config, comm, torch.device("cpu"))
+            try:
+                return train(run)
+            finally:
+                run.close()
+
+        def told(run, step, settle, alive=lambda: None):
+            return losses[step], None
+
+        monkeypatch.setattr(loop, "_evaluate", told)
+        with torch.random.fork_rng():
+            if world_size == 1:
+                assert rank_main(LocalCommunicator()) == 0
+            else:
+                assert run_threads(rank_main, world_size) == [0] * world_size
+        return config, json.loads((Path(config.out) / "summary.json").read_text())
+
+    return go
+
+
+def kept(config):
+    return [found.step for found in checkpoint.find(Path(config.out) / "checkpoints")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_best_checkpoint_stays_beside_the_newest(train_with, world_size):
+    config, summary = train_with(world_size, max_steps=5)
+    assert kept(config) == [5, 2]
+    assert (summary["best_step"], summary["best_val_loss"]) == (2, 2.0)
+    assert checkpoint.read_manifest(Path(config.out) / "checkpoints" / "best").step == 2
+    assert checkpoint.read_manifest(checkpoint_of(Path(config.out), "best")).step == 2
+
+
+def test_a_better_one_takes_its_name_and_its_place(train_with):
+    config, summary = train_with()
+    assert summary["best_step"] == 6
+    assert kept(config) == [7, 6]
+    assert checkpoint.read_manifest(Path(config.out) / "checkpoints" / "best").step == 6
+
+
+def test_a_run_stops_when_the_best_is_long_ago(train_with):
+    config, summary = train_with(early_stop=3)
+    assert summary["step"] == 5  # 2.0 after step 2, and then three that were no lower
+    assert summary["stopped_early"]
+    assert summary["status"] == "ok"
+    assert kept(config) == [5, 2]
+
+
+def test_a_run_that_goes_on_knows_its_best(train_with):
+    train_with(max_steps=3)
+    config, summary = train_with(max_steps=7, resume="auto", early_stop=3)
+    assert (summary["step"], summary["best_step"], summary["stopped_early"]) == (5, 2, True)
+    assert kept(config) == [5, 2]
+
+
+def test_without_the_setting_no_checkpoint_is_the_best(train_with):
+    config, summary = train_with(keep_best=False)
+    assert kept(config) == [7]
+    assert summary["best_step"] == 6
+    assert not summary["stopped_early"]
+    with pytest.raises(UserError, match=r"^weights: .* keeps no best checkpoint; train with --keep-best, or use last"):
+        checkpoint_of(Path(config.out), "best")
+
+
+def test_nan_is_never_the_best():
+    best = BestLoss(patience=2)
+    assert not best.see(1, float("nan"))
+    assert best.state_dict() == {"step": None, "loss": None, "num_worse": 1}
+    assert best.see(2, 5.0)
+    assert not best.exhausted
+    assert [best.see(step, 5.0) for step in (3, 4)] == [False, False]
+    assert best.exhausted
+
+
+@pytest.mark.parametrize("field", ["keep_best", "early_stop"])
+def test_the_best_of_one_evaluation_is_refused(field, tiny_config):
+    with pytest.raises(ValueError, match=rf"{field}: there is one evaluation, at the end; set eval_interval"):
+        tiny_config(eval_interval=0, **{field: 1})
