@@ -13,6 +13,7 @@ import zeroshard  # noqa: E402
 from zeroshard import checkpoint  # noqa: E402
 from zeroshard.cli import main  # noqa: E402
 from zeroshard.comm import run_threads  # noqa: E402
+from zeroshard.data.joining import prompt_ids  # noqa: E402
 from zeroshard.data.tokenizer import load_tokenizer, make_tokenizer  # noqa: E402
 from zeroshard.inference.generate import WeightsOnly  # noqa: E402
 from zeroshard.models import GPT2, GPT2Config, Llama, LlamaConfig  # noqa: E402
@@ -167,6 +168,30 @@ def test_a_trained_tokenizer_travels_there_and_back(tmp_path):
     assert out(TEXT)["input_ids"] == ours.encode(TEXT).tolist()
     assert out.eos_token == "<|endoftext|>"
     assert out.eos_token_id == ours.eos_id == json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
+
+
+def test_the_marks_are_those_that_the_tokenizers_files_say(tmp_path):
+    """BOS from tokenizer.json, EOS from tokenizer_config.json, which may be none that we know by its name."""
+    from tokenizers import Tokenizer, processors
+
+    inner = Tokenizer.from_str(make_tokenizer("bpe:300", [TEXT * 40]).to_json())
+    inner.add_special_tokens(["<begin>", "<finis>"])
+    bos, eos = (inner.token_to_id(text) for text in ("<begin>", "<finis>"))
+    template = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", bos)])
+    inner.post_processor = processors.Sequence([inner.post_processor, template])
+    their_model(replace(LLAMA_SHAPE, vocab_size=inner.get_vocab_size())).save_pretrained(tmp_path / "hf")
+    inner.save(str(tmp_path / "hf" / "tokenizer.json"))
+    said = {"bos_token": "<begin>", "eos_token": {"content": "<finis>", "__type": "AddedToken"}}
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(said))
+    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    kept = load_tokenizer(tokenizer_folder(tmp_path / "run"))
+    assert prompt_ids(kept, "the").tolist() == [bos, *inner.encode("the", add_special_tokens=False).ids]
+    assert kept.eos_id == eos
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (bos, eos)
+    out = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert (out.bos_token_id, out.eos_token_id, out("the")["input_ids"][0]) == (bos, eos, bos)
 
 
 def their_model(config):

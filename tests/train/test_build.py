@@ -8,6 +8,7 @@ from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.kernels import dispatch
 from zeroshard.kernels.launch import INTERPRETED
+from zeroshard.models import GPT2
 from zeroshard.train.config.config import TrainConfig, load_config
 from zeroshard.train.loop.loop import run_training
 from zeroshard.train.setup.assemble import make_model
@@ -268,3 +269,24 @@ def test_a_global_batch_is_the_same_number_of_rows_at_any_world_size(tiny_config
     for tokens_per_step, steps in run_threads(rank_main, world_size):
         assert tokens_per_step == 8 * config.seq_len
         assert steps == 4 // world_size
+
+
+@pytest.mark.parametrize("preset", [{"name": "gpt2-demo"}, {"name": "llama-tiny", "n_kv_head": 2}], ids=str)
+def test_the_training_loss_is_smoothed_and_the_validation_loss_is_not(tiny_config, preset):
+    optim = {"label_smoothing": 0.1, "z_loss": 1e-2}
+    sizes = {**preset, "n_layer": 1, "n_embd": 16, "n_head": 2}
+    model = make_model(tiny_config(model=sizes, optim=optim), 32, "cpu")
+    tokens = torch.arange(8)[None]
+    targets = torch.tensor([[1, 2, 3, 4, -100, 6, 7, 8]])
+    logits, flat = model(tokens)[0], targets[0]
+    plain = torch.nn.functional.cross_entropy(logits, flat)
+    smoothed = torch.nn.functional.cross_entropy(logits, flat, label_smoothing=0.1)
+    smoothed += 1e-2 * logits[flat != -100].logsumexp(-1).square().mean()
+    torch.testing.assert_close(model.train()(tokens, targets), smoothed)
+    torch.testing.assert_close(model.eval()(tokens, targets), plain)
+
+
+def test_a_model_with_a_loss_of_its_own_is_not_smoothed(tiny_config, monkeypatch):
+    monkeypatch.setattr(GPT2, "smooths", False)
+    with pytest.raises(UserError, match=r"^optim\.z_loss: gpt2-demo computes a loss of its own; leave it out"):
+        make_model(tiny_config(optim={"z_loss": 1e-4}), 32, "meta")

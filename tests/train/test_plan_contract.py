@@ -121,6 +121,7 @@ CHANGES = [
     {"dtype": "bfloat16"},
     {"reduce_dtype": "bfloat16", "prefetch": 2},
     {"grad_accum_steps": 2, "accumulate": "local"},
+    {"optim": {"label_smoothing": 0.1, "z_loss": 1e-4}},
     {"grad_accum_steps": 2, "accumulate": "sharded", "dtype": "bfloat16", "reduce_dtype": "bfloat16"},
 ]
 

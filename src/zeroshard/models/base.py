@@ -64,6 +64,9 @@ class LanguageModel(nn.Module, ABC):
         operations: what it has kernels for, as in `zeroshard.kernels.OPERATIONS`.
         eos_id: the id between documents that attention does not cross, see `zeroshard.models.documents`; None: it
             sees all that came before.
+        smooths: whether it gives its loss the `loss_options`.
+        label_smoothing, z_loss: of the loss in training mode, as `zeroshard.kernels.cross_entropy` takes them; in
+            evaluation mode it is without.
     """
 
     blocks: nn.ModuleList
@@ -71,7 +74,15 @@ class LanguageModel(nn.Module, ABC):
     seed: int
     kernels: Choice
     operations: ClassVar[tuple[str, ...]]
+    smooths: ClassVar[bool] = False
     eos_id: int | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    @property
+    def loss_options(self) -> dict[str, float]:
+        """What the loss is told now."""
+        return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
 
     @property
     @abstractmethod
@@ -169,11 +180,16 @@ def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor, kernels: Choice | No
     return cross_entropy(logits_BTV, targets_BT, ignore_index=IGNORED_TARGET, check_targets=False, kernels=kernels)
 
 
-def projected_loss(hidden_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, kernels: Choice | None = None) -> Tensor:
-    """`next_token_loss` of the logits ``hidden @ weight.T``, which need not exist all at once."""
+def projected_loss(
+    hidden_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, kernels: Choice | None = None, **options: float
+) -> Tensor:
+    """`next_token_loss` of the logits ``hidden @ weight.T``, which need not exist all at once.
+
+    ``options``: ``label_smoothing`` and ``z_loss``, see `zeroshard.kernels.cross_entropy`.
+    """
     # Looking for targets outside the vocabulary would wait for the device: there they make the loss NaN instead.
     return linear_cross_entropy(
-        hidden_BTC, weight_VC, targets_BT, ignore_index=IGNORED_TARGET, check_targets=False, kernels=kernels
+        hidden_BTC, weight_VC, targets_BT, ignore_index=IGNORED_TARGET, check_targets=False, kernels=kernels, **options
     )
 
 

@@ -145,6 +145,7 @@ class GPT2(LanguageModel):
     """
 
     operations = ("layer_norm", "linear_cross_entropy")
+    smooths = True
 
     def __init__(self, config: GPT2Config, seed: int = 0, kernels: Choice = "auto") -> None:
         super().__init__()
@@ -187,7 +188,7 @@ class GPT2(LanguageModel):
         x = self.ln_f(x)
         if targets_BT is None:
             return self.lm_head(x)  # (8, 1024, 50257)
-        return projected_loss(x, self.lm_head.weight, targets_BT, self.kernels)
+        return projected_loss(x, self.lm_head.weight, targets_BT, self.kernels, **self.loss_options)
 
     def init_parameter(self, name: str, param: Tensor, seed: int | None = None, part: Part | None = None) -> None:
         """GPT-2's initial values, by name; see :meth:`LanguageModel.init_parameter`.

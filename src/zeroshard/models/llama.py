@@ -204,6 +204,7 @@ class Llama(LanguageModel):
     """
 
     operations = ("rms_norm", "rope", "swiglu", "linear_cross_entropy")
+    smooths = True
 
     def __init__(self, config: LlamaConfig, seed: int = 0, kernels: Choice = "auto") -> None:
         super().__init__()
@@ -240,7 +241,7 @@ class Llama(LanguageModel):
         x = self.norm(x)
         if targets_BT is None:
             return self.lm_head(x)  # (8, 2048, 32000)
-        return projected_loss(x, self.lm_head.weight, targets_BT, self.kernels)
+        return projected_loss(x, self.lm_head.weight, targets_BT, self.kernels, **self.loss_options)
 
     def init_parameter(self, name: str, param: Tensor, seed: int | None = None, part: Part | None = None) -> None:
         """Initial values by name; see :meth:`LanguageModel.init_parameter`.

@@ -61,13 +61,18 @@ def _check_vocab_size(config: TrainConfig, vocab_size: int) -> None:
 def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str) -> LanguageModel:
     """The model of ``config``: on ``device``, or without values on ``"meta"``."""
     with torch.device(device):
-        return build_model(
+        model = build_model(
             config.model.name,
             vocab_size=vocab_size,
             overrides=model_overrides(config.model),
             seed=config.seed,
             kernels=config.kernels,
         )
+    for name in ("label_smoothing", "z_loss"):
+        if getattr(config.optim, name) and not model.smooths:
+            raise UserError(f"optim.{name}", f"{config.model.name} computes a loss of its own", "leave it out")
+    model.label_smoothing, model.z_loss = config.optim.label_smoothing, config.optim.z_loss
+    return model
 
 
 def model_overrides(model: ModelConfig) -> dict[str, object]:
