@@ -28,6 +28,7 @@ def tiny_config(tmp_path, data_folder):
             "data": {"source": "synthetic", "dir": str(data_folder), "max_tokens": 6000},
             "strategy": "zero2",
             "device": "cpu",
+            "dtype": "float32",
             "seq_len": 16,
             "micro_batch_size": 2,
             "max_steps": 6,

@@ -174,11 +174,10 @@ def test_the_marks_are_those_that_the_tokenizers_files_say(tmp_path):
     """BOS from tokenizer.json, EOS from tokenizer_config.json, which may be none that we know by its name."""
     from tokenizers import Tokenizer, processors
 
-    inner = Tokenizer.from_str(make_tokenizer("bpe:300", [TEXT * 40]).to_json())
+    inner = Tokenizer.from_str(make_tokenizer("bpe:290", [TEXT * 40]).to_json())
     inner.add_special_tokens(["<begin>", "<finis>"])
     bos, eos = (inner.token_to_id(text) for text in ("<begin>", "<finis>"))
-    template = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", bos)])
-    inner.post_processor = processors.Sequence([inner.post_processor, template])
+    inner.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", bos)])
     their_model(replace(LLAMA_SHAPE, vocab_size=inner.get_vocab_size())).save_pretrained(tmp_path / "hf")
     inner.save(str(tmp_path / "hf" / "tokenizer.json"))
     said = {"bos_token": "<begin>", "eos_token": {"content": "<finis>", "__type": "AddedToken"}}

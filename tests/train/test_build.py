@@ -32,7 +32,7 @@ def _refusal(config, world_size=1):
 
 
 def test_the_run_folder_says_how_to_start_the_run_again(tiny_config):
-    config = tiny_config()
+    config = tiny_config(dtype="auto")
     run = build_run(config, LocalCommunicator(), CPU)
     run.close()
     # What the device decided is written down: the run goes on in it on any other.

@@ -115,7 +115,8 @@ def load_for_text(folder: Path, weights: str = "last", dtype: str = "float32") -
 
 def _last_alone(folder: Path, weights: str) -> None:
     if weights != "last":
-        raise UserError("weights", f"{folder} holds one set of weights, and no {weights} beside it", "use --weights last")
+        what = f"{folder} holds one set of weights, and no {weights} beside it"
+        raise UserError("weights", what, "use --weights last")
 
 
 def checkpoint_of(folder: Path, weights: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ def samples(
     Raises:
         ValueError: an empty prompt.
     """
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "num_ids": num_ids}
+    options: Any = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "num_ids": num_ids}
     if model.eos_id is not None:
         each = (sample(model, prompt_T, num_tokens, generator=g, stop=stop, **options) for g in generators)
         return [list(tokens) for tokens in each]

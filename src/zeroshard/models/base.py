@@ -181,7 +181,7 @@ def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor, kernels: Choice | No
 
 
 def projected_loss(
-    hidden_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, kernels: Choice | None = None, **options: float
+    hidden_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor, kernels: Choice | None = None, **options: Any
 ) -> Tensor:
     """`next_token_loss` of the logits ``hidden @ weight.T``, which need not exist all at once.
 
