@@ -14,12 +14,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import UserError, shown
+from zeroshard.lazily import loaded
 from zeroshard.models.hugging_face.folder import PREFIX, config_text, missing_transformers, source_of
 from zeroshard.models.recompute import recomputed_blocks
 
 if TYPE_CHECKING:
     from zeroshard.kernels import Choice
-    from zeroshard.models.hugging_face.model import HuggingFaceModel
+    from zeroshard.models.base import LanguageModel
 
 ATTENTION = ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")
 # What may be changed, and what `transformers` calls it.
@@ -78,11 +79,9 @@ class HuggingFaceConfig:
         names = ("config_json", "attention", "activation_checkpointing", "from_config", "trust_remote_code")
         return {name: getattr(self, name) for name in names}
 
-    def build(self, seed: int = 0, kernels: Choice = "auto") -> HuggingFaceModel:
+    def build(self, seed: int = 0, kernels: Choice = "auto") -> LanguageModel:
         """The model of this configuration."""
-        from zeroshard.models.hugging_face.model import HuggingFaceModel
-
-        return HuggingFaceModel(self, seed, kernels)
+        return loaded("zeroshard.models.hugging_face.model", "HuggingFaceModel")(self, seed, kernels)
 
 
 def config_of(name: str, overrides: Mapping[str, object], num_tokens: int | None = None) -> HuggingFaceConfig:

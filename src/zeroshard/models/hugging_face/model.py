@@ -202,7 +202,7 @@ def _plain_head(hf: Any) -> str | None:
     capped = getattr(config, "final_logit_softcapping", None)
     if config.model_type not in _PLAIN_HEADS or capped or type(head) is not nn.Linear or head.bias is not None:
         return None
-    if not type(hf).__module__.startswith("transformers."):
+    if hf.base_model is hf or not type(hf).__module__.startswith("transformers."):
         return None
     return next(name for name, module in hf.named_modules() if module is head)
 

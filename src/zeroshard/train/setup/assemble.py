@@ -24,6 +24,7 @@ from zeroshard.models import (
     nearest_preset,
 )
 from zeroshard.models.base import place_buffers
+from zeroshard.models.hugging_face.model import require_document_mask
 from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
@@ -139,6 +140,8 @@ def sharded(
     if not from_meta:
         materialize(model, device, draw=draw and comm.rank == 0)
     model.eos_id = eos_id
+    if eos_id is not None:
+        require_document_mask(model)
     if config.compile:
         compile_blocks(model.blocks, config.compile_backend, device)
 
