@@ -26,6 +26,7 @@ from zeroshard import process
 process.prepare_torch()
 
 from zeroshard.lab.planner.planner import planner_for  # noqa: E402
+from zeroshard.lab.predict.rates import Attention, Impl  # noqa: E402
 
 FOLDER = Path(__file__).with_name("published")
 GIB, MIB, GB = 2**30, 2**20, 10**9
@@ -62,10 +63,10 @@ class Case:
     shard_size: int
     recompute: str
     reduce_dtype: str
-    impl: str
+    impl: Impl
     tokens_per_s: float
     memory_bytes: float = 0.0
-    attention: str = "flash-2"
+    attention: Attention = "flash-2"
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def outcome_of(case: Case) -> Outcome:
         overrides=overrides,
     )
     row = planner.row(case.stage, case.micro_batch, case.shard_size)
-    return Outcome(case, row.tokens_per_s / case.gpus, row.needed_bytes, row.fits)
+    return Outcome(case, row.tokens_per_s / case.gpus, row.step.peak.total + row.process.in_allocator, row.fits)
 
 
 def summary(outcomes: list[Outcome]) -> list[list[str]]:

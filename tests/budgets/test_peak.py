@@ -112,7 +112,7 @@ def test_a_step_sends_and_holds_what_was_planned(stage, world_size, name, precis
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("recomputed", ["full", "selective", "every:3"])
+@pytest.mark.parametrize("recomputed", ["full", "selective", "selective:2", "every:3"])
 @pytest.mark.parametrize("row", [*STAGES.values(), KEEP_WEIGHTS], ids=[*map(str, STAGES), "3, weights kept"])
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputation_and_weights_that_stay_are_planned_too(name, row, recomputed):

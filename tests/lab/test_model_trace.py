@@ -40,6 +40,7 @@ def test_the_trace_on_the_meta_device_is_the_one_of_fake_tensors(name, kernels, 
     [
         ("gpt2-demo", "none", "cpu", 5),
         ("gpt2-demo", "selective", "cuda", 5),
+        ("llama-tiny", "selective:2", "cuda", 5),
         ("llama-tiny", "none", "cuda", 5),
         ("llama-tiny", "full", "cpu", 5),
         ("llama-tiny", "every:2", "cpu", 8),

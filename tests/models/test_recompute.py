@@ -16,7 +16,7 @@ def _gradients(model):
     return {name: param.grad for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("how", ["full", "selective", "every:1", "every:2"])
+@pytest.mark.parametrize("how", ["full", "selective", "selective:2", "every:1", "every:2"])
 def test_recomputing_changes_no_bit_of_loss_or_gradients(config, build, batch, how):
     plain, recomputing = build(config), build(replace(config, activation_checkpointing=how))
     losses = [model(*batch) for model in (plain, recomputing)]
@@ -94,6 +94,19 @@ def test_selective_repeats_no_matrix_product(batch):
             model(*batch).backward()
         flops[how] = counter.get_total_flops()
     assert flops["none"] == flops["selective"] < flops["full"]
+
+
+@pytest.mark.parametrize("name", ["gpt2-demo", "llama-tiny"])
+def test_selective_2_keeps_every_second_product_and_says_how_many_flops_run_again(name):
+    flops, kept = {}, {}
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    for how in ("selective", "selective:2", "full"):
+        model = build_model(name, overrides={"activation_checkpointing": how, "vocab_size": 64, "n_layer": 2})
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, tokens).backward()
+        flops[how], kept[how] = counter.get_total_flops(), model.num_recomputed_flops_per_token(16)
+    assert flops["selective:2"] - flops["selective"] == 16 * kept["selective:2"] > 0
+    assert flops["selective:2"] < flops["full"]
 
 
 def test_a_copy_of_a_model_runs_its_own_blocks(batch):

@@ -170,9 +170,9 @@ def test_keeping_weights_after_forward_is_refused_where_they_are_never_freed(str
 
 
 def test_what_to_recompute_is_judged_without_torch():
-    for how in ("none", "full", "selective", "every:3"):
+    for how in ("none", "full", "selective", "selective:2", "every:3"):
         assert validate(TrainConfig, {"model": {"activation_checkpointing": how}}).model.activation_checkpointing == how
-    for how in ("all", "every:0"):
+    for how in ("all", "every:0", "selective:3"):
         error = refusal({"model": {"activation_checkpointing": how}})
         assert str(error).startswith(f"model.activation_checkpointing: {how!r} is not a choice; choose none, full, ")
 

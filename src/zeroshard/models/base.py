@@ -131,11 +131,16 @@ class LanguageModel(nn.Module, ABC):
 
         With ``selective`` products of matrices are kept, and nothing that counts here runs again. Korthikanti et al.
         2022, https://arxiv.org/abs/2205.05198, appendix A: with all blocks it is a third of :func:`flops_per_token`,
-        less the output head's part.
+        less the output head's part. With ``selective:2`` every second product of a block runs again, but for its last
+        operation, whose result nobody needs.
         """
         config = self.config
         if config.activation_checkpointing == "selective":
             return 0
+        if config.activation_checkpointing == "selective:2":
+            block: nn.Module = next(iter(self.blocks))
+            products = [module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear)]
+            return config.n_layer * 2 * sum(products[1:-1:2])
         num_again = len(recomputed_blocks(config.activation_checkpointing, config.n_layer))
         in_blocks = self.num_multiplied_params - config.vocab_size * config.n_embd
         return num_again * (2 * in_blocks // config.n_layer + 4 * config.n_embd * seq_len)

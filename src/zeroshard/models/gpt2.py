@@ -54,7 +54,7 @@ class GPT2Config:
         dropout: probability in [0, 1) on embeddings, attention weights and residual branches. GPT-2 took 0.1;
             a model that sees each token about once wants 0.
         activation_checkpointing: which blocks recompute activations in backward instead of keeping them: ``none``,
-            ``full``, ``selective`` or ``every:N``; see `zeroshard.models.recompute`.
+            ``full``, ``selective``, ``selective:2`` or ``every:N``; see `zeroshard.models.recompute`.
 
     Raises:
         UserError: for a value that cannot be used, with the field's name.

@@ -56,7 +56,7 @@ class LlamaConfig:
         rope_theta: base of the rotary wavelengths; LLaMA 1 and 2 10,000, Llama 3 500,000.
         norm_eps: added to the mean square inside RMSNorm.
         activation_checkpointing: which blocks recompute activations in backward instead of keeping them: ``none``,
-            ``full``, ``selective`` or ``every:N``; see `zeroshard.models.recompute`.
+            ``full``, ``selective``, ``selective:2`` or ``every:N``; see `zeroshard.models.recompute`.
         tie_embeddings: one matrix for token embedding and output head.
 
     Raises:

@@ -6,6 +6,7 @@
 | `full`                     | each block's inputs                                                              |
 | `every:N`                  | inputs of the first block of each N; all of the others'                          |
 | `selective`                | inputs, and what matrix products and attention gave: only cheap work is repeated |
+| `selective:2`              | the same of every second matrix product only, which torchtitan calls "selective" |
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174; selective:
 Korthikanti et al. 2022, "Reducing Activation Recomputation", https://arxiv.org/abs/2205.05198.
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from zeroshard.errors import UserError
 
@@ -39,24 +40,25 @@ EXPENSIVE = [
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
+PRODUCTS = EXPENSIVE[:4]
 
 
 def recomputed_blocks(how: str, num_blocks: int) -> list[int]:
     """The places of the blocks that run again.
 
     Raises:
-        UserError: ``how`` is not none, full, selective, or every:N with N from 1.
+        UserError: ``how`` is not none, full, selective, selective:2, or every:N with N from 1.
     """
     if how == "none":
         return []
-    if how in ("full", "selective"):
+    if how in ("full", "selective", "selective:2"):
         return list(range(num_blocks))
     match = re.fullmatch(r"every:([1-9]\d*)", how)
     if match is None:
         raise UserError(
             "model.activation_checkpointing",
             f"{how!r} is not a choice",
-            "choose none, full, selective, or every:N for every N-th block",
+            "choose none, full, selective, selective:2, or every:N for every N-th block",
         )
     return list(range(0, num_blocks, int(match[1])))
 
@@ -76,15 +78,34 @@ def recompute_blocks(blocks: Iterable[nn.Module], how: str, *, random: bool) -> 
     for place in recomputed_blocks(how, len(blocks)):
         block = blocks[place]
         # A partial and no closure: a copy of the model then runs its own blocks.
-        block.forward = partial(_run, block.forward, how == "selective", random)
+        kept = {"selective": _every_product, "selective:2": _every_second_product}.get(how)
+        block.forward = partial(_run, block.forward, kept, random)
 
 
-def _run(forward: Callable[..., Tensor], selective: bool, random: bool, *inputs: Tensor, **named: Any) -> Tensor:
+def _every_product() -> Any:
+    return create_selective_checkpoint_contexts(EXPENSIVE)
+
+
+def _every_second_product() -> Any:
+    """A count for the first run and one for the second, so that both keep the same."""
+    counts = {False: 0, True: 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = op in EXPENSIVE
+        if op in PRODUCTS:
+            counts[context.is_recompute] += 1
+            keep = counts[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _run(
+    forward: Callable[..., Tensor], kept: Callable[[], Any] | None, random: bool, *inputs: Tensor, **named: Any
+) -> Tensor:
     if not torch.is_grad_enabled():
         return forward(*inputs, **named)
     if named:
         forward = partial(forward, **named)
-    options: dict[str, Any] = {}
-    if selective:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, EXPENSIVE)
+    options: dict[str, Any] = {} if kept is None else {"context_fn": kept}
     return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=random, **options)

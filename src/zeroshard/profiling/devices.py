@@ -3,8 +3,8 @@
 Rates are dense (NVIDIA prints the Ada, Hopper and Blackwell ones with sparsity: twice these), products of matrices of
 16-bit numbers add up in fp32, and ``float32`` is without TF32, which torch does not use unless asked to.
 
-A data sheet's ``80 GB`` is taken as 10^9 bytes each. Devices report some per cent more, of which the CUDA context and
-the allocator's fragments take about as much.
+A data sheet's ``80 GB`` is taken as 10^9 bytes each where a row has no other; of A100, H100 and H200 it is what torch
+reports, the "total capacity" of its out-of-memory errors: 39.5, 79.1 and 139.8 GiB.
 
 Nobody computes at the peak. ``matmul_share`` is what large products of matrices reach: Bekman, "Machine Learning
 Engineering", table of maximum achievable matmul FLOPS, bf16, where a row has a share of its own, else a round figure
@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 TERA, GIGA = 10**12, 10**9
+GIB_IN_GB = 2**30 / GIGA
 # Of a device without a file of `zeroshard bench device`. Through PyTorch 2.11 one H100 and one H200 (SXM) ran a bf16
 # product of 8192 cubed at 0.80 of their data sheet, and copied at 0.90 of their memory's rate; layers are smaller.
 MATMUL_SHARE = 0.75
@@ -112,7 +113,9 @@ def _like(name: str) -> str:
 _TABLE = (
     _sold("b200-180gb", 180, (75, 2250, 2250), 8000, "nvlink5", "NVIDIA HGX and DGX B200 data sheets", "B200"),
     _sold("h200-nvl-141gb", 141, (60, 835.5, 835.5), 4800, "nvlink4", "NVIDIA H200 data sheet, NVL", "H200 NVL", 0.8),
-    _sold("h200-141gb", 141, (67, 989.5, 989.5), 4800, "nvlink4", "NVIDIA H200 data sheet, SXM", "H200", 0.8),
+    _sold(
+        "h200-141gb", 139.8 * GIB_IN_GB, (67, 989.5, 989.5), 4800, "nvlink4", "NVIDIA H200 data sheet, SXM", "H200", 0.8
+    ),
     _sold(
         "h100-nvl-94gb", 94, (60, 835.5, 835.5), 3900, "nvlink4-pcie", "NVIDIA H100 data sheet, NVL", "H100 NVL", 0.8
     ),
@@ -127,7 +130,16 @@ _TABLE = (
         0.8,
     ),
     # SXM boards call themselves "H100 80GB HBM3"
-    _sold("h100-80gb", 80, (67, 989.5, 989.5), 3350, "nvlink4", "NVIDIA H100 data sheet, SXM", "H100 HBM3", 0.803),
+    _sold(
+        "h100-80gb",
+        79.1 * GIB_IN_GB,
+        (67, 989.5, 989.5),
+        3350,
+        "nvlink4",
+        "NVIDIA H100 data sheet, SXM",
+        "H100 HBM3",
+        0.803,
+    ),
     # Meta's Grand Teton: SXM with HBM2e, run at 500 W; torchtitan, benchmarks/llama3_h100_202412_torchtitan.md
     _sold(
         "h100-96gb-500w",
@@ -139,8 +151,26 @@ _TABLE = (
         share=0.803,
         power=5 / 7,
     ),
-    _sold("a100-80gb", 80, (19.5, 312, 312), 2039, "nvlink3", "NVIDIA A100 data sheet, SXM", "A100 SXM4 80GB", 0.869),
-    _sold("a100-40gb", 40, (19.5, 312, 312), 1555, "nvlink3", "NVIDIA A100 data sheet, SXM", "A100 SXM4 40GB", 0.869),
+    _sold(
+        "a100-80gb",
+        79.1 * GIB_IN_GB,
+        (19.5, 312, 312),
+        2039,
+        "nvlink3",
+        "NVIDIA A100 data sheet, SXM",
+        "A100 SXM4 80GB",
+        0.869,
+    ),
+    _sold(
+        "a100-40gb",
+        39.5 * GIB_IN_GB,
+        (19.5, 312, 312),
+        1555,
+        "nvlink3",
+        "NVIDIA A100 data sheet, SXM",
+        "A100 SXM4 40GB",
+        0.869,
+    ),
     _sold("a100-pcie-80gb", 80, (19.5, 312, 312), 1935, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100 80GB", 0.811),
     _sold("a100-pcie-40gb", 40, (19.5, 312, 312), 1555, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100", 0.811),
     _sold("l40s-48gb", 48, (91.6, 362.05, 362.05), 864, "pcie4", "NVIDIA L40S data sheet", "L40S"),

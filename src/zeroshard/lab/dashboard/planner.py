@@ -113,7 +113,9 @@ def _merit(row: Row) -> tuple[bool, float]:
 
 def _memory(found: Plan) -> Figure:
     rows = chosen(found)
-    tables = [{**row.step.peak.by_category, "communicators": row.comm_bytes} for row in rows]
+    tables = [
+        {**row.step.peak.by_category, "communicators": row.comm_bytes, "process": row.process.total} for row in rows
+    ]
     names = [name for name in CATEGORY_COLOURS if any(table.get(name) for table in tables)]
     names += sorted({name for table in tables for name, n in table.items() if n} - set(names))
     places = tuple(map(float, range(len(rows))))

@@ -47,6 +47,14 @@ def describe(row: Row, world_size: int) -> str:
     return f"{stage}, {micro_batch}"
 
 
+def _spread(row: Row) -> str:
+    """How sure the rate is; nothing where the device was measured."""
+    if row.spread == (1.0, 1.0):
+        return ""
+    least, most = row.tokens_per_s_range
+    return f" (four of five published runs would lie between {least:,.0f} and {most:,.0f})"
+
+
 def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
     """Why ``best`` is the one to take: what it comes to, why no lower stage, and what would be faster."""
     world_size = planner.cluster.world_size
@@ -54,7 +62,8 @@ def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
     rule = ", the lowest stage that fits with room" if len(stages) > 1 else ""
     free, memory = best.headroom_bytes / GIB, planner.device.memory_bytes / GIB
     sentences = [
-        f"Take {describe(best, world_size)}{rule}: {best.tokens_per_s:,.0f} tokens/s, {free:.1f} of {memory:.1f} GiB "
+        f"Take {describe(best, world_size)}{rule}: {best.tokens_per_s:,.0f} tokens/s{_spread(best)}, "
+        f"{free:.1f} of {memory:.1f} GiB "
         f"stay free, and the bottleneck is {best.binds}."
     ]
     fitting = [row for row in rows if row.fits]

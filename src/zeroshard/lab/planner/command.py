@@ -99,6 +99,8 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         "prefetch": config.prefetch,
         "reshard_after_forward": config.reshard_after_forward,
         "kernels": config.kernels,
+        "impl": None if config.impl == "auto" else config.impl,
+        "attention": config.attention,
         "document_mask": config.document_mask,
         "headroom": config.headroom,
     }

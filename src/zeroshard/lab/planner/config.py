@@ -54,6 +54,12 @@ class PlanConfig(Config):
         True, description="Stage 3: free unsharded weights between forward and backward."
     )
     kernels: Literal["auto", "reference", "triton", "liger"] = Field("auto", description="Who computes norms and loss.")
+    impl: Literal["auto", "eager", "compile", "kernels"] = Field(
+        "auto", description="Who computes on a GPU: operation by operation, compiled, fused by hand; auto: as kernels."
+    )
+    attention: Literal["flash-1", "flash-2", "flash-3", "cudnn"] = Field(
+        "flash-2", description="Fused attention that a GPU runs."
+    )
     document_mask: bool = Field(False, description="Attention stays inside a document, which costs a mask.")
     headroom: float = Field(0.05, ge=0, lt=1, description="Share of memory that must stay free.")
 

@@ -155,4 +155,7 @@ def _memory(row: Row) -> list[str]:
     text = f"Fullest in the {peak.where}: {size(peak.total)}: {parts}"
     if row.comm_bytes:
         text += f"; and about {size(row.comm_bytes)} of NCCL's own"
+    if row.process.total:
+        beside = ", ".join(f"{name.replace('_', ' ')} {size(n)}" for name, n in row.process.as_dict().items() if n)
+        text += f"; beside the engine's account: {beside}"
     return [text + "."]

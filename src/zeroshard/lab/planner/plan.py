@@ -20,6 +20,7 @@ from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import HEADROOM, Planner, planner_for
 from zeroshard.lab.predict.actions import Accumulate
 from zeroshard.lab.predict.hardware import Calibration, Device, Link
+from zeroshard.lab.predict.rates import Attention, Impl
 from zeroshard.zero import STAGES, ShardingStrategy
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 
@@ -44,6 +45,8 @@ def plan(
     prefetch: int = 1,
     reshard_after_forward: bool = True,
     kernels: Choice = "auto",
+    impl: Impl | None = None,
+    attention: Attention = "flash-2",
     document_mask: bool = False,
     headroom: float = HEADROOM,
     units: UnitChoice | None = None,
@@ -70,6 +73,9 @@ def plan(
         optimizer: by name, as torch calls it.
         accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
         kernels: as models take it.
+        impl: who computes on a GPU: ``eager`` (operation by operation), ``compile`` or ``kernels`` (fused by hand);
+            None: as ``kernels`` says.
+        attention: which fused kernel a GPU runs: ``flash-1``, ``flash-2``, ``flash-3`` or ``cudnn``.
         document_mask: whether attention stays inside a document, of our models; it costs a mask.
         headroom: share of memory that must stay free for a row to fit.
         units: as `zeroshard.Zero` takes them; None: the model's blocks.
@@ -95,6 +101,8 @@ def plan(
         prefetch=prefetch,
         reshard_after_forward=reshard_after_forward,
         kernels=kernels,
+        impl=impl,
+        attention=attention,
         document_mask=document_mask,
         headroom=headroom,
         units=units,

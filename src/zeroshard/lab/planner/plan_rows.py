@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from zeroshard.lab.predict.actions import Step
 from zeroshard.lab.predict.hardware import Device, Link
+from zeroshard.lab.predict.process_memory import ProcessMemory
 from zeroshard.lab.predict.timeline import Cluster, Timing
 from zeroshard.lab.predict.traffic import bytes_by_op
 from zeroshard.lab.predict.workload import Workload
@@ -24,13 +25,15 @@ class Row:
         micro_batch, num_micro: rows of a micro-batch, and how many of these a rank's step has.
         step: its actions, messages and memory.
         comm_bytes: memory of the communication library.
-        needed_bytes: at the fullest moment, ``comm_bytes`` with it.
+        process: what the process holds beside: CUDA's context, the allocator's fragments.
+        needed_bytes: at the fullest moment, these with it.
         headroom_bytes: what the device has beyond that; negative: what it lacks.
         fits: whether that is enough.
         timing: of a step.
         tokens_per_s: over all ranks.
         mfu: of the device's data-sheet peak for this dtype; None where it is not known.
         binds: what to change first to be faster, or to fit.
+        spread: predicted / published tokens/s on the runs that nothing was fitted to, the 10th and 90th of a hundred.
     """
 
     stage: int | None
@@ -39,6 +42,7 @@ class Row:
     num_micro: int
     step: Step = field(repr=False)
     comm_bytes: int
+    process: ProcessMemory
     needed_bytes: int
     headroom_bytes: int
     fits: bool
@@ -46,6 +50,12 @@ class Row:
     tokens_per_s: float
     mfu: float | None
     binds: Binds
+    spread: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def tokens_per_s_range(self) -> tuple[float, float]:
+        """Between which four of five runs that nothing was fitted to would lie; one point where rates were measured."""
+        return (self.tokens_per_s / self.spread[1], self.tokens_per_s / self.spread[0])
 
     @property
     def messages_bytes(self) -> dict[str, int]:
@@ -63,7 +73,7 @@ class Row:
             "fits": self.fits,
             "needed_bytes": self.needed_bytes,
             "headroom_bytes": self.headroom_bytes,
-            "peak_bytes": {**self.step.peak.by_category, "comm_buffers": self.comm_bytes},
+            "peak_bytes": {**self.step.peak.by_category, "comm_buffers": self.comm_bytes, **self.process.as_dict()},
             "peak_at": self.step.peak.where,
             "resident_bytes": {
                 "after_initialisation": self.step.start,
@@ -76,6 +86,7 @@ class Row:
             "comm_s": self.timing.comm_s,
             "exposed_s": self.timing.exposed_s,
             "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_range": self.tokens_per_s_range,
             "mfu": self.mfu,
             "binds": self.binds,
         }

@@ -14,14 +14,15 @@ from zeroshard.kernels import Choice
 from zeroshard.lab.planner.plan_rows import Row, what_binds
 from zeroshard.lab.predict.actions import Accumulate, Settings, Step
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
-from zeroshard.lab.predict.rates import Attention, Impl, Software
+from zeroshard.lab.predict.process_memory import ProcessMemory, process_memory
+from zeroshard.lab.predict.rates import Attention, Impl, Software, spread
 from zeroshard.lab.predict.step import step_of
 from zeroshard.lab.predict.timeline import Cluster, simulate
 from zeroshard.lab.predict.workload import DTYPES, Workload, workload_of
 from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 
-HEADROOM = 0.05  # of a device's memory that stays free: fragments of the allocator, and what nobody foresaw
+HEADROOM = 0.05  # of a device's memory that stays free: what nobody foresaw
 # NCCL's own memory for each communicator, outside of torch's allocator: two buffers of NCCL_BUFFSIZE (4 MiB) for each
 # of at most 32 channels (NCCL documentation, environment variables).
 NCCL_BYTES = 2 * 32 * 4 * 2**20
@@ -69,7 +70,8 @@ class Planner:
         timing = simulate(step, self.device, self.cluster, software=self.software)
         num_groups = (shards > 1) + (shards < world_size)
         comm_bytes = NCCL_BYTES * num_groups if self.device.device_type == "cuda" else 0
-        needed = step.peak.total + comm_bytes
+        process = self._process_memory(step, micro_batch)
+        needed = step.peak.total + comm_bytes + process.total
         left = self.device.memory_bytes - needed
         fits = left >= self.headroom * self.device.memory_bytes
         tokens_per_s = step.tokens * world_size / timing.step_s if timing.step_s else 0.0
@@ -82,6 +84,7 @@ class Planner:
             num_micro=max(self.num_micro(micro_batch), 1),
             step=step,
             comm_bytes=comm_bytes,
+            process=process,
             needed_bytes=needed,
             headroom_bytes=left,
             fits=fits,
@@ -89,7 +92,14 @@ class Planner:
             tokens_per_s=tokens_per_s,
             mfu=mfu,
             binds=what_binds(timing, fits=fits),
+            spread=spread(self.device),
         )
+
+    def _process_memory(self, step: Step, micro_batch: int) -> ProcessMemory:
+        if self.device.device_type != "cuda":
+            return ProcessMemory()
+        vocab_size = getattr(getattr(self.workload.model, "config", None), "vocab_size", 0)
+        return process_memory(step.peak, micro_batch * self.workload.seq_len * vocab_size, self.software.impl)
 
     def step(self, strategy: ShardingStrategy, micro_batch: int, num_shards: int) -> Step:
         """The engine's step."""

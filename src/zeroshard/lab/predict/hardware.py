@@ -84,8 +84,9 @@ class Link:
 
 
 def _link(name: str, gb_per_s: float, step_s: float, source: str) -> Link:
-    network = {"share": NETWORK_SHARE, "falloff": LESS_EACH_DOUBLING} if step_s == NETWORK_STEP_S else {}
-    return Link(name, step_s, gb_per_s * GIGA, f"{source}; {NCCL_TUNING}", **network)
+    is_network = step_s == NETWORK_STEP_S
+    share, falloff = (NETWORK_SHARE, LESS_EACH_DOUBLING) if is_network else (BANDWIDTH_SHARE, 0.0)
+    return Link(name, step_s, gb_per_s * GIGA, f"{source}; {NCCL_TUNING}", share=share, falloff=falloff)
 
 
 _PCIE = "PCI-SIG: 16 lanes of"

@@ -5,15 +5,15 @@
     all else               bytes / (memory's rate  share), and no less than the start of a kernel
 
 *Tiles.* cuBLAS cuts a product into tiles, and cores take one each: a last wave that fills few of them takes as long as
-a full one. It is taken to choose the tile, and into how many parts to cut k, that are fastest. K is the start and the end
-of a tile, in steps of k. NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave
+a full one. It is taken to choose the tile, and into how many parts to cut k, that are fastest. K is the start and the
+end of a tile, in steps of k. NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave
 quantisation; Osama et al. 2023, "Stream-K", https://arxiv.org/abs/2301.03598.
 
 *Attention* by kernel, direction, width of a head and length, on an H100: Shah et al. 2024, "FlashAttention-3",
 https://arxiv.org/abs/2407.08608, figures 5 and 6. FlashAttention-2 forward under a causal mask at a width of 128: 191,
 260, 298, 319, 333, 335 TFLOP/s at 512, 1k, ... 16k tokens; backward without one 214, 260, 291, 310, 318, 322. A width
-of 64 has 0.81 of that forward (299 of 370, no mask) and 0.90 backward (291 of 322). On an A100 FlashAttention-2 has 50 to
-73 % of the peak (Dao 2023, https://arxiv.org/abs/2307.08691).
+of 64 has 0.81 of that forward (299 of 370, no mask) and 0.90 backward (291 of 322). On an A100 FlashAttention-2 has
+50 to 73 % of the peak (Dao 2023, https://arxiv.org/abs/2307.08691).
 
 *Power.* Below its limit's clock a chip's power goes with the cube of its clock (P = C V^2 f, V with f), so a limit of
 500 of 700 W leaves (5 / 7)^(1/3) of the rate of products.
@@ -89,6 +89,18 @@ SUSTAINED: Mapping[str, Sustained] = {
 }
 # Seconds of host time that an operation takes to be issued: computation cannot be faster than its host.
 HOST_S: Mapping[Impl, float] = {"eager": 8e-6, "compile": 4e-6, "kernels": 4e-6}
+
+
+# Predicted / published tokens/s on the validation set of ``benchmarks/published/``: four of five runs lie between. The
+# second is of devices that no published run calibrates: what the first edition of this table came to, and AMD's.
+SPREAD, SPREAD_UNCALIBRATED = (0.90, 1.10), (0.85, 1.60)
+
+
+def spread(device: Device) -> tuple[float, float]:
+    """How far a predicted rate is from a published one: least and most; nothing where rates were measured."""
+    if device.sustained:
+        return SPREAD
+    return SPREAD_UNCALIBRATED if device.device_type == "cuda" and device.matmul_share < 1 else (1.0, 1.0)
 
 
 def sustained_s(work: Work, device: Device, attention: Attention = "flash-2") -> tuple[float, str]:

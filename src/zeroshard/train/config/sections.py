@@ -58,7 +58,7 @@ class ModelConfig(Config):
     bias: bool = Field(True, description="Biases in GPT-2's linear layers and norms.")
     activation_checkpointing: str = Field(
         "none",
-        description="Recompute in backward: none, full, every:N (N-th block), or selective (all but matrix products).",
+        description="Recompute in backward: none, full, every:N (N-th block), selective[:2] (all but products).",
     )
 
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
@@ -86,11 +86,11 @@ class ModelConfig(Config):
 
     @model_validator(mode="after")
     def _recomputation_is_known(self) -> Self:
-        if not re.fullmatch(r"none|full|selective|every:[1-9]\d*", self.activation_checkpointing):
+        if not re.fullmatch(r"none|full|selective(:2)?|every:[1-9]\d*", self.activation_checkpointing):
             raise UserError(
                 "model.activation_checkpointing",
                 f"{self.activation_checkpointing!r} is not a choice",
-                "choose none, full, selective, or every:N for every N-th block",
+                "choose none, full, selective, selective:2, or every:N for every N-th block",
             )
         return self
 

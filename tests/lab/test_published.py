@@ -1,0 +1,88 @@
+"""The planner against published runs: a share of them; all by ``benchmarks/plan_published.py``."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import statistics
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from zeroshard.lab.predict.hardware import find_link
+from zeroshard.lab.predict.timeline import Cluster
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# Of each set the cases that a processor plans in some seconds: every so many, the first included.
+EVERY = {"calibration": 8, "validation": 4}
+
+
+@pytest.fixture(scope="module")
+def published():
+    spec = importlib.util.spec_from_file_location("plan_published", BENCHMARKS / "plan_published.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules[spec.name]
+
+
+def test_a_source_is_for_calibration_or_for_validation_and_says_where_it_was_read(published):
+    sets = {}
+    for path in sorted(published.FOLDER.glob("*.toml")):
+        source = tomllib.loads(path.read_text())
+        assert source["url"].startswith("https://")
+        assert source["file"]
+        assert len(source["commit"]) == 40
+        assert sets.setdefault(source["family"], source["set"]) == source["set"]
+    assert set(sets.values()) == {"calibration", "validation"}
+    cases = published.read_cases()
+    assert {case.family for case in cases} == set(sets)
+    assert len([case for case in cases if case.set == "calibration"]) >= 80
+    assert len([case for case in cases if case.set == "validation"]) >= 25
+
+
+@pytest.mark.parametrize(("kind", "within_15_percent"), [("calibration", 0.85), ("validation", 0.8)])
+def test_predicted_speeds_are_those_that_were_published(published, kind, within_15_percent):
+    cases = [case for case in published.read_cases() if case.set == kind][:: EVERY[kind]]
+    ratios = [published.outcome_of(case).speed_ratio for case in cases]
+    assert statistics.median(ratios) == pytest.approx(1.0, abs=0.05)
+    assert sum(abs(ratio - 1) <= 0.15 for ratio in ratios) >= within_15_percent * len(ratios)
+
+
+def _busbw_ratios(kind):
+    content = tomllib.loads((BENCHMARKS / "published" / "collectives" / "nccl.toml").read_text())
+    for source in content["sources"]:
+        if source["set"] == kind:
+            for values in source["runs"]:
+                row = dict(zip(content["columns"], values, strict=True))
+                ranks = row["ranks"]
+                cluster = Cluster(ranks, row["per_node"], find_link(row["within"]), find_link(row["between"]))
+                seconds = cluster.collective_s(row["op"], row["num_bytes"], ranks)
+                rounds = 2 if row["op"] == "all_reduce" else 1
+                yield rounds * (ranks - 1) / ranks * row["num_bytes"] / seconds / 1e9 / row["busbw"]
+
+
+@pytest.mark.parametrize(("kind", "worst"), [("calibration", 2.0), ("validation", 1.15)])
+def test_predicted_bus_bandwidths_are_those_that_were_measured(kind, worst):
+    """Small buffers are the worst: NCCL takes longer to reach its rate than latencies say."""
+    ratios = list(_busbw_ratios(kind))
+    assert statistics.median(ratios) == pytest.approx(1.0, abs=0.08)
+    assert max(abs(math.log(ratio)) for ratio in ratios) <= math.log(worst)
+
+
+def test_what_is_lost_from_128_to_512_gpus_is_what_was_published(published):
+    """MosaicML on H100: 2 to 12 % of tokens/s, the more the smaller the model."""
+    found, measured = {}, {}
+    for case in published.read_cases():
+        if case.gpu == "h100-80gb" and case.model in ("1b", "7b") and case.gpus in (128, 512) and case.seq_len == 2048:
+            found[case.model, case.gpus] = published.outcome_of(case).tokens_per_s
+            measured[case.model, case.gpus] = case.tokens_per_s
+    for model in ("1b", "7b"):
+        lost, expected = (1 - each[model, 512] / each[model, 128] for each in (found, measured))
+        assert lost == pytest.approx(expected, abs=0.03)
+        assert lost > 0.03
