@@ -25,6 +25,7 @@ from zeroshard import process
 
 process.prepare_torch()
 
+from zeroshard.kernels import Choice  # noqa: E402
 from zeroshard.lab.planner.planner import planner_for  # noqa: E402
 from zeroshard.lab.predict.rates import Attention, Impl  # noqa: E402
 
@@ -43,6 +44,7 @@ class Case:
         overrides: of the preset ``preset``, its shape.
         impl: who computed: ``eager`` (torch, operation by operation), ``compile`` or ``kernels`` (written by hand).
         attention: which fused kernel; FlashAttention-2 where it is not said.
+        kernels: ``triton``: eager code with a fused loss.
         tokens_per_s: of one GPU.
         memory_bytes: the allocator's peak; 0 where it is not given.
     """
@@ -67,6 +69,7 @@ class Case:
     tokens_per_s: float
     memory_bytes: float = 0.0
     attention: Attention = "flash-2"
+    kernels: Choice = "auto"
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ def _cases(source: dict[str, Any]) -> Iterable[Case]:
             tokens_per_s=_tokens_per_s(row, shape, tokens),
             memory_bytes=row.get("memory_gib", 0) * GIB + row.get("memory_mib", 0) * MIB + row.get("memory_gb", 0) * GB,
             attention=row.get("attention", "flash-2"),
+            kernels=row.get("kernels", "auto"),
         )
 
 
@@ -150,6 +154,7 @@ def outcome_of(case: Case) -> Outcome:
         seq_len=case.seq_len,
         reduce_dtype=case.reduce_dtype,
         impl=case.impl,
+        kernels=case.kernels,
         attention=case.attention,
         overrides=overrides,
     )

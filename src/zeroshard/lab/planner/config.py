@@ -61,7 +61,7 @@ class PlanConfig(Config):
         "flash-2", description="Fused attention that a GPU runs."
     )
     document_mask: bool = Field(False, description="Attention stays inside a document, which costs a mask.")
-    headroom: float = Field(0.05, ge=0, lt=1, description="Share of memory that must stay free.")
+    headroom: float = Field(0.02, ge=0, lt=1, description="Share of memory that must stay free.")
 
     json: bool = Field(False, description="Print JSON.")  # ty: ignore[incompatible-attribute-override]
     cache: bool = Field(True, description="Answer from ~/.cache/zeroshard what the same version has answered before.")

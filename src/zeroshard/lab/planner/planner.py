@@ -22,7 +22,7 @@ from zeroshard.lab.predict.workload import DTYPES, Workload, workload_of
 from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 
-HEADROOM = 0.05  # of a device's memory that stays free: what nobody foresaw
+HEADROOM = 0.02  # of a device's memory that stays free: what nobody foresaw
 # NCCL's own memory for each communicator, outside of torch's allocator: two buffers of NCCL_BUFFSIZE (4 MiB) for each
 # of at most 32 channels (NCCL documentation, environment variables).
 NCCL_BYTES = 2 * 32 * 4 * 2**20
@@ -171,7 +171,7 @@ def planner_for(
     found = gpu if isinstance(gpu, Calibration) else Calibration(gpu) if isinstance(gpu, Device) else find_device(gpu)
     device = found.device
     precision = _precision(dtype, reduce_dtype)
-    if impl == "eager":
+    if impl == "eager" and kernels == "auto":
         kernels = "reference"
     software = Software(impl or ("eager" if kernels == "reference" else "kernels"), attention)
     workload = workload_of(

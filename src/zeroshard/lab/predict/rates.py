@@ -82,10 +82,10 @@ _HOPPER: Mapping[Attention, tuple[float, float]] = {
     "flash-3": (0.63, 0.575),
 }
 SUSTAINED: Mapping[str, Sustained] = {
-    "a100": Sustained(108, 0.765, {"flash-1": (0.375, 0.30), "flash-2": (0.65, 0.55)}, 0.80, 0.10),
-    "h100": Sustained(132, 0.605, _HOPPER, 0.80, 0.10),
-    "h200": Sustained(132, 0.65, _HOPPER, 0.80, 0.10),
-    "b200": Sustained(148, 0.5, {"flash-2": (0.15, 0.14), "flash-3": (0.39, 0.36)}, 0.80, 0.10),
+    "a100": Sustained(108, 0.765, {"flash-1": (0.375, 0.30), "flash-2": (0.65, 0.55)}, 0.75, 0.10),
+    "h100": Sustained(132, 0.605, _HOPPER, 0.75, 0.10),
+    "h200": Sustained(132, 0.665, _HOPPER, 0.75, 0.10),
+    "b200": Sustained(148, 0.515, {"flash-2": (0.15, 0.14), "flash-3": (0.39, 0.36)}, 0.75, 0.10),
 }
 # Seconds of host time that an operation takes to be issued: computation cannot be faster than its host.
 HOST_S: Mapping[Impl, float] = {"eager": 8e-6, "compile": 4e-6, "kernels": 4e-6}
