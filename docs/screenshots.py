@@ -25,7 +25,9 @@ from run_folders import write_sweep
 IMAGES = Path(__file__).parent / "images"
 CHROMIUM, ARGS = "/usr/bin/chromium", ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 HEIGHTS = {1280: 1500, 400: 1500}  # pixels, by width
+SCHEMES = ("light", "dark")
 MOST_BYTES = 150_000
+SHOWN = (Path(__file__).parent / "report.md").read_text(encoding="utf-8")
 ZEROSHARD = (sys.executable, "-m", "zeroshard")
 
 
@@ -47,24 +49,35 @@ def make(sweep: Path, out: Path, chromium: str) -> None:
         subprocess.run([*ZEROSHARD, "report", str(sweep), "--out", str(out)], check=True)
         browser = tools.chromium.launch(executable_path=chromium, args=ARGS)
         for width, height in HEIGHTS.items():
-            page = browser.new_page(viewport={"width": width, "height": height})
-            page.goto((out / "report.html").as_uri())
-            page.locator(".main-svg").first.wait_for()
-            page.get_by_role("heading", name="Results").scroll_into_view_if_needed()
-            shoot(page, f"report-{width}")
-            page.locator("#theme").click()
-            shoot(page, f"report-dark-{width}")
-            page.goto(address)
-            page.locator("#graph-memory .bars path").first.wait_for(timeout=60_000)
-            shoot(page, f"dashboard-{width}")
-            page.locator(".tab").nth(1).click()
-            page.locator("#run-details h2").wait_for()
-            shoot(page, f"run-{width}")
-            page.locator(".tab", has_text="Planner").click()
-            page.locator(".advice").wait_for(timeout=120_000)
-            page.wait_for_timeout(1000)
-            shoot(page, f"planner-{width}")
+            for scheme in SCHEMES:
+                page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+                page.set_default_timeout(120_000)
+                where = f"{'dark-' if scheme == 'dark' else ''}{width}"
+                shoot_report(page, out, where)
+                shoot_dashboard(page, address, where)
         browser.close()
+
+
+def shoot_report(page: Page, out: Path, where: str) -> None:
+    """The report in ``out``."""
+    page.goto((out / "report.html").as_uri())
+    page.locator(".main-svg").first.wait_for()
+    page.get_by_role("heading", name="Results").scroll_into_view_if_needed()
+    shoot(page, f"report-{where}")
+
+
+def shoot_dashboard(page: Page, address: str, where: str) -> None:
+    """Its three pages."""
+    page.goto(address)
+    page.locator("#graph-memory .bars path").first.wait_for()
+    shoot(page, f"dashboard-{where}")
+    page.locator(".tab").nth(1).click()
+    page.locator("#run-details h2").wait_for()
+    shoot(page, f"run-{where}")
+    page.locator(".tab").nth(2).click()
+    page.locator(".advice").wait_for()
+    page.wait_for_timeout(1000)
+    shoot(page, f"planner-{where}")
 
 
 @contextmanager
@@ -80,7 +93,9 @@ def dashboard(folder: Path) -> Generator[str]:
 
 
 def shoot(page: Page, name: str) -> None:
-    """What is to be seen now, in as few colours as keep the file small."""
+    """What is to be seen now, in as few colours as keep the file small; only where the page of the docs shows it."""
+    if f"images/{name}.png" not in SHOWN:
+        return
     image = (
         Image.open(io.BytesIO(page.screenshot()))
         .convert("RGB")
