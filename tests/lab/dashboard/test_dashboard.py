@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from importlib import util
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -96,6 +97,15 @@ def test_figures_and_plans_come_from_runs_whole_and_damaged(tmp_path):
     assert all(empty[f"graph-{name}"].whole()["data"] == [] for name in page_of_runs.GRAPHS)
 
 
+def test_the_benchmark_of_the_first_page_and_of_refreshes_runs_to_its_end():
+    program = Path(__file__).parents[3] / "benchmarks" / "dashboard.py"
+    command = [sys.executable, str(program), "--runs", "3", "--steps", "60", "--limit", "1000"]
+    done = forked.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    told = [line.split("  ")[1].strip() for line in done.stdout.splitlines()[1:]]
+    assert told == ["imports", "first page", "nothing new", "a step", "every run"]
+
+
 def test_the_planner_answers_as_the_command_does(capsys):
     given = {"model": "gpt2-124m", "gpu": "h100-80gb", "gpus": 4, "gpus_per_node": 8, "network": "10Gbit/s"}
     given |= {"stage": "all", "micro_batch": 1, "seq_len": 256}
@@ -103,7 +113,7 @@ def test_the_planner_answers_as_the_command_does(capsys):
     words = ["--model", "gpt2-124m", "--gpus", "4", "--network", "10Gbit/s", "--micro-batch", "1", "--seq-len", "256"]
     assert main(["plan", *words]) == 0
     assert advice in capsys.readouterr().out
-    drawn = answer(given)[2].children[0].children[1].figure
+    drawn = answer(given)[2].children[0].children[1].children.figure
     assert drawn["layout"]["xaxis"]["ticktext"] == [f"stage {stage}, 1" for stage in range(4)]
     assert str(answer({**given, "network": "10furlongs"})[0].children).startswith("network: ")
 
