@@ -2,9 +2,9 @@
 
     python benchmarks/load_hugging_face.py FOLDER --ranks 2 4
 
-Each rank is a process of its own without peers, so the numbers are of one rank of so many; resident memory is read from
-the kernel before the weights are loaded and at its highest point since. FOLDER may be missing: a LLaMA of SmolLM2-135M's
-shape, with random weights in bfloat16, is then made there.
+Each rank is a process of its own without peers, so the numbers are of one rank of so many; resident memory is read
+from the kernel before the weights are loaded and at its highest point since. FOLDER may be missing: a LLaMA of the
+shape of SmolLM2-135M, with random weights in bfloat16, is then made there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from zeroshard.process import prepare_torch
 
@@ -44,7 +45,12 @@ def main() -> None:
 def make(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    sizes: dict[str, Any] = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+    }
     config = LlamaConfig(vocab_size=49152, num_key_value_heads=3, tie_word_embeddings=True, **sizes)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
 
@@ -67,9 +73,8 @@ def load(folder: Path, world_size: int, rank: int) -> None:
     held = resident("VmHWM") - before
     shard_bytes = sum(zero.memory_bytes().values())
     share = held / (shard_bytes + unit_bytes)
-    print(
-        f"{world_size:5}  {rank:4}  {shard_bytes / MIB:9.1f}  {unit_bytes / MIB:8.1f}  {held / MIB:16.1f}  {share:15.2f}"
-    )
+    numbers = f"{shard_bytes / MIB:9.1f}  {unit_bytes / MIB:8.1f}  {held / MIB:16.1f}"
+    print(f"{world_size:5}  {rank:4}  {numbers}  {share:15.2f}")
 
 
 def resident(name: str) -> int:

@@ -14,7 +14,7 @@ from zeroshard.lab.run_folders import RunResult
 
 def plans(runs: Mapping[str, RunResult], *, named: bool = True) -> list[Any]:
     """What was planned and what came, of each run that has a plan; ``named``: with the names of runs in a column."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, run in runs.items():
         if plan := plan_of(run):
             rows += [(name, *cells) for cells in _pairs(run, plan)]

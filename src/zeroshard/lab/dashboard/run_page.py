@@ -80,7 +80,9 @@ def _pairs(facts: Iterable[tuple[str, Any]]) -> Any:
 
 
 def _environment(run: RunResult) -> list[tuple[str, Any]]:
-    known = [(name.replace("_", " "), _in_words(run.start[name])) for name in _ENVIRONMENT if run.start.get(name)]
+    known: list[tuple[str, Any]] = [
+        (name.replace("_", " "), _in_words(run.start[name])) for name in _ENVIRONMENT if run.start.get(name)
+    ]
     if run.link is not None:
         known.append(("link", f"{run.link.mode}; {run.link.why_not_comparable or 'as fast as it was asked for'}"))
     return known

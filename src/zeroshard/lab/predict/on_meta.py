@@ -24,8 +24,9 @@ from zeroshard.zero import MixedPrecision
 def serves(model: LanguageModel, precision: MixedPrecision, device_type: str) -> bool:
     """Whether a trace on the meta device is a trace with fake tensors, for what a model of ours does.
 
-    Of other models nothing is known: they may ask the device for more. It is not with a mask, with dropout, with blocks that run again in backward, or where torch's own LayerNorm computes
-    in a narrow dtype: the CPU's keeps its statistics in that dtype, and the meta device's in fp32.
+    Of other models nothing is known: they may ask the device for more. Of ours it is not one with a mask, with dropout,
+    with blocks that run again in backward, or where torch's own LayerNorm computes in a narrow dtype: the CPU's keeps
+    its statistics in that dtype, and the meta device's in fp32.
     """
     if type(model) not in (GPT2, Llama):
         return False
