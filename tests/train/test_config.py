@@ -241,3 +241,14 @@ def test_a_warm_up_that_nobody_set_is_shortened_with_the_run_and_one_that_was_se
         validate(TrainConfig, {"max_steps": 12, "warmup_steps": 20})
     with pytest.raises(UserError, match=r"^decay_steps: 5 is below warmup_steps = 20;"):
         validate(TrainConfig, {"decay_steps": 5})
+
+
+def test_rates_that_nobody_gave_follow_from_what_is_trained():
+    rates = lambda **given: [getattr(TrainConfig.model_validate(given), name) for name in ("lr", "min_lr")]
+    assert rates() == [1e-3, 1e-4]
+    assert rates(lr=5e-5) == [5e-5, 5e-6]
+    assert rates(lr=5e-5, min_lr=0) == [5e-5, 0]
+    tuned = {"name": "hf:somewhere"}
+    assert rates(model=tuned) == [2e-5, pytest.approx(2e-6)]  # 1e-3 would undo what it has learned
+    assert rates(model=tuned, lr=1e-4) == [1e-4, 1e-5]
+    assert rates(model={**tuned, "from_config": True}) == [1e-3, 1e-4]

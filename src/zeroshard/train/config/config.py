@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 
 from zeroshard.comm.registry import COMMUNICATORS, comm_entry
 from zeroshard.errors import UserError, shown
+from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
 from zeroshard.train.config.registered import CommName, StrategyName
 from zeroshard.train.config.sections import (
@@ -117,8 +118,15 @@ class TrainConfig(Config):
     )
     momentum: float = Field(0.95, ge=0, lt=1, description="muon: decay of its mean gradient.")
     fused: bool = Field(True, description="The optimizer's fused kernel.")
-    lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="Peak learning rate.")
-    min_lr: float = Field(1e-4, ge=0, allow_inf_nan=False, description="Learning rate at the end of its decay.")
+    lr: float = Field(
+        1e-3,
+        gt=0,
+        allow_inf_nan=False,
+        description="Peak learning rate; where it is not given and weights of hf: go on, 2e-5.",
+    )
+    min_lr: float = Field(
+        1e-4, ge=0, allow_inf_nan=False, description="Learning rate at the end of its decay; not given: a tenth of lr."
+    )
     warmup_steps: int = Field(
         WARMUP_STEPS, ge=0, description="Steps of linear warm-up; a tenth of a run that is shorter than the default."
     )
@@ -204,6 +212,16 @@ class TrainConfig(Config):
         if bad:
             what = f"{self.shard_size} does not divide a world of {_some(bad)} ranks"
             raise UserError("shard_size", f"{what}, {allowed}", "change it, nproc or nnodes")
+        return self
+
+    @model_validator(mode="after")
+    def _rates(self) -> Self:
+        """Learning rates that nobody gave."""
+        trained_before = is_hugging_face(self.model.name) and not self.model.from_config
+        if trained_before and "lr" not in self.model_fields_set:
+            object.__setattr__(self, "lr", FINE_TUNING["lr"])
+        if "min_lr" not in self.model_fields_set:
+            object.__setattr__(self, "min_lr", self.lr / 10)
         return self
 
     @model_validator(mode="after")
