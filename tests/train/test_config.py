@@ -244,7 +244,10 @@ def test_a_warm_up_that_nobody_set_is_shortened_with_the_run_and_one_that_was_se
 
 
 def test_rates_that_nobody_gave_follow_from_what_is_trained():
-    rates = lambda **given: [getattr(TrainConfig.model_validate(given), name) for name in ("lr", "min_lr")]
+    def rates(**given):
+        config = TrainConfig.model_validate(given)
+        return [config.lr, config.min_lr]
+
     assert rates() == [1e-3, 1e-4]
     assert rates(lr=5e-5) == [5e-5, 5e-6]
     assert rates(lr=5e-5, min_lr=0) == [5e-5, 0]
