@@ -158,6 +158,11 @@ def _trace(
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 what = f"its forward reads values of tensors ({error.func}), which a trace has not"
                 raise UserError("model", what, "plan the model without that branch") from None
+            except RuntimeError as error:  # an operation that knows no shapes for these dtypes
+                if "overflow" in str(error):
+                    raise
+                what = f"its forward cannot be traced without values ({next(iter(str(error).splitlines()), '')})"
+                raise UserError("model", what, "plan it in another dtype") from None
             loss = sum(leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad)
             del output
             if not isinstance(loss, Tensor):
