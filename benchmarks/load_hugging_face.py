@@ -3,13 +3,8 @@
     python benchmarks/load_hugging_face.py FOLDER --ranks 2 4
 
 Each rank is a process of its own without peers, so the numbers are of one rank of so many; resident memory is read
-<<<<<<< HEAD
-from the kernel before the weights are loaded and at its highest point since. FOLDER may be missing: a LLaMA of the
-shape of SmolLM2-135M, with random weights in bfloat16, is then made there.
-=======
 from the kernel before the weights are loaded and at its highest point since. FOLDER may be missing: a LLaMA of
 SmolLM2-135M's shape, with random weights in bfloat16, is then made there.
->>>>>>> b01b840 (A run whose activations cannot be traced is held to the rest of its plan)
 """
 
 from __future__ import annotations
@@ -77,14 +72,8 @@ def load(folder: Path, world_size: int, rank: int) -> None:
     zero = Zero(model, 3, units=list(model.blocks), comm=NullCommunicator(world_size, rank), init=InitialValues(model))
     held = resident("VmHWM") - before
     shard_bytes = sum(zero.memory_bytes().values())
-<<<<<<< HEAD
-    share = held / (shard_bytes + unit_bytes)
-    numbers = f"{shard_bytes / MIB:9.1f}  {unit_bytes / MIB:8.1f}  {held / MIB:16.1f}"
-    print(f"{world_size:5}  {rank:4}  {numbers}  {share:15.2f}")
-=======
     share, sizes = held / (shard_bytes + unit_bytes), [each / MIB for each in (shard_bytes, unit_bytes, held)]
     print(f"{world_size:5}  {rank:4}  {sizes[0]:9.1f}  {sizes[1]:8.1f}  {sizes[2]:16.1f}  {share:15.2f}")
->>>>>>> b01b840 (A run whose activations cannot be traced is held to the rest of its plan)
 
 
 def resident(name: str) -> int:
