@@ -16,7 +16,7 @@ from zeroshard.lab.predict.timeline import Cluster
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # Of each set the cases that a processor plans in some seconds: every so many, the first included.
-EVERY = {"calibration": 8, "validation": 4}
+EVERY = {"calibration": 12, "validation": 6}
 
 
 @pytest.fixture(scope="module")
