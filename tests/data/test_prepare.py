@@ -10,7 +10,8 @@ import pytest
 
 from zeroshard.data import prepare as module
 from zeroshard.data.meta import read_meta
-from zeroshard.data.prepare import DataSpec, data_dir, prepare
+from zeroshard.data.prepare import DataSpec, prepare
+from zeroshard.data.spec import data_dir
 from zeroshard.data.split import validates
 from zeroshard.data.tokenizer import ByteTokenizer, load_tokenizer
 from zeroshard.data.tokens import TokenDataset, verify

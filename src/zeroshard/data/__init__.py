@@ -16,8 +16,8 @@ from zeroshard.lazily import loaded
 if TYPE_CHECKING:
     from zeroshard.data.base import Batches, EvalBatches, TokenBatches, Tokens, num_rows, require_enough
     from zeroshard.data.meta import DataMeta, read_meta
-    from zeroshard.data.prepare import DataSpec, data_dir
     from zeroshard.data.registry import SOURCES
+    from zeroshard.data.spec import DataSpec, data_dir
     from zeroshard.data.tokenizer import TOKENIZERS, Tokenizer, check_tokenizer, load_tokenizer
     from zeroshard.data.tokens import TokenDataset, verify
 
@@ -30,8 +30,8 @@ _HOME = {
     "require_enough": "base",
     "DataMeta": "meta",
     "read_meta": "meta",
-    "DataSpec": "prepare",
-    "data_dir": "prepare",
+    "DataSpec": "spec",
+    "data_dir": "spec",
     "SOURCES": "registry",
     "TOKENIZERS": "tokenizer",
     "Tokenizer": "tokenizer",

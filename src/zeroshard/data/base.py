@@ -63,7 +63,7 @@ class TokenBatches:
         world_size: int = 1,
         seed: int = 0,
     ) -> None:
-        _check_sizes(
+        check_sizes(
             rank,
             world_size,
             seq_len=seq_len,
@@ -120,7 +120,7 @@ class EvalBatches:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        _check_sizes(rank, world_size, seq_len=seq_len, micro_batch_size=micro_batch_size, max_rows=max_rows)
+        check_sizes(rank, world_size, seq_len=seq_len, micro_batch_size=micro_batch_size, max_rows=max_rows)
         available = num_rows(tokens, seq_len)
         if available < 1:
             raise ValueError(f"{tokens.num_tokens} tokens hold no row of seq_len {seq_len}: {seq_len + 1} are needed")
@@ -172,7 +172,8 @@ def _read_rows(tokens: Tokens, rows: NDArray[np.int64], seq_len: int) -> tuple[T
     return torch.from_numpy(window[:, :-1].astype(np.int64)), torch.from_numpy(window[:, 1:].astype(np.int64))
 
 
-def _check_sizes(rank: int, world_size: int, **sizes: int) -> None:
+def check_sizes(rank: int, world_size: int, **sizes: int) -> None:
+    """Raise ValueError for a size below 1, or a rank outside its world."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")

@@ -4,6 +4,7 @@
     DIR/train/tokens-00000.bin    token ids, little-endian uint16 (uint32 above 65,536 ids), nothing else
     DIR/val/tokens-00000.bin
     DIR/tokenizer.json            only where the tokenizer was trained on this source
+    DIR/train/counts.bin, ends.bin, DIR/chat_template.json   of examples, see `zeroshard.data.examples`
 
 The folder appears under its name in one rename, `meta.json` and all, so a folder that has one is complete.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -62,12 +63,24 @@ class SourceMeta:
 
 
 @dataclass(frozen=True)
+class ExamplesMeta:
+    """Of one split that holds examples, see `zeroshard.data.examples.store`."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
+    num_examples: Count
+    num_counted: Count
+    counts_sha256: str
+    ends_sha256: str
+
+
+@dataclass(frozen=True)
 class DataMeta:
     """All of ``meta.json``.
 
     ``spec`` holds the choices that decide the tokens (source, tokenizer, val_fraction, ...): a folder is used again
     only for the same ones. ``tokenizer_sha256`` is that of ``tokenizer.json``, or empty where there is none. ``eos_id``
-    ends each document; None where nothing does, or in a folder of an earlier version.
+    ends each document; None where nothing does, or in a folder of an earlier version. ``examples`` is there where the
+    splits hold examples of a fine-tuning, and no plain text.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
@@ -80,11 +93,13 @@ class DataMeta:
     splits: Mapping[str, SplitMeta]
     eos_id: Count | None = None
     format_version: int = FORMAT_VERSION
+    examples: Mapping[str, ExamplesMeta] = field(default_factory=dict)
 
     @property
     def tokens_sha256(self) -> str:
         """Of the tokens of every split, wherever they lie: the same exactly where training reads the same."""
         digests = [f"{name} {shard.sha256}" for name in SPLITS for shard in self.splits[name].shards]
+        digests += [f"{name} {each.counts_sha256} {each.ends_sha256}" for name, each in self.examples.items()]
         return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
@@ -95,7 +110,10 @@ def dtype_for(vocab_size: int) -> str:
 
 def write_meta(folder: Path, meta: DataMeta) -> None:
     """Write ``meta.json`` into ``folder``."""
-    (folder / META_NAME).write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
+    facts = asdict(meta)
+    if not meta.examples:
+        del facts["examples"]  # earlier versions read plain text too
+    (folder / META_NAME).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def read_meta(folder: Path) -> DataMeta:
@@ -122,7 +140,11 @@ def read_meta(folder: Path) -> DataMeta:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise _damaged(path, f"unexpected content ({where}: {first['msg']})") from None
-    if meta.dtype not in DTYPES or set(meta.splits) != set(SPLITS):
+    if (
+        meta.dtype not in DTYPES
+        or set(meta.splits) != set(SPLITS)
+        or (meta.examples and set(meta.examples) != set(SPLITS))
+    ):
         raise _damaged(path, f"unexpected dtype {meta.dtype!r} or splits {sorted(meta.splits)}")
     return meta
 

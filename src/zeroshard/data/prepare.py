@@ -8,13 +8,9 @@ difference is an error.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,100 +18,30 @@ from zeroshard.data import bulk
 from zeroshard.data.bins import BIN_SPLIT, TokenBins
 from zeroshard.data.documents import Fingerprint
 from zeroshard.data.encode import encode_pieces, keep_for_workers, pieces_of, train_texts
+from zeroshard.data.examples.prepare import prepare_examples
 from zeroshard.data.joining import put_around
 from zeroshard.data.meta import META_NAME, SPLITS, DataMeta, SourceMeta, dtype_for, read_meta, write_meta
-from zeroshard.data.prepared import is_prepared, warn_of_earlier_rules, without_rules
+from zeroshard.data.prepared import is_prepared, tables_fingerprint, warn_of_earlier_rules, without_rules
 from zeroshard.data.publish import draft_of, publish
 from zeroshard.data.registry import is_hub_name, source_entry
-from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, check_source, open_source
+from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, open_source
+from zeroshard.data.spec import DataSpec
 from zeroshard.data.split import BY_CONTENT, BY_TAIL, MANY_DOCUMENTS, Holdout
 from zeroshard.data.tables import PART_BYTES, Tables, corpus_identity, count_documents
 from zeroshard.data.tokenizer import (
-    TOKENIZER_FILE,
     BpeTokenizer,
     Tokenizer,
-    check_tokenizer,
     eos_id_of,
     known_vocab_size,
     make_tokenizer,
     read_tokenizer,
-    tokenizer_identity,
+    write_tokenizer,
 )
 from zeroshard.data.tokens import DEFAULT_SHARD_TOKENS, TokenWriter
 from zeroshard.errors import UserError
 from zeroshard.process import num_cpus
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class DataSpec:
-    """What to prepare.
-
-    Args:
-        source: one of `SOURCES`, or a data set of the Hugging Face hub.
-        paths: files, folders or globs of ``text`` and ``bin``; one file, or none, of ``tinyshakespeare``.
-        tokenizer: ``bytes``, ``gpt2``, ``bpe:N`` or ``json:PATH``; not used by ``synthetic``, which has no text; of
-            ``bin`` the one that made its tokens, or ``none``.
-        val_fraction: share of the text that validates, in [0, 1); see `zeroshard.data.split`.
-        vocab_size, num_tokens, seed: of ``synthetic`` alone.
-        max_tokens: stop after so many tokens of both splits together; 0 means no limit.
-        column: of tables, that holds the text.
-
-    Raises:
-        UserError: a value that cannot be; files are looked at later, by `prepare`.
-    """
-
-    source: str = "python-stdlib"
-    paths: tuple[str, ...] = ()
-    tokenizer: str = "bytes"
-    val_fraction: float = 0.1
-    vocab_size: int = 256
-    num_tokens: int = 1_000_000
-    seed: int = 0
-    max_tokens: int = 0
-    column: str = "text"
-
-    def __post_init__(self) -> None:
-        check_source(self.source, self.paths)
-        if (self.source, self.tokenizer) != ("bin", "none"):
-            check_tokenizer(self.tokenizer)
-        if not 0 <= self.val_fraction < 1:  # also refuses NaN
-            raise UserError("data.val_fraction", f"{self.val_fraction} is not in [0, 1)", "give a share such as 0.1")
-        if self.max_tokens < 0:
-            raise UserError("data.max_tokens", f"{self.max_tokens} is negative", "give a count, or 0 for no limit")
-        if not 1 <= self.vocab_size <= 1 << 32:
-            raise UserError("data.vocab_size", f"{self.vocab_size} is not in [1, 2**32]", "give a number of ids")
-        if self.num_tokens < 1:
-            raise UserError("data.num_tokens", f"{self.num_tokens} is less than 1", "give a number of tokens")
-
-    def identity(self) -> dict[str, Any]:
-        """The choices that decide the tokens, beside the source's content: equal identities give equal files."""
-        shared = {"source": self.source, "val_fraction": self.val_fraction, "max_tokens": self.max_tokens}
-        if self.source == "synthetic":
-            return shared | {"vocab_size": self.vocab_size, "num_tokens": self.num_tokens, "seed": self.seed}
-        column = {} if self.column == "text" else {"column": self.column}
-        return shared | {"tokenizer": tokenizer_identity(self.tokenizer)} | column
-
-
-def data_dir(spec: DataSpec, root: Path | str = "data") -> Path:
-    """The folder that a spec is prepared in by default, such as ``data/python-stdlib-bytes``.
-
-    A spec of the user's files or with anything else than the defaults gets 8 digits of a hash besides, so that
-    different specs have different folders.
-    """
-    parts = [spec.source]
-    # Where tiny-shakespeare was read does not matter: its content is pinned.
-    paths = () if spec.source == "tinyshakespeare" else spec.paths
-    if paths:
-        parts.append(Path(paths[0]).stem)
-    if spec.source != "synthetic":
-        parts.append(tokenizer_identity(spec.tokenizer))
-    defaults = DataSpec(spec.source, spec.paths, spec.tokenizer)
-    if paths or spec.identity() != defaults.identity():
-        choices = [spec.identity(), [os.path.abspath(Path(path).expanduser()) for path in paths]]
-        parts.append(hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()[:8])
-    return Path(root) / re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
 
 
 def prepare(
@@ -154,6 +80,8 @@ def prepare(
         warn_of_earlier_rules(out, (BY_CONTENT, BY_TAIL) if spec.val_fraction else (), _around(spec))
         return out  # without a question to the hub: a commit was read, and that does not change
     source = _open(spec)
+    if spec.format != "text":
+        return prepare_examples(spec, source, out, shard_tokens, lambda: _open(spec))
     if isinstance(source, Tables):
         workers = num_workers or _workers_for(source.num_bytes)
         return _prepare_tables(spec, source, out, shard_tokens, workers, told or _untold)
@@ -215,12 +143,6 @@ def _workers_for(num_bytes: int) -> int:
     return min(num_cpus(), max(1, num_bytes // PART_BYTES))
 
 
-def tables_fingerprint(tables: Tables) -> Fingerprint:
-    """Of names, sizes and versions of the files; documents are not counted before they are read."""
-    digest = hashlib.sha256(corpus_identity(tables.files).encode()).hexdigest()
-    return Fingerprint(tables.num_bytes, 0, digest)
-
-
 def _prepare_tables(
     spec: DataSpec,
     tables: Tables,
@@ -251,7 +173,7 @@ def _prepare_tables(
             bulk.remove(work)
             raise UserError("data.path", f"{tables.files[0].path} or another file changed meanwhile", "try again")
         draft = work / "draft"
-        tokenizer_sha256 = _write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
+        tokenizer_sha256 = write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
         source = SourceMeta(_described(spec, tables), fingerprint.num_bytes, joined.num_documents, fingerprint.sha256)
         recorded, named = _recorded(spec, holdout.rule, tokenizer), (tokenizer.name, tokenizer_sha256)
         meta = DataMeta(recorded, source, *named, tokenizer.vocab_size, dtype, joined.splits, tokenizer.eos_id)
@@ -318,7 +240,7 @@ def _write(
                 progress(min(done, num_bytes), num_bytes)
         splits = {split: writer.finish() for split, writer in writers.items()}
     _require_tokens({split: meta.num_tokens for split, meta in splits.items()}, spec.val_fraction)
-    tokenizer_sha256 = _write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
+    tokenizer_sha256 = write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
     source_meta = SourceMeta(source.description, **asdict(fingerprint))
     eos_id = eos_id_of(name) if tokenizer is None else tokenizer.eos_id
     recorded = _recorded(spec, rule, None if isinstance(source, TokenBins) else tokenizer)
@@ -357,9 +279,3 @@ def _require_tokens(num_tokens: dict[str, int], val_fraction: float) -> None:
             f"{val_fraction:g} of this source is not one token of validation",
             "use more text, a larger fraction, or 0 for no validation",
         )
-
-
-def _write_tokenizer(draft: Path, tokenizer: BpeTokenizer) -> str:
-    content = tokenizer.to_json().encode()
-    (draft / TOKENIZER_FILE).write_bytes(content)
-    return hashlib.sha256(content).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from zeroshard.data.documents import Fingerprint
 from zeroshard.data.meta import META_NAME, DataMeta, read_meta
+from zeroshard.data.tables import Tables, corpus_identity
 from zeroshard.errors import UserError
 
 RULES = ("split", "around")  # of a folder: how it was split, and the ids around its documents
@@ -42,6 +44,12 @@ def is_prepared(wanted: Mapping[str, Any], fingerprint: Fingerprint, out: Path) 
             "data.dir", f"{out} was prepared with {', '.join(differences)}", "name another folder or delete this one"
         )
     return True
+
+
+def tables_fingerprint(tables: Tables) -> Fingerprint:
+    """Of names, sizes and versions of the files; documents are not counted before they are read."""
+    digest = hashlib.sha256(corpus_identity(tables.files).encode()).hexdigest()
+    return Fingerprint(tables.num_bytes, 0, digest)
 
 
 def without_rules(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class PartReader:
             self.close()
         if self._lines is None:
             self._raw, self._path = self._stack.enter_context(open_binary(path)), path
-            self._lines = _Lines(_uncompressed(path, self._raw, self._stack))
+            self._lines = _Lines(uncompressed(path, self._raw, self._stack))
         for position, line in self._lines.within(part.begin, part.end):
             if line.isspace():
                 continue
@@ -254,7 +254,8 @@ def _row_groups(path: str, column: str) -> Iterable[tuple[int, int]]:
     return pairwise(cuts)
 
 
-def _uncompressed(path: str, raw: BinaryIO, stack: ExitStack) -> BinaryIO:
+def uncompressed(path: str, raw: BinaryIO, stack: ExitStack) -> BinaryIO:
+    """What the file at ``path`` holds, read from ``raw``; ``stack`` closes what it takes."""
     suffix = suffix_of(path)
     if suffix == ".gz":
         return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw)))

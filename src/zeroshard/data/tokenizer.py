@@ -268,13 +268,18 @@ def keep_tokenizer(
     folder.mkdir()
     digest = ""
     if isinstance(tokenizer, BpeTokenizer):
-        content = tokenizer.to_json().encode()
-        (folder / TOKENIZER_FILE).write_bytes(content)
-        digest = hashlib.sha256(content).hexdigest()
+        digest = write_tokenizer(folder, tokenizer)
     no_tokens = {split: SplitMeta(0, ()) for split in SPLITS}
     source, dtype = SourceMeta(description, 0, 0, sha256), dtype_for(vocab_size)
     meta = DataMeta(spec or {}, source, tokenizer.name, digest, vocab_size, dtype, no_tokens, eos_id=tokenizer.eos_id)
     write_meta(folder, meta)
+
+
+def write_tokenizer(folder: Path, tokenizer: BpeTokenizer) -> str:
+    """Write `TOKENIZER_FILE` into ``folder``; returns its sha256."""
+    content = tokenizer.to_json().encode()
+    (folder / TOKENIZER_FILE).write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
 
 
 def read_tokenizer(path: Path, name: str = "json") -> BpeTokenizer:

@@ -52,7 +52,7 @@ class TokenDataset:
         shards: list[NDArray[np.unsignedinteger]] = []
         for shard in meta.splits[split].shards:
             path = Path(folder) / shard.file
-            _check_size(path, shard.num_tokens * dtype.itemsize)
+            check_size(path, shard.num_tokens * dtype.itemsize)
             shards.append(np.memmap(path, dtype=dtype, mode="r"))
         return cls(shards, meta.vocab_size)
 
@@ -185,8 +185,11 @@ def verify(folder: Path | str) -> None:
     itemsize = DTYPES[meta.dtype].itemsize
     for split in meta.splits.values():
         for shard in split.shards:
-            _check_size(Path(folder) / shard.file, shard.num_tokens * itemsize)
+            check_size(Path(folder) / shard.file, shard.num_tokens * itemsize)
             check_sha256(Path(folder) / shard.file, shard.sha256)
+    for name, examples in meta.examples.items():
+        check_sha256(Path(folder) / name / "counts.bin", examples.counts_sha256)
+        check_sha256(Path(folder) / name / "ends.bin", examples.ends_sha256)
     if meta.tokenizer_sha256:
         check_sha256(Path(folder) / "tokenizer.json", meta.tokenizer_sha256)
 
@@ -204,7 +207,8 @@ def check_sha256(path: Path, wanted: str) -> None:
         raise _broken(path, f"has sha256 {found[:12]}… where {wanted[:12]}… was written")
 
 
-def _check_size(path: Path, wanted_bytes: int) -> None:
+def check_size(path: Path, wanted_bytes: int) -> None:
+    """See that a file of a prepared folder has the size that it was written with; else a UserError that names it."""
     try:
         num_bytes = path.stat().st_size
     except FileNotFoundError:

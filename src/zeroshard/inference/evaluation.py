@@ -23,6 +23,9 @@ from torch import Tensor
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data import EvalBatches, TokenDataset, Tokenizer, load_tokenizer, num_rows, read_meta, require_enough
+from zeroshard.data.examples.batches import ExampleEvalBatches
+from zeroshard.data.examples.row_plan import rows_of_length
+from zeroshard.data.examples.store import Examples
 from zeroshard.data.joining import num_text_bytes
 from zeroshard.data.prepared import rule_of, say
 from zeroshard.errors import ExitStatus, UserError
@@ -54,8 +57,8 @@ class Scores:
     Attributes:
         loss: nats per token.
         perplexity: its exponential.
-        bits_per_byte: of text; None where tokens stand for no text.
-        num_tokens: that were predicted.
+        bits_per_byte: of text; None where tokens stand for no text, or for examples of a fine-tuning.
+        num_tokens: that were predicted; of examples those that count.
         num_bytes: of text that they stand for; 0 where for none.
         step: of the checkpoint; None for a Hugging Face folder.
     """
@@ -95,7 +98,6 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
         trained = with_kept_tokenizer(trained, folder)
     tokens_folder = _tokens_folder(config, trained)
     meta = read_meta(tokens_folder)
-    tokens = TokenDataset.open(tokens_folder, config.split)
     model, step, seq_len = _model(config, trained, comm, device)
     tokenizer = None if meta.tokenizer == "none" else _tokenizer(tokens_folder, comm)
     _require_same_tokenizer(folder, tokens_folder, meta.vocab_size, model)
@@ -103,12 +105,21 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
         _warn_of_overlap(folder, tokens_folder)
     seq_len = config.seq_len or seq_len
     model.check_seq_len(seq_len)
-    require_enough(tokens, seq_len, 1, split=config.split)
-    rows = config.batches * config.micro_batch_size or num_rows(tokens, seq_len)
-    batches = EvalBatches(tokens, seq_len, config.micro_batch_size, rows, comm.rank, comm.world_size)
+    most_rows = config.batches * config.micro_batch_size
+    if meta.examples:
+        cut = trained is None or trained.data.too_long == "cut"
+        rows = rows_of_length(Examples(tokens_folder, config.split), seq_len, split=config.split, cut=cut)
+        sizes = config.micro_batch_size, most_rows or rows.num_rows
+        batches = ExampleEvalBatches(rows, *sizes, comm.rank, comm.world_size)
+        num_tokens, num_bytes = batches.num_targets, 0
+    else:
+        tokens = TokenDataset.open(tokens_folder, config.split)
+        require_enough(tokens, seq_len, 1, split=config.split)
+        sizes = config.micro_batch_size, most_rows or num_rows(tokens, seq_len)
+        batches = EvalBatches(tokens, seq_len, *sizes, comm.rank, comm.world_size)
+        num_tokens = batches.num_rows * seq_len
+        num_bytes = 0 if tokenizer is None else _text_bytes(tokenizer, batches, tokens, seq_len)
     loss = evaluate(model, _known_ids(batches, model.config.vocab_size, tokens_folder), comm, device)
-    num_tokens = batches.num_rows * seq_len
-    num_bytes = 0 if tokenizer is None else _text_bytes(tokenizer, batches, tokens, seq_len)
     bits = loss * num_tokens / (log(2) * num_bytes) if num_bytes else None
     perplexity = exp(loss) if loss < MOST_EXPONENT else inf
     return Scores(loss, perplexity, bits, num_tokens, num_bytes, step)

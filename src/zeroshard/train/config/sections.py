@@ -137,12 +137,48 @@ class DataConfig(Config):
         False, description="Train straight from .parquet, .jsonl or the hub, and prepare nothing before."
     )
     document_mask: bool = Field(False, description="Attention stays inside a document; the tokenizer must end them.")
+    format: Literal["text", "chat", "prompt"] = Field(
+        "text",
+        description="text; chat: conversations; prompt: pairs of prompt and completion. Of these two the loss is that "
+        "of what the model answers.",
+    )
+    template: str = Field(
+        "", description="chat: file of a template in Jinja2, or chatml; empty: that beside the tokenizer.json."
+    )
+    messages: str = Field("messages", min_length=1, description="chat: column of the lists of role and content.")
+    prompt: str = Field("prompt", min_length=1, description="prompt: column of what is given.")
+    completion: str = Field("completion", min_length=1, description="prompt: column of what is learned.")
+    too_long: Literal["cut", "drop"] = Field(
+        "cut", description="chat, prompt: what becomes of an example of more than seq_len tokens."
+    )
     workers: int = Field(0, ge=0, description="Processes that encode text; 0: one per core, as far as there is work.")
 
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, raw: Any) -> Any:
         return {SHORTHANDS["data"]: raw} if isinstance(raw, str) else raw
+
+    @model_validator(mode="after")
+    def _fits_its_format(self) -> Self:
+        fields = type(self).model_fields
+        given = {name for name in fields if getattr(self, name) != fields[name].default}
+        wrong = next(
+            (name for name, formats in _OF_FORMATS.items() if name in given and self.format not in formats), ""
+        )
+        if wrong:
+            formats = " or ".join(_OF_FORMATS[wrong])
+            what = f"is given, and data.format is {self.format}"
+            raise UserError(f"data.{wrong}", what, f"leave it out, or add --data.format {formats}")
+        return self
+
+
+# Settings of some formats alone.
+_OF_FORMATS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("column", "max_tokens", "streaming", "document_mask"), ("text",)),
+    **dict.fromkeys(("template", "messages"), ("chat",)),
+    **dict.fromkeys(("prompt", "completion"), ("prompt",)),
+    "too_long": ("chat", "prompt"),
+}
 
 
 class OptimConfig(Config):

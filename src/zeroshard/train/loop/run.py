@@ -77,6 +77,8 @@ class Run:
         contract: the run's plan, and whether it is kept; None where nobody plans.
         release: lets go of data that are read ahead.
         about: what the run is, in words, by label, in the order of printing; see `zeroshard.train.setup.about_run`.
+        loss_weight: what the loss of (step, micro_step) is multiplied by, where not all targets count: see [Note: The
+            mean over what counts] in `zeroshard.data.examples.batches`; None: nothing.
         data_position: where the data of a step begin, for its checkpoint; None where the step says it.
     """
 
@@ -111,6 +113,7 @@ class Run:
     release: Callable[[], None] = lambda: None
     about: Mapping[str, str] = field(default_factory=dict)
     data_position: Callable[[int], dict[str, Any] | None] = lambda step: None
+    loss_weight: Callable[[int, int], float] | None = None
 
     def tokens_at(self, step: int) -> int:
         """Tokens seen by all ranks together once ``step`` steps are done."""

@@ -112,7 +112,7 @@ def _speed(run: Run, step_s: float) -> dict[str, Any]:
 
 
 def backward(run: Run, step: int) -> Tensor:
-    """Forward and backward over this rank's micro-batches; returns the mean of their losses, 0-dim."""
+    """Forward and backward over this rank's micro-batches; returns the mean of their losses as weighted, 0-dim."""
     num_micro = run.schedule.grad_accum_steps
     total = torch.zeros((), dtype=torch.float64, device=run.device)  # stays there: reading it would stop the host
     span = run.clock.span
@@ -122,6 +122,8 @@ def backward(run: Run, step: int) -> Tensor:
         with run.strategy.micro_batch(last=micro_step == num_micro - 1):
             with span("forward"):
                 loss = run.strategy.model(tokens_BT, targets_BT)
+                if run.loss_weight is not None:
+                    loss = loss * run.loss_weight(step, micro_step)
             with span("backward"):
                 (run.scaler.scale_loss(loss / num_micro) if run.scaler else loss / num_micro).backward()
         total += loss.detach().to(total)

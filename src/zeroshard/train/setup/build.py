@@ -155,6 +155,7 @@ def _build_in(
         strategy=strategy,
         batches=corpus.batches,
         data_position=corpus.position,
+        loss_weight=corpus.loss_weight,
         eval_batches=corpus.eval_batches,
         learning_rate=partial(learning_rate, **resume.schedule_of(config.model_dump())),
         schedule=schedule,

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from zeroshard.comm import Communicator
 from zeroshard.data import Batches, EvalBatches, TokenBatches, TokenDataset, require_enough
+from zeroshard.data.examples.batches import ExampleBatches, ExampleEvalBatches, require_rows
+from zeroshard.data.examples.row_plan import rows_of_length
+from zeroshard.data.examples.store import Examples, require_plain
+from zeroshard.data.examples.template import TEMPLATE_FILES
 from zeroshard.data.lanes import open_stream
 from zeroshard.data.meta import DataMeta, read_meta
-from zeroshard.data.prepare import tables_fingerprint
+from zeroshard.data.prepared import tables_fingerprint
 from zeroshard.data.sources import SyntheticSize, open_source
 from zeroshard.data.stream import StreamBatches, validation_tokens
 from zeroshard.data.tables import Tables
@@ -40,10 +48,11 @@ class Corpus:
         go_on: have the data of a step be those that were next when the first argument was given by ``position``.
         earlier_sha256: what an earlier version said of the same text, of which it took other rows; empty: none.
         num_tokens: to train on; 0 where they are streamed, and nobody has counted them.
+        loss_weight: what the loss of (step, micro_step) is multiplied by; None: nothing.
     """
 
     batches: Batches
-    eval_batches: EvalBatches
+    eval_batches: Iterable[tuple[Tensor, Tensor, int]]
     vocab_size: int
     eos_id: int | None
     sha256: str
@@ -53,6 +62,7 @@ class Corpus:
     go_on: Callable[[Mapping[str, Any] | None, int], None] = lambda saved, step: None
     earlier_sha256: str = ""
     num_tokens: int = 0
+    loss_weight: Callable[[int, int], float] | None = None
 
 
 def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
@@ -61,6 +71,8 @@ def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) 
     Raises:
         UserError: it cannot be had, is not the same on every rank, or is too little.
     """
+    if config.data.format != "text":
+        return _examples(config, comm, grad_accum_steps)
     return (_streamed if config.data.streaming else _prepared)(config, comm, grad_accum_steps)
 
 
@@ -69,6 +81,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     first_rank_does(comm, lambda: prepare_data(config.data))
     meta = read_meta(folder)
     agree_on(comm, data_facts(meta))
+    require_plain(folder, meta)
     train, val = (TokenDataset.open(folder, split) for split in ("train", "val"))
     require_enough(train, config.seq_len, config.micro_batch_size * grad_accum_steps * comm.world_size)
     require_enough(val, config.seq_len, 1, split="val")
@@ -82,6 +95,34 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
         sha256=meta.tokens_sha256,
         keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept),
         num_tokens=train.num_tokens,
+    )
+
+
+def _examples(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
+    folder, data = data_folder(config.data), config.data
+    first_rank_does(comm, lambda: prepare_data(data))
+    meta = read_meta(folder)
+    agree_on(comm, data_facts(meta))
+    how = {"cut": data.too_long == "cut"}
+    train, val = (
+        rows_of_length(Examples(folder, split), config.seq_len, split=split, **how) for split in ("train", "val")
+    )
+    require_rows(train, config.micro_batch_size * grad_accum_steps * comm.world_size)
+    for split, rows in (("train", train), ("val", val)):
+        if comm.rank == 0 and rows.said(split):
+            print(rows.said(split), file=sys.stderr, flush=True)
+    ranks = {"rank": comm.rank, "world_size": comm.world_size}
+    size = config.micro_batch_size
+    batches = ExampleBatches(train, size, grad_accum_steps, seed=config.seed, **ranks)
+    return Corpus(
+        batches=batches,
+        eval_batches=ExampleEvalBatches(val, size, max_rows=eval_rows(config), **ranks),
+        vocab_size=meta.vocab_size,
+        eos_id=meta.eos_id,
+        sha256=hashlib.sha256(f"{meta.tokens_sha256} {data.too_long}".encode()).hexdigest(),
+        keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept),
+        num_tokens=meta.splits["train"].num_tokens,
+        loss_weight=batches.weight,
     )
 
 
@@ -136,11 +177,13 @@ def eval_rows(config: TrainConfig) -> int:
 def data_facts(meta: DataMeta) -> dict[str, object]:
     """What must be the same where every rank reads its own copy of the data."""
     files = {f"data {shard.file}": shard.sha256 for split in meta.splits.values() for shard in split.shards}
+    for name, examples in meta.examples.items():
+        files |= {f"data {name}/counts.bin": examples.counts_sha256, f"data {name}/ends.bin": examples.ends_sha256}
     return {"data vocab_size": meta.vocab_size, **files}
 
 
 def _copy_tokenizer(tokens_folder: Path, kept: Path) -> None:
     kept.mkdir(exist_ok=True)
-    for name in ("meta.json", "tokenizer.json"):
+    for name in ("meta.json", "tokenizer.json", *TEMPLATE_FILES):
         if (tokens_folder / name).exists():
             shutil.copyfile(tokens_folder / name, kept / name)

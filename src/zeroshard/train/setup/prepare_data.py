@@ -11,7 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from zeroshard.data.bulk import Told
 from zeroshard.data.meta import read_meta
-from zeroshard.data.prepare import DataSpec, data_dir, prepare
+from zeroshard.data.prepare import prepare
+from zeroshard.data.spec import DataSpec, data_dir
 from zeroshard.errors import ExitStatus
 from zeroshard.train.config.sections import DataConfig, require_data
 
@@ -21,9 +22,9 @@ LINE_S = 10.0  # between lines where there is no terminal
 def data_spec(data: DataConfig) -> DataSpec:
     """What to prepare; a UserError where nobody has said it."""
     require_data(data)
-    return DataSpec(
-        data.source, data.path, data.tokenizer, data.val_fraction, max_tokens=data.max_tokens, column=data.column
-    )
+    same = ("max_tokens", "column", "format", "template", "messages", "prompt", "completion")
+    named = {name: getattr(data, name) for name in same}
+    return DataSpec(data.source, data.path, data.tokenizer, data.val_fraction, **named)
 
 
 def data_folder(data: DataConfig) -> Path:
@@ -39,8 +40,12 @@ def run_prepare(data: DataConfig) -> int:
         OSError: the disk failed or is full.
     """
     folder = prepare_data(data)
-    splits = ", ".join(f"{split.num_tokens:,} {name}" for name, split in read_meta(folder).splits.items())
+    meta = read_meta(folder)
+    splits = ", ".join(f"{split.num_tokens:,} {name}" for name, split in meta.splits.items())
     print(f"tokens in {folder}: {splits}")
+    if meta.examples:
+        each = [f"{of.num_examples:,} {name} ({of.num_counted:,} tokens count)" for name, of in meta.examples.items()]
+        print(f"examples: {', '.join(each)}")
     return int(ExitStatus.OK)
 
 

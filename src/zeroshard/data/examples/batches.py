@@ -1,0 +1,139 @@
+"""Batches of examples: as `zeroshard.data.base`, with targets of -100 where nothing counts.
+
+[Note: The mean over what counts]
+    A step's loss is the mean over all targets that count, of all ranks and micro-batches together, as one process that
+    saw the whole global batch would have it. A model's loss is the mean over one micro-batch, and ranks and
+    micro-batches have different numbers of targets; so each loss is multiplied by
+
+        weight = targets of this micro-batch * number of micro-batches of all ranks / targets of the global batch
+
+    before the mean over micro-batches and ranks is taken as ever. Every rank knows which rows all of them read, so no
+    message is needed. Each row has at least one target, so no loss is a mean over nothing.
+
+Shapes: B = micro_batch_size, T = seq_len.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zeroshard.data import order
+from zeroshard.data.base import check_sizes
+from zeroshard.data.examples.row_plan import ExampleRows
+from zeroshard.errors import UserError
+
+IGNORED = -100  # as in torch's cross_entropy
+
+
+class ExampleBatches:
+    """Shuffled training batches of one rank; implements `zeroshard.data.Batches`.
+
+    Args:
+        rows: to read.
+        micro_batch_size, grad_accum_steps, rank, world_size, seed: as of `zeroshard.data.TokenBatches`.
+    """
+
+    def __init__(
+        self,
+        rows: ExampleRows,
+        micro_batch_size: int,
+        grad_accum_steps: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+    ) -> None:
+        check_sizes(rank, world_size, micro_batch_size=micro_batch_size, grad_accum_steps=grad_accum_steps)
+        self.rows, self.seed = rows, seed
+        self.micro_batch_size, self.grad_accum_steps = micro_batch_size, grad_accum_steps
+        self.rank, self.world_size = rank, world_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of all ranks in a step."""
+        return self.grad_accum_steps * self.world_size
+
+    def __call__(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        """``(tokens_BT, targets_BT)``, int64, on the CPU. A ValueError where ``micro_step`` is out of range."""
+        return read_rows(self.rows, self._rows(step, micro_step))
+
+    def weight(self, step: int, micro_step: int) -> float:
+        """What this rank's loss is multiplied by: [Note: The mean over what counts]."""
+        first = step * self.num_micro_batches * self.micro_batch_size
+        positions = np.arange(first, first + self.num_micro_batches * self.micro_batch_size)
+        total = self.rows.num_targets[order.rows(self.seed, positions, self.rows.num_rows)].sum()
+        own = self.rows.num_targets[self._rows(step, micro_step)].sum()
+        return float(own * self.num_micro_batches / total)
+
+    def _rows(self, step: int, micro_step: int) -> NDArray[np.int64]:
+        if not 0 <= micro_step < self.grad_accum_steps:
+            raise ValueError(f"micro_step must be in [0, {self.grad_accum_steps}), got {micro_step}")
+        block = step * self.num_micro_batches + micro_step * self.world_size + self.rank
+        positions = np.arange(block * self.micro_batch_size, (block + 1) * self.micro_batch_size)
+        return order.rows(self.seed, positions, self.rows.num_rows)
+
+
+class ExampleEvalBatches:
+    """Evaluation batches of one rank, as `zeroshard.data.EvalBatches`; a batch weighs as much as it has targets.
+
+    Args:
+        rows: to read.
+        micro_batch_size, max_rows, rank, world_size: as there.
+    """
+
+    def __init__(
+        self, rows: ExampleRows, micro_batch_size: int, max_rows: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        check_sizes(rank, world_size, micro_batch_size=micro_batch_size, max_rows=max_rows)
+        self.rows, self.rank, self.world_size = rows, rank, world_size
+        self.num_rows = min(max_rows, rows.num_rows)
+        self.micro_batch_size = min(micro_batch_size, self.num_rows)
+        self.num_batches = -(-self.num_rows // self.micro_batch_size)
+        self._rows = np.arange(self.num_rows, dtype=np.int64) * rows.num_rows // self.num_rows
+
+    @property
+    def num_targets(self) -> int:
+        """That count, of all ranks together."""
+        return int(self.rows.num_targets[self._rows].sum())
+
+    def __len__(self) -> int:
+        """Batches that each rank yields, those of weight 0 included."""
+        return -(-self.num_batches // self.world_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        for turn in range(len(self)):
+            batch = turn * self.world_size + self.rank
+            first = min(batch, self.num_batches - 1) * self.micro_batch_size
+            rows = self._rows[first : first + self.micro_batch_size]
+            weight = int(self.rows.num_targets[rows].sum()) if batch < self.num_batches else 0
+            yield *read_rows(self.rows, rows), weight
+
+
+def read_rows(rows: ExampleRows, wanted: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """``(tokens_BT, targets_BT)``: what is behind the last example of a row is id 0 without a target."""
+    tokens = np.zeros((wanted.size, rows.seq_len), dtype=np.int64)
+    targets = np.full((wanted.size, rows.seq_len), IGNORED, dtype=np.int64)
+    examples, begins = rows.examples, rows.examples.begins
+    for index, row in enumerate(wanted.tolist()):
+        at = 0
+        for example in rows.members[rows.first[row] : rows.first[row + 1]].tolist():
+            begin = int(begins[example])
+            length = min(int(examples.ends[example]) - begin - 1, rows.seq_len - at)
+            ids = examples.tokens.window(begin, length + 1).astype(np.int64)
+            counts = examples.counts[begin + 1 : begin + 1 + length] != 0
+            tokens[index, at : at + length] = ids[:-1]
+            targets[index, at : at + length][counts] = ids[1:][counts]
+            at += length
+    return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+
+def require_rows(rows: ExampleRows, wanted: int, *, split: str = "train") -> None:
+    """See that a split feeds one batch of ``wanted`` rows; else a UserError with both counts."""
+    if rows.num_rows < wanted:
+        what = f"the {split} split has {rows.num_rows:,} rows of examples, but one batch needs {wanted:,}"
+        todo = "use more examples, or lower micro_batch_size, grad_accum_steps or the number of ranks"
+        raise UserError("data", what, todo)

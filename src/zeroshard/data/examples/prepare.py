@@ -1,0 +1,165 @@
+"""Examples into a folder, once: rows read, rendered, split by content, encoded, written; whole or not at all.
+
+Whole examples validate: of many those whose content hashes below ``val_fraction``, as of text (`zeroshard.data.split`);
+of fewer than `MANY_DOCUMENTS` as many as the fraction says, those with the smallest hashes, and one at least.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import islice
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from zeroshard.data.examples.encode import ExampleEncoder
+from zeroshard.data.examples.rows import rows_of
+from zeroshard.data.examples.store import ExampleWriter
+from zeroshard.data.examples.template import JINJA_FILE, TOKENS_FILE, ChatTemplate, find_template
+from zeroshard.data.examples.texts import ExampleText, TextOf, text_of_chat, text_of_pair
+from zeroshard.data.meta import META_NAME, SPLITS, DataMeta, SourceMeta, dtype_for, write_meta
+from zeroshard.data.prepared import is_prepared, tables_fingerprint
+from zeroshard.data.publish import draft_of, publish
+from zeroshard.data.spec import DataSpec
+from zeroshard.data.split import MANY_DOCUMENTS
+from zeroshard.data.tables import Tables
+from zeroshard.data.tokenizer import BpeTokenizer, make_tokenizer, write_tokenizer
+from zeroshard.errors import UserError
+
+BY_EXAMPLE = "examples-1"  # the rule of the split, in `meta.json`
+_AT_ONCE = 256  # examples that are encoded together
+_ALL = 1 << 64
+
+
+def prepare_examples(
+    spec: DataSpec, source: object, out: Path, shard_tokens: int, open_again: Callable[[], object]
+) -> Path:
+    """Write the examples of ``spec`` into ``out``, unless they are there; returns ``out``.
+
+    Args:
+        spec: its format is ``chat`` or ``prompt``.
+        source: its source, opened.
+        out: the folder.
+        shard_tokens: ids in a file.
+        open_again: opens the source once more, to see that it has not changed.
+
+    Raises:
+        UserError: the source has no rows, a row is no example, or ``out`` holds something else.
+        OSError: the disk failed or is full.
+    """
+    if not isinstance(source, Tables):
+        todo = "name .jsonl or .parquet files by --data text --data.path, or a data set of the hub"
+        raise UserError("data.format", f"{spec.format} reads rows, and the source {_named(spec)} has none", todo)
+    fingerprint = tables_fingerprint(source)
+    if is_prepared(spec.identity(), fingerprint, out):
+        return out
+    template = find_template(spec.template, spec.tokenizer) if spec.format == "chat" else None
+    if template is not None:
+        template.check()
+    with draft_of(out) as draft:
+        meta = _write(spec, source, template, draft, shard_tokens)
+        if open_again() != source:
+            raise UserError("data.path", f"{source.files[0].path} or another file changed meanwhile", "try again")
+        write_meta(draft, meta)
+        if not publish(draft, out, META_NAME) and not is_prepared(spec.identity(), fingerprint, out):
+            raise UserError("data.dir", f"{out} was removed while it was prepared", "try again")
+    return out
+
+
+def _write(spec: DataSpec, tables: Tables, template: ChatTemplate | None, draft: Path, shard_tokens: int) -> DataMeta:
+    is_val, num_examples = _validating(spec, tables)
+    texts = (text.text for split, text in _texts(spec, tables, template, is_val) if split == "train")
+    tokenizer = make_tokenizer(spec.tokenizer, texts)
+    encode = ExampleEncoder(tokenizer, is_chat=spec.format == "chat")
+    dtype = dtype_for(tokenizer.vocab_size)
+    with ExitStack() as stack:
+        writers = {split: stack.enter_context(ExampleWriter(draft, split, dtype, shard_tokens)) for split in SPLITS}
+        each = _texts(spec, tables, template, is_val)
+        while some := list(islice(each, _AT_ONCE)):
+            for (split, _), encoded in zip(some, encode([text for _, text in some]), strict=True):
+                writers[split].write(encoded)
+        _require_both({split: writer.num_examples for split, writer in writers.items()}, spec.val_fraction)
+        examples = {split: writer.finish() for split, writer in writers.items()}
+        splits = {split: writer.tokens.finish() for split, writer in writers.items()}
+    tokenizer_sha256 = write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
+    if template is not None:
+        _keep_template(draft, template)
+    fingerprint = tables_fingerprint(tables)
+    described = ", ".join(spec.paths) or spec.source
+    return DataMeta(
+        spec.identity() | {"split": BY_EXAMPLE},
+        SourceMeta(described, fingerprint.num_bytes, num_examples, fingerprint.sha256),
+        tokenizer.name,
+        tokenizer_sha256,
+        tokenizer.vocab_size,
+        dtype,
+        splits,
+        eos_id=tokenizer.eos_id,
+        examples=examples,
+    )
+
+
+def _texts(
+    spec: DataSpec, tables: Tables, template: ChatTemplate | None, is_val: Callable[[int], bool]
+) -> Iterator[tuple[str, ExampleText]]:
+    """Every example as text, with its split, in the order of rows."""
+    text_of: TextOf
+    if template is not None:
+        text_of = text_of_chat(template, spec.messages)
+    else:
+        text_of = text_of_pair(spec.prompt, spec.completion)
+    for where, row in _rows(spec, tables):
+        yield "val" if is_val(_hash_of(row)) else "train", text_of(where, row)
+
+
+def _rows(spec: DataSpec, tables: Tables) -> Iterator[tuple[str, dict[str, Any]]]:
+    settings = ("data.messages",) if spec.format == "chat" else ("data.prompt", "data.completion")
+    return rows_of(tables, spec.columns, settings)
+
+
+def _validating(spec: DataSpec, tables: Tables) -> tuple[Callable[[int], bool], int]:
+    """Which hashes validate, and how many examples there are."""
+    num_examples, few = 0, set()
+    for _, row in _rows(spec, tables):
+        num_examples += 1
+        if num_examples < MANY_DOCUMENTS:
+            few.add(_hash_of(row))
+    if not num_examples:
+        raise UserError("data.path", f"{tables.files[0].path} holds no example", "give rows to train on")
+    limit = int(spec.val_fraction * _ALL)
+    if limit > 0 and num_examples < MANY_DOCUMENTS:
+        if len(few) == 1:
+            what = f"{tables.files[0].path} holds one example, which cannot both train and validate"
+            raise UserError("data.val_fraction", what, "give more rows")
+        limit = sorted(few)[min(ceil(len(few) * spec.val_fraction), len(few) - 1)]
+    return lambda value: value < limit, num_examples
+
+
+def _require_both(num_examples: Mapping[str, int], val_fraction: float) -> None:
+    if not num_examples["train"]:
+        raise UserError(
+            "data.val_fraction", f"{val_fraction:g} leaves nothing to train on", "lower it, or give more rows"
+        )
+    if val_fraction and not num_examples["val"]:
+        what = f"{val_fraction:g} of these examples is not one"
+        raise UserError("data.val_fraction", what, "use more rows, or a larger fraction")
+
+
+def _hash_of(row: Mapping[str, Any]) -> int:
+    content = json.dumps(row, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8, key=BY_EXAMPLE.encode()).digest(), "little")
+
+
+def _keep_template(folder: Path, template: ChatTemplate) -> None:
+    """Beside the tokenizer, where `find_template` looks for it."""
+    (folder / JINJA_FILE).write_text(template.text, encoding="utf-8")
+    if template.special_tokens:
+        content = json.dumps(dict(template.special_tokens), indent=2)
+        (folder / TOKENS_FILE).write_text(content + "\n", encoding="utf-8")
+
+
+def _named(spec: DataSpec) -> str:
+    return ", ".join(spec.paths[:3]) or spec.source

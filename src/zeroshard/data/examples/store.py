@@ -1,0 +1,118 @@
+"""Examples in a prepared folder, beside their ids.
+
+DIR/train/tokens-00000.bin   ids of all examples, one after the other (see `zeroshard.data.tokens`)
+DIR/train/counts.bin         a byte for each id: 1 where it counts in the loss
+DIR/train/ends.bin           little-endian int64 for each example: where it ends among the ids
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroshard.data.examples.encode import Encoded
+from zeroshard.data.meta import DataMeta, ExamplesMeta, read_meta
+from zeroshard.data.tokens import TokenDataset, TokenWriter, check_size
+from zeroshard.errors import UserError
+
+COUNTS, ENDS = "counts.bin", "ends.bin"
+_END = np.dtype("<i8")
+
+
+class ExampleWriter:
+    """Appends examples to one split of a folder in the making.
+
+    Args:
+        folder: the folder.
+        split: ``train`` or ``val``.
+        dtype: of the ids, a key of `zeroshard.data.meta.DTYPES`.
+        shard_tokens: ids in a file.
+    """
+
+    def __init__(self, folder: Path, split: str, dtype: str, shard_tokens: int) -> None:
+        self.tokens = TokenWriter(folder, split, dtype, shard_tokens)
+        self.num_examples = self._num_counted = 0
+        self._files: tuple[BinaryIO, BinaryIO] = (
+            (folder / split / COUNTS).open("wb"),
+            (folder / split / ENDS).open("wb"),
+        )
+        self._hashes = hashlib.sha256(), hashlib.sha256()
+
+    def __enter__(self) -> ExampleWriter:
+        self.tokens.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.tokens.__exit__(kind, error, trace)
+        for file in self._files:
+            file.close()
+
+    def write(self, example: Encoded) -> None:
+        """Append one example."""
+        self.tokens.write(example.ids)
+        ends = np.array([self.tokens.num_tokens], dtype=_END)
+        for file, digest, values in zip(
+            self._files, self._hashes, (example.counts.astype(np.uint8), ends), strict=True
+        ):
+            file.write(values.tobytes())
+            digest.update(values.tobytes())
+        self.num_examples += 1
+        self._num_counted += int(example.counts.sum())
+
+    def finish(self) -> ExamplesMeta:
+        """Close the files and describe them."""
+        for file in self._files:
+            file.close()
+        counts, ends = (digest.hexdigest() for digest in self._hashes)
+        return ExamplesMeta(self.num_examples, self._num_counted, counts, ends)
+
+
+class Examples:
+    """The examples of one split of a prepared folder, mapped.
+
+    Args:
+        folder: a prepared folder.
+        split: ``train`` or ``val``.
+
+    Raises:
+        UserError: the folder holds plain text, or a file is missing or not of its size.
+    """
+
+    def __init__(self, folder: Path, split: str) -> None:
+        meta = read_meta(folder)
+        if not meta.examples:
+            what = f"{folder} was prepared as plain text"
+            raise UserError("data.dir", what, "name another folder, or prepare it again with --data.format")
+        self.tokens = TokenDataset.open(folder, split)
+        self.vocab_size = self.tokens.vocab_size
+        num_examples = meta.examples[split].num_examples
+        self.ends = _mapped(folder / split / ENDS, _END, num_examples)
+        self.counts: NDArray[np.uint8] = _mapped(folder / split / COUNTS, np.dtype(np.uint8), self.tokens.num_tokens)
+        if num_examples and int(self.ends[-1]) != self.tokens.num_tokens:
+            todo = "delete the folder and prepare it again"
+            raise UserError("data.dir", f"{folder / split / ENDS} does not fit the tokens beside it", todo)
+        self.begins = np.concatenate((np.zeros(1, np.int64), self.ends))[:-1]  # [num_examples], among the ids
+
+    @property
+    def num_examples(self) -> int:
+        """Of the split."""
+        return self.ends.size
+
+
+def require_plain(folder: Path, meta: DataMeta) -> None:
+    """Raise UserError where a folder holds examples: read as one stream, prompts would count like answers."""
+    if meta.examples:
+        what = f"{folder} holds examples of format {meta.spec.get('format')}, and no plain text"
+        raise UserError("data.dir", what, "name another folder, or add --data.format as it was prepared")
+
+
+def _mapped(path: Path, dtype: np.dtype, size: int) -> NDArray:
+    check_size(path, size * dtype.itemsize)
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if size else np.empty(0, dtype)

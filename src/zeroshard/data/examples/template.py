@@ -1,0 +1,239 @@
+"""Chat templates: a conversation as text, rendered in Jinja2's sandbox as `transformers` renders it.
+
+A model's own lies beside its ``tokenizer.json``: ``chat_template.jinja``, or a key of ``tokenizer_config.json`` or of
+``chat_template.json``. What templates may use beyond Jinja2 itself: the special tokens by name (``bos_token``),
+``raise_exception``, ``{% break %}``, and ``{% generation %} ... {% endgeneration %}`` around what the model writes.
+``strftime_now`` is not there: the same data must give the same tokens on every day.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from zeroshard.errors import UserError, shown
+from zeroshard.regular_files import read_text
+
+CHATML = "chatml"
+_CHATML_TEXT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+JINJA_FILE, CONFIG_FILE, JSON_FILE, TOKENS_FILE = (
+    "chat_template.jinja",
+    "tokenizer_config.json",
+    "chat_template.json",
+    "special_tokens_map.json",
+)
+TEMPLATE_FILES = (JINJA_FILE, CONFIG_FILE, JSON_FILE, TOKENS_FILE)  # beside a tokenizer.json
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BEGIN, _END = "\ue000\ue001", "\ue001\ue000"  # private use: around what {% generation %} marks
+_ANOTHER = "give another by --data.template FILE"
+
+Messages = Sequence[Mapping[str, Any]]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """One template.
+
+    Attributes:
+        text: in Jinja2.
+        origin: where it is from, in words.
+        special_tokens: by name, as ``eos_token``.
+    """
+
+    text: str
+    origin: str
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> str:
+        """The same exactly where conversations are rendered alike."""
+        content = json.dumps([self.text, sorted(self.special_tokens.items())])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def check(self) -> None:
+        """Raise UserError where it is no template, or jinja2 is not installed."""
+        _ = self._compiled
+
+    def render(self, messages: Messages, where: str, *, add_generation_prompt: bool = False) -> str:
+        """A conversation as text.
+
+        Args:
+            messages: as the row has them.
+            where: the row, for a refusal.
+            add_generation_prompt: end where the model is to answer.
+
+        Raises:
+            UserError: the template raises.
+        """
+        return self._render(messages, where, add_generation_prompt).replace(_BEGIN, "").replace(_END, "")
+
+    def render_with_spans(self, messages: Messages, where: str) -> tuple[str, list[Span]]:
+        """A conversation as text, and the characters that are the assistant's to write.
+
+        These are what the template marks by ``{% generation %}``; of a template without such marks, for each turn of
+        the assistant what comes between the messages before it, with the prompt to answer, and the messages up to it.
+
+        Raises:
+            UserError: the template raises; or that of some messages is not the beginning of that of more.
+        """
+        marked = self._render(messages, where, add_generation_prompt=False)
+        if _BEGIN in marked:
+            return _without_marks(marked)
+        spans: list[Span] = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.render(messages[:index], where, add_generation_prompt=True)
+            after = marked if index + 1 == len(messages) else self.render(messages[: index + 1], where)
+            if not (after.startswith(before) and marked.startswith(after)):
+                what = f"{self.origin} renders the first {index + 1} messages of {where} otherwise than all of them"
+                raise UserError("data.template", f"{what}, so it is unknown what the model writes", _UNSTABLE)
+            spans.append((len(before), len(after)))
+        return marked, spans
+
+    def _render(self, messages: Messages, where: str, add_generation_prompt: bool) -> str:
+        compiled = self._compiled
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        try:
+            return compiled.render(**self.special_tokens, **given)
+        except Exception as error:  # noqa: BLE001 -- a template may raise whatever Python does
+            said = shown(str(error).partition("\n")[0] or type(error).__name__, 200)
+            what = f"{self.origin} refuses the conversation in {where}: {said}"
+            raise UserError("data.template", what, f"correct the row, or {_ANOTHER}") from None
+
+    @cached_property
+    def _compiled(self) -> Any:
+        try:
+            import jinja2
+        except ImportError:
+            todo = "pip install 'zeroshard[finetune]'"
+            raise UserError("data.format", "chat needs the package jinja2", todo) from None
+        try:
+            return _environment().from_string(self.text)
+        except jinja2.TemplateSyntaxError as error:
+            what = f"{self.origin} is no template: line {error.lineno}: {error.message}"
+            raise UserError("data.template", what, f"correct it, or {_ANOTHER}") from None
+
+
+_UNSTABLE = "mark it in the template by {% generation %} ... {% endgeneration %}, and give that by --data.template FILE"
+
+
+def find_template(asked: str, tokenizer: str) -> ChatTemplate:
+    """The template to render conversations with.
+
+    Args:
+        asked: ``data.template``: a file, ``chatml``, or empty for the tokenizer's own.
+        tokenizer: ``data.tokenizer``.
+
+    Raises:
+        UserError: it cannot be read, or the tokenizer has none.
+    """
+    folder = Path(tokenizer.removeprefix("json:")).parent if tokenizer.startswith("json:") else None
+    special = _special_tokens(folder) if folder is not None else {}
+    if asked == CHATML:
+        return ChatTemplate(_CHATML_TEXT, CHATML, special)
+    if asked:
+        return ChatTemplate(_text_of(Path(asked)), asked, special)
+    text, origin = _own_template(folder) if folder is not None else ("", "")
+    if not text:
+        what = f"the tokenizer {tokenizer} has no chat template"
+        raise UserError("data.template", what, "give one by --data.template FILE, or --data.template chatml")
+    return ChatTemplate(text, origin, special)
+
+
+def _own_template(folder: Path) -> tuple[str, str]:
+    path = folder / JINJA_FILE
+    if path.exists():
+        return _text_of(path), str(path)
+    for path in (folder / CONFIG_FILE, folder / JSON_FILE):
+        found = _json_of(path).get("chat_template")
+        if isinstance(found, list):  # several by name
+            named = {each.get("name"): each.get("template") for each in found if isinstance(each, Mapping)}
+            found = named.get("default")
+        if isinstance(found, str) and found:
+            return found, f"the chat_template of {path}"
+    return "", ""
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """By name; ``tokenizer_config.json`` is asked first."""
+    found: dict[str, str] = {}
+    for path in (folder / TOKENS_FILE, folder / CONFIG_FILE):
+        for name, token in _json_of(path).items():
+            content = token.get("content") if isinstance(token, Mapping) else token
+            if name in _SPECIAL and isinstance(content, str):
+                found[name] = content
+    return found
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UserError("data.template", f"{path} cannot be read ({why})", "give a file, or chatml") from None
+
+
+def _json_of(path: Path) -> Mapping[str, Any]:
+    """A JSON object; empty where there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError("data.template", f"{path} cannot be read ({error})", _ANOTHER) from None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _without_marks(marked: str) -> tuple[str, list[Span]]:
+    text, spans = "", []
+    for piece in marked.split(_BEGIN):
+        inside, end, after = piece.partition(_END)
+        if end:
+            spans.append((len(text), len(text) + len(inside)))
+        text += inside + after
+    return text, spans
+
+
+def _environment() -> Any:
+    """Jinja2 as `transformers` sets it up, https://huggingface.co/docs/transformers/chat_templating_writing."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}``: marks what the model writes."""
+
+        tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
+
+        def parse(self, parser: Any) -> Any:
+            """The statement as a call with what it encloses."""
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{_BEGIN}{caller()}{_END}"
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    names: Any = environment.globals
+    names["raise_exception"] = raise_exception
+    return environment

@@ -1,0 +1,107 @@
+"""A row as text, and which of its characters are the model's to write: what counts in the loss.
+
+chat     ``messages``: a list of {"role": ..., "content": ...}; the assistant's turns count, as the template ends them
+prompt   ``prompt`` and ``completion``: two texts; the completion counts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zeroshard.data.examples.template import ChatTemplate, Span
+from zeroshard.errors import UserError, shown
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROW = 'write each row as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+
+
+@dataclass(frozen=True)
+class ExampleText:
+    """One example.
+
+    Attributes:
+        text: all of it.
+        spans: characters ``[begin, end)`` that count, in order.
+        where: the row that it is from, in words.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    where: str
+
+
+TextOf = Callable[[str, Mapping[str, Any]], ExampleText]
+
+
+def text_of_chat(template: ChatTemplate, column: str) -> TextOf:
+    """What makes text of conversations in ``column``; its UserErrors name the row."""
+
+    def text_of(where: str, row: Mapping[str, Any]) -> ExampleText:
+        messages = _checked(row[column], where, column)
+        text, spans = template.render_with_spans(messages, where)
+        _require_unicode(text, where)
+        spans = [(begin, end) for begin, end in spans if end > begin]
+        if not spans:
+            what = f"{template.origin} leaves nothing of the assistant's turns in {where}"
+            raise UserError("data.template", what, "correct the row, or give another by --data.template FILE")
+        return ExampleText(text, tuple(spans), where)
+
+    return text_of
+
+
+def text_of_pair(prompt: str, completion: str) -> TextOf:
+    """What makes text of two columns; its UserErrors name the row."""
+
+    def text_of(where: str, row: Mapping[str, Any]) -> ExampleText:
+        parts = []
+        for setting, column in (("data.prompt", prompt), ("data.completion", completion)):
+            if not isinstance(row[column], str):
+                what = f"{column!r} in {where} is {_kind(row[column])}, not text"
+                raise UserError(setting, what, "name columns of text; lists of messages are --data.format chat")
+            parts.append(row[column])
+        if not parts[1]:
+            raise UserError("data.completion", f"{completion!r} in {where} is empty", "leave the row out")
+        text = "".join(parts)
+        _require_unicode(text, where)
+        return ExampleText(text, ((len(parts[0]), len(text)),), where)
+
+    return text_of
+
+
+def _checked(messages: object, where: str, column: str) -> list[dict[str, Any]]:
+    """The messages, if they are a conversation; a table's empty fields are left out."""
+    if not isinstance(messages, list):
+        raise UserError("data.messages", f"{column!r} in {where} is {_kind(messages)}, not a list of messages", _ROW)
+    if not messages:
+        raise UserError("data.messages", f"the conversation in {where} is empty", "leave the row out")
+    found = []
+    for number, message in enumerate(messages, start=1):
+        which = f"message {number} in {where}"
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise UserError("data.messages", f"{which} has no role and content", _ROW)
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            raise UserError("data.messages", f"{which} has the role {shown(role)}", f"use one of {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            what = f"the content of {which} is {_kind(content)}, not text"
+            raise UserError("data.messages", what, "give text: images and calls of tools are not trained on")
+        if role == "assistant" and not content:
+            raise UserError("data.messages", f"the content of {which} is empty", "leave the message or the row out")
+        found.append({key: value for key, value in message.items() if value is not None})
+    if all(message["role"] != "assistant" for message in found):
+        what = f"the conversation in {where} has no turn of the assistant, and so nothing to learn"
+        raise UserError("data.messages", what, "leave the row out")
+    return found
+
+
+def _require_unicode(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError("data.path", f"{where} holds half of a surrogate pair, which is no text", "remove it") from None
+
+
+def _kind(value: object) -> str:
+    return "empty (null)" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,64 @@
+"""Ids are those of `transformers`, and what counts is what the assistant writes."""
+
+from __future__ import annotations
+
+import pytest
+
+import chats
+from zeroshard.data.examples.encode import ExampleEncoder
+from zeroshard.data.examples.template import find_template
+from zeroshard.data.examples.texts import ExampleText, text_of_chat, text_of_pair
+from zeroshard.data.tokenizer import ByteTokenizer, read_tokenizer
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return read_tokenizer(chats.write_tokenizer(tmp_path, find_template("chatml", "bytes").text))
+
+
+def counted(tokenizer, encoded):
+    """The text of what counts."""
+    return tokenizer.decode(encoded.ids[encoded.counts])
+
+
+@pytest.mark.parametrize("bytes_alone", [False, True])
+def test_of_a_conversation_the_answers_count(tokenizer, bytes_alone):
+    tokenizer = ByteTokenizer() if bytes_alone else tokenizer
+    text_of = text_of_chat(find_template("chatml", "bytes"), "messages")
+    rows = chats.conversations(6)
+    found = ExampleEncoder(tokenizer, is_chat=True)([text_of("", row) for row in rows])
+    for row, encoded in zip(rows, found, strict=True):
+        answers = [m["content"] + "<|im_end|>\n" for m in row["messages"] if m["role"] == "assistant"]
+        assert counted(tokenizer, encoded) == "".join(answers)
+        assert tokenizer.decode(encoded.ids) == text_of("", row).text
+
+
+def test_ids_are_those_of_transformers(tokenizer, tmp_path):
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
+    text_of = text_of_chat(find_template("", f"json:{tmp_path}/tokenizer.json"), "messages")
+    rows = chats.conversations(6)
+    rows[0]["messages"][1]["content"] = "é <|im_end|> 🙂"  # a mark that a user writes is one there too
+    for row, encoded in zip(
+        rows, ExampleEncoder(tokenizer, is_chat=True)([text_of("", row) for row in rows]), strict=True
+    ):
+        assert encoded.ids.tolist() == list(theirs.apply_chat_template(row["messages"], return_dict=False))
+
+
+def test_of_a_pair_the_completion_counts_and_the_end_of_text(tokenizer):
+    example = text_of_pair("prompt", "completion")("", {"prompt": "a <|im_end|> ", "completion": "b c"})
+    (encoded,) = ExampleEncoder(tokenizer, is_chat=False)([example])
+    assert counted(tokenizer, encoded) == "b c<|endoftext|>"
+    assert len(encoded.ids) == len("a <|im_end|> b c") + 1  # a mark in the text is text
+
+
+def test_a_token_that_is_partly_an_answer_counts():
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    from zeroshard.data.tokenizer import BpeTokenizer
+
+    inner = tokenizers.Tokenizer(models.WordLevel({"ab": 0, "cd": 1, "ef": 2}))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    encode = ExampleEncoder(BpeTokenizer(inner, "json"), is_chat=True)
+    (encoded,) = encode([ExampleText("ab cd ef", ((4, 5),), "")])
+    assert encoded.counts.tolist() == [False, True, False]

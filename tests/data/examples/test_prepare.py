@@ -1,0 +1,164 @@
+"""Examples in a folder: the same from the same rows, split by content, refused in a line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+import chats
+from zeroshard.data.examples.batches import read_rows
+from zeroshard.data.examples.row_plan import rows_of_length
+from zeroshard.data.examples.store import Examples
+from zeroshard.data.meta import read_meta
+from zeroshard.data.prepare import prepare
+from zeroshard.data.spec import DataSpec
+from zeroshard.data.tokenizer import ByteTokenizer
+from zeroshard.data.tokens import verify
+from zeroshard.errors import UserError
+
+
+def spec_of(path, **changes):
+    return DataSpec(**{"source": "text", "paths": (str(path),), "format": "chat", "template": "chatml", **changes})
+
+
+def texts_of(folder, split):
+    found = Examples(folder, split)
+    return {
+        ByteTokenizer().decode(found.tokens.window(int(begin), int(end - begin)))
+        for begin, end in zip(found.begins, found.ends, strict=True)
+    }
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    path = chats.write_rows(tmp_path / "rows.jsonl", chats.conversations(200))
+    return prepare(spec_of(path), tmp_path / "out")
+
+
+def test_a_folder_holds_every_example_once(prepared):
+    meta = read_meta(prepared)
+    assert sum(each.num_examples for each in meta.examples.values()) == meta.source.num_documents == 200
+    assert 5 < meta.examples["val"].num_examples < 40
+    verify(prepared)
+
+
+def test_examples_validate_by_their_content(prepared, tmp_path):
+    rows = chats.conversations(200)
+    some = chats.write_rows(tmp_path / "some.jsonl", rows[:50:-1])
+    other = prepare(spec_of(some), tmp_path / "other")
+    assert texts_of(other, "val") <= texts_of(prepared, "val")
+    assert texts_of(other, "train") <= texts_of(prepared, "train")
+
+
+def test_of_few_examples_some_train_and_some_validate(tmp_path):
+    rows = chats.pairs(3)
+    path = chats.write_rows(tmp_path / "rows.jsonl", [*rows, rows[0]])
+    out = prepare(spec_of(path, format="prompt", template=""), tmp_path / "out")
+    train, val = texts_of(out, "train"), texts_of(out, "val")
+    assert (len(train), len(val)) == (2, 1)
+    assert not train & val
+    one = chats.write_rows(tmp_path / "one.jsonl", rows[:1])
+    with pytest.raises(UserError, match="cannot both train and validate"):
+        prepare(spec_of(one, format="prompt", template=""), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_rows_of_every_kind_of_table_give_the_same_tokens(prepared, tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = chats.conversations(200)
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"id": 7, **row}) + "\n\n" for row in rows)
+    parquet.write_table(pyarrow.table({"messages": [row["messages"] for row in rows]}), tmp_path / "rows.parquet")
+    for name in ("rows.jsonl.gz", "rows.parquet"):
+        other = prepare(spec_of(tmp_path / name), tmp_path / name[5:])
+        assert read_meta(other).tokens_sha256 == read_meta(prepared).tokens_sha256
+
+
+def test_a_folder_is_used_again_for_the_same_choices_alone(prepared, tmp_path):
+    rows, own = tmp_path / "rows.jsonl", tmp_path / "own.jinja"
+    assert prepare(spec_of(rows), prepared) == prepared
+    own.write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
+    for changed in (spec_of(rows, template=str(own)), spec_of(rows, val_fraction=0.2), DataSpec("text", (str(rows),))):
+        with pytest.raises(UserError, match="was prepared with"):
+            prepare(changed, prepared)
+
+
+def test_a_row_is_cut_or_left_out(tmp_path):
+    rows = [{"prompt": "p" * n, "completion": "cc"} for n in (1, 3, 8, 9, 30)]
+    path = chats.write_rows(tmp_path / "rows.jsonl", rows)
+    folder = prepare(spec_of(path, format="prompt", template="", val_fraction=0.0), tmp_path / "out")
+    examples = Examples(folder, "train")
+    cut = rows_of_length(examples, 8, split="train")
+    assert (cut.num_cut, cut.num_dropped, cut.num_targets.tolist()) == (1, 2, [3, 3, 1])
+    assert "1 are cut to seq_len = 8 and 2 are left out" in cut.said("train")
+    kept = rows_of_length(examples, 8, split="train", cut=False)
+    assert (kept.num_cut, kept.num_dropped, kept.num_targets.tolist()) == (0, 3, [3, 3])
+    assert rows_of_length(examples, 64, split="train").said("train") == ""
+    with pytest.raises(UserError, match="no example of the train split has a target within 2 tokens"):
+        rows_of_length(examples, 2, split="train", cut=False)
+
+
+def test_targets_are_what_follows_where_it_counts(tmp_path):
+    rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "x", "completion": "y"}]
+    path = chats.write_rows(tmp_path / "rows.jsonl", rows)
+    folder = prepare(spec_of(path, format="prompt", template="", val_fraction=0.0), tmp_path / "out")
+    rows = rows_of_length(Examples(folder, "train"), 5, split="train")
+    tokens, targets = read_rows(rows, np.arange(2))
+    a, b, c, d, end, x, y = *b"abcd\n", *b"xy"
+    assert tokens.tolist() == [[a, b, c, d, 0], [x, y, 0, 0, 0]]
+    no = -100
+    assert targets.tolist() == [[no, c, d, end, no], [y, end, no, no, no]]
+
+
+BAD_ROWS = {
+    "empty": ({"messages": []}, "data.messages: the conversation in line 1"),
+    "no answer": ({"messages": [{"role": "user", "content": "a"}]}, "has no turn of the assistant"),
+    "role": ({"messages": [{"role": "boss", "content": "a"}]}, "has the role 'boss'; use one of system"),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "is a list, not text"),
+    "null": ({"messages": [{"role": "assistant", "content": None}]}, r"is empty \(null\), not text"),
+    "no content": ({"messages": [{"role": "user"}]}, "message 1 in line 1 .* has no role and content"),
+    "text": ({"messages": "hi"}, "is a str, not a list of messages"),
+    "says nothing": ({"messages": [{"role": "assistant", "content": ""}]}, "content of message 1 .* is empty"),
+    "column": (
+        {"conversation": []},
+        "data.messages: line 1 .* has no column 'messages'; name one of its own",
+    ),
+    "list": ([1], "is list, not an object"),
+    "surrogate": ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "half of a surrogate pair"),
+}
+BAD_PAIRS = {
+    "empty": ({"prompt": "a", "completion": ""}, "data.completion: 'completion' in line 1 .* is empty"),
+    "number": ({"prompt": 1, "completion": "a"}, "data.prompt: 'prompt' in line 1 .* is a int, not text"),
+    "messages": ({"prompt": [], "completion": []}, "lists of messages are --data.format chat"),
+    "column": ({"prompt": "a"}, "data.completion: line 1 .* has no column 'completion'"),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "line"),
+    [
+        *(pytest.param("chat", *bad, id=f"chat-{name}") for name, bad in BAD_ROWS.items()),
+        *(pytest.param("prompt", *bad, id=f"prompt-{name}") for name, bad in BAD_PAIRS.items()),
+    ],
+)
+def test_a_row_that_is_no_example_is_refused_in_a_line(form, row, line, tmp_path):
+    path = chats.write_rows(tmp_path / "rows.jsonl", [row])
+    template = "chatml" if form == "chat" else ""
+    with pytest.raises(UserError, match=line) as refused:
+        prepare(spec_of(path, format=form, template=template, val_fraction=0.0), tmp_path / "out")
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_plain_text_has_no_rows(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("hello")
+    with pytest.raises(UserError, match=r"data.format: chat reads rows, and the source .*a.txt has none"):
+        prepare(spec_of(path), tmp_path / "out")
+    empty = chats.write_rows(tmp_path / "empty.jsonl", [])
+    empty.write_text("\n\n")
+    with pytest.raises(UserError, match="holds no example"):
+        prepare(spec_of(empty), tmp_path / "out")

@@ -1,0 +1,109 @@
+"""Templates render as `transformers` renders them, in a sandbox, and say what the assistant writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import chats
+from zeroshard.data.examples.template import ChatTemplate, find_template
+from zeroshard.errors import UserError
+
+CHATML = find_template("chatml", "bytes").text
+# In the manner of LLaMA 2: marks in brackets, the system's message in the first turn.
+BRACKETS = (
+    "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set rest = messages[1:] %}"
+    "{% else %}{% set rest = messages %}{% endif %}\n"
+    "{% for message in rest %}\n"
+    "    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns do not alternate') }}"
+    "{% endif %}\n"
+    "    {% if message['role'] == 'user' %}\n"
+    "        {{- bos_token + '[INST] ' + message['content'] | trim + ' [/INST]' }}\n"
+    "    {% else %}\n"
+    "        {{- ' ' + message['content'] + eos_token }}\n"
+    "    {% endif %}\n"
+    "{% endfor %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m | tojson }}{% endif %}{% if loop.last %}end{% break %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("text", [CHATML, BRACKETS, MARKED], ids=["chatml", "brackets", "marked"])
+def test_a_conversation_is_rendered_as_transformers_renders_it(text, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    chats.write_tokenizer(tmp_path, text, bos_token="<s>")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = find_template("", f"json:{tmp_path}/tokenizer.json")
+    for row in chats.conversations(7):
+        for generate in (False, True):
+            options = {"tokenize": False, "add_generation_prompt": generate}
+            assert ours.render(row["messages"], "", add_generation_prompt=generate) == theirs.apply_chat_template(
+                row["messages"], **options
+            )
+
+
+def answers(template, messages):
+    text, spans = template.render_with_spans(messages, "row 1")
+    assert "\ue000" not in text
+    return [text[begin:end] for begin, end in spans]
+
+
+TURNS = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "bye"},
+    {"role": "assistant", "content": "Ciao"},
+]
+
+
+def test_what_the_assistant_writes_ends_as_the_template_ends_a_turn():
+    assert answers(ChatTemplate(CHATML, "t"), TURNS) == ["Hello<|im_end|>\n", "Ciao<|im_end|>\n"]
+    assert answers(ChatTemplate(CHATML, "t"), TURNS[:3]) == ["Hello<|im_end|>\n"]
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    assert answers(ChatTemplate(BRACKETS, "t", special), TURNS) == [" Hello</s>\n", " Ciao</s>\n"]
+
+
+def test_marks_of_the_template_say_what_the_assistant_writes():
+    assert answers(ChatTemplate(MARKED, "t"), TURNS) == ["Hello<|im_end|>", "Ciao<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{% for x in %}", "is no template: line 1"),
+        ("{{ raise_exception('no turns of the system') }}", "no turns of the system"),
+        ("{{ messages.append(1) }}", "refuses"),
+        ("{{ ''.__class__.__mro__ }}", "refuses"),
+        ("{{ strftime_now('%d') }}", "strftime_now"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "otherwise than all of them"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused_in_a_line(text, line):
+    with pytest.raises(UserError, match=r"data\.template") as refused:
+        ChatTemplate(text, "mine.jinja").render_with_spans(TURNS, "row 1")
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_template_lies_beside_its_tokenizer(tmp_path):
+    path = chats.write_tokenizer(tmp_path, "from the configuration")
+    name = f"json:{path}"
+    assert find_template("", name).text == "from the configuration"
+    assert find_template("", name).special_tokens == {"eos_token": "<|im_end|>"}
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "the default"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert find_template("", name).text == "the default"
+    (tmp_path / "chat_template.jinja").write_text("a file of its own")
+    assert find_template("", name).text == "a file of its own"
+    assert find_template("chatml", name).text == CHATML
+
+
+def test_a_tokenizer_without_a_template_asks_for_one(tmp_path):
+    path = chats.write_tokenizer(tmp_path)
+    for name in (f"json:{path}", "bytes"):
+        with pytest.raises(UserError, match=r"has no chat template; give one by --data.template FILE"):
+            find_template("", name)

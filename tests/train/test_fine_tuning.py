@@ -1,0 +1,159 @@
+"""Training on examples: the loss of what counts, the same however the global batch is spread."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import chats
+from zeroshard.cli import main
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.data import load_tokenizer
+from zeroshard.errors import UserError
+from zeroshard.inference.evaluation import local_score
+from zeroshard.train.config.command_settings import EvalConfig
+from zeroshard.train.loop.loop import take_step, train
+from zeroshard.train.setup.build import build_run
+from zeroshard.train.setup.run_folder import tokenizer_folder
+
+
+@pytest.fixture
+def chat_config(tiny_config, tmp_path):
+    """`chat_config(data={}, **changes)`: a run on conversations."""
+    path = chats.write_rows(tmp_path / "rows.jsonl", chats.conversations(80))
+
+    def make(data=None, **changes):
+        table = {"source": "text", "path": (str(path),), "format": "chat", "template": "chatml"}
+        table |= {"dir": str(tmp_path / "tokens"), **(data or {})}
+        return tiny_config(**{"data": table, "seq_len": 100, "max_steps": 3, "eval_interval": 0, **changes})
+
+    return make
+
+
+def trained(config, world_size=1):
+    """Loss and gradient norm of each step, and the last validation loss, by a world of threads."""
+    seen = {}
+
+    class Listener:
+        def on_step(self, record):
+            seen[record.step] = (record.loss, record.grad_norm)
+
+        def on_eval(self, step, loss, ema_loss=None):
+            seen["val"] = (loss, 0.0)
+
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: None
+
+    def rank(comm):
+        run = build_run(config, comm, torch.device("cpu"))
+        try:
+            if comm.rank == 0:
+                run = replace(run, observers=[*run.observers, Listener()])
+            train(run)
+        finally:
+            run.close()
+
+    run_threads(rank, world_size)
+    return seen
+
+
+SPREADS = [("zero0", 2, 1), ("zero1", 1, 2), ("zero2", 2, 2), ("zero3", 4, 1), ("zero3", 2, 2)]
+
+
+def test_a_loss_is_the_mean_over_what_counts_of_the_whole_batch_however_it_is_spread(chat_config, tmp_path):
+    """Micro-batches and ranks have different numbers of targets; the gradient is that of one process all the same."""
+
+    def run(strategy, world_size, accumulate):
+        name = f"{strategy}-{world_size}-{accumulate}"
+        sizes = {"micro_batch_size": 8 // world_size // accumulate, "grad_accum_steps": accumulate}
+        config = chat_config(strategy=strategy, out=str(tmp_path / name), eval_rows=5, **sizes)
+        return trained(config, world_size)
+
+    whole = run("zero0", 1, 1)
+    for spread in SPREADS:
+        found = run(*spread)
+        for key, values in whole.items():
+            assert found[key] == pytest.approx(values, rel=2e-5), (spread, key)
+
+
+def test_a_loss_is_that_of_the_answers_alone(chat_config):
+    run = build_run(chat_config(micro_batch_size=4, model="gpt2-demo"), LocalCommunicator(), torch.device("cpu"))
+    try:
+        tokens, targets = run.batches(0, 0)
+        with torch.no_grad():
+            logits = run.strategy.model(tokens)
+        counts = targets != -100
+        expected = cross_entropy(logits[counts].double(), targets[counts])
+        assert 0 < counts.sum() < counts.numel() / 2
+        record, _ = take_step(run, 0, lambda: 0)
+        assert record.loss == pytest.approx(float(expected), rel=1e-5)
+    finally:
+        run.close()
+
+
+def test_a_run_keeps_its_template_and_is_evaluated_on_the_answers(chat_config, tmp_path):
+    path = chats.write_tokenizer(
+        tmp_path / "model",
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+    )
+    config = chat_config({"tokenizer": f"json:{path}", "template": ""}, eval_rows=100)
+    seen = trained(config)
+    kept = tokenizer_folder(Path(config.out))
+    assert load_tokenizer(kept).vocab_size == 259
+    assert (kept / "chat_template.jinja").read_text().startswith("{% for m in messages %}[")
+    assert json.loads((kept / "special_tokens_map.json").read_text()) == {"eos_token": "<|im_end|>"}
+    scores = local_score(EvalConfig(run=config.out))
+    assert scores.loss == pytest.approx(seen["val"][0], rel=1e-5)
+    assert scores.bits_per_byte is None
+    assert 0 < scores.num_tokens < 200
+
+
+def test_a_run_goes_on_with_the_same_examples_alone(chat_config, tmp_path):
+    whole = trained(chat_config(decay_steps=4, max_steps=4, out=str(tmp_path / "whole")))
+    trained(chat_config(decay_steps=4, max_steps=2))
+    rest = trained(chat_config(decay_steps=4, max_steps=4, resume="auto"))
+    assert rest == {key: whole[key] for key in (3, 4, "val")}
+    with pytest.raises(UserError, match=r"data\.too_long: the prepared tokens are not those"):
+        build_run(
+            chat_config({"too_long": "drop"}, max_steps=5, resume="auto"), LocalCommunicator(), torch.device("cpu")
+        )
+
+
+REFUSALS = [
+    (["--data.format", "chat"], "data.template: the tokenizer bytes has no chat template"),
+    (["--data.format", "chat", "--data.template", "no.jinja"], "data.template: no.jinja cannot be read"),
+    (["--data.format", "chat", "--data.template", "chatml", "--data.streaming"], "data.streaming: is given"),
+    (["--data.format", "chat", "--data.template", "chatml", "--data.document-mask"], "data.document_mask: is given"),
+    (["--data.format", "prompt", "--data.max-tokens", "9"], "data.max_tokens: is given, and data.format is prompt"),
+    (["--data.template", "chatml"], "data.template: is given, and data.format is text; .* --data.format chat"),
+    (["--data.format", "chat", "--data.prompt", "x"], "data.prompt: is given, and data.format is chat"),
+    (["--data.too-long", "drop"], "data.too_long: is given, and data.format is text"),
+    (["--data.format", "talk"], "data.format: 'talk' is not a choice"),
+    (["--data.format", "chat", "--data.template", "chatml", "--data.messages", "talk"], "no column 'talk'"),
+    (["--data.format", "prompt"], "has no column 'prompt'"),
+    (["--data.format", "chat", "--data.template", "chatml", "--seq-len", "2"], "has a target within 2 tokens"),
+    (["--data.format", "chat", "--data.template", "chatml", "--micro-batch-size", "99"], "one batch needs 99"),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), REFUSALS, ids=[line[:30] for _, line in REFUSALS])
+def test_what_cannot_be_is_refused_in_a_line(words, line, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    chats.write_rows(tmp_path / "rows.jsonl", chats.conversations(70))
+    assert main(["train", "--data", "text", "--data.path", "rows.jsonl", "--out", "run", *words]) == 2
+    err = capfd.readouterr().err
+    assert re.fullmatch(rf"error: [^\n]*{line}[^\n]*\n", err), err
+
+
+def test_a_folder_of_examples_is_not_read_as_text(chat_config, tmp_path):
+    trained(chat_config())
+    data = {"format": "text", "template": "", "messages": "messages"}
+    with pytest.raises(UserError, match=r"data\.dir: "):
+        build_run(chat_config(data, out=str(tmp_path / "other")), LocalCommunicator(), torch.device("cpu"))
