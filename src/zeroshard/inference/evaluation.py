@@ -33,7 +33,6 @@ from zeroshard.inference.generate import checkpoint_of, load_for_text, load_weig
 from zeroshard.launch.environment import World, world_from_env
 from zeroshard.models import LanguageModel
 from zeroshard.models.hugging_face.folder import is_hugging_face
-from zeroshard.parallel import Strategy
 from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.config.config import TrainConfig, load_config
 from zeroshard.train.config.sections import UNNAMED
@@ -45,7 +44,7 @@ from zeroshard.train.setup.hugging_face import with_kept_tokenizer
 from zeroshard.train.setup.prepare_data import data_folder
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import tokenizer_folder
-from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ShardReader
+from zeroshard.train.state.weights_alone import WeightsAlone
 
 MOST_EXPONENT = 709.0  # of what a double can hold e to the power of
 
@@ -167,44 +166,13 @@ def _model(
     changes = {"strategy": config.strategy, "kernels": "auto", "compile": False, "ema_decay": 0.0}
     changes["dtype"] = config.dtype
     model, strategy = sharded(trained.model_copy(update=changes), vocab_size, eos_id, comm, device, draw=False)
-    checkpoint.load(path, _WithoutStates(strategy), settings=False)
+    checkpoint.load(path, WeightsAlone(strategy), settings=False)
     return model, step, trained.seq_len
 
 
 def _last_weights_alone(config: EvalConfig) -> None:
     if config.weights == "ema":
         raise UserError("weights", f"{config.strategy} evaluates the last weights", "use --strategy none")
-
-
-class _WithoutStates:
-    """A strategy that is loaded without its optimizer's states, which an evaluation has no use for."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-        self.comm = strategy.comm
-
-    def named_shards(self) -> Iterable[NamedShard]:
-        """Nothing is saved from here."""
-        return ()
-
-    def load_named_shards(self, reader: ShardReader) -> None:
-        """Read weights and buffers."""
-        self._strategy.load_named_shards(_WeightsReader(reader))
-
-
-class _WeightsReader:
-    """``reader``, of a checkpoint that seems to hold no more than a model."""
-
-    def __init__(self, reader: ShardReader) -> None:
-        self._reader = reader
-
-    def kinds(self, name: str) -> dict[str, tuple[int, ...]]:
-        """What is saved of it: weights, buffers and averages."""
-        return {kind: shape for kind, shape in self._reader.kinds(name).items() if kind in MODEL_KINDS}
-
-    def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
-        """As the reader does."""
-        return self._reader.read(name, kind, interval)
 
 
 def _tokens_folder(config: EvalConfig, trained: TrainConfig | None) -> Path:

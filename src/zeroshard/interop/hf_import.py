@@ -9,6 +9,7 @@ read, and `transformers` is not needed.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from math import prod
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from zeroshard import checkpoint
 from zeroshard.checkpoint.stream import drafted
 from zeroshard.comm import Communicator, LocalCommunicator
+from zeroshard.data.examples.template import TEMPLATE_FILES
 from zeroshard.data.tokenizer import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
@@ -66,6 +68,9 @@ def run_import(config: ImportConfig) -> int:
         data = DataConfig(source=UNNAMED)
         if tokenizer is not None:
             _keep_tokenizer(tokenizer_folder(draft), tokenizer, model.vocab_size, source)
+            for name in TEMPLATE_FILES:  # how a conversation is put to the model
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, tokenizer_folder(draft) / name)
             data = DataConfig(source=UNNAMED, tokenizer=f"json:{tokenizer_folder(out) / TOKENIZER_FILE}")
         facts = {"model": model_table(model), "data": data, "seq_len": min(model.seq_len, _SEQ_LEN), "out": str(out)}
         run = TrainConfig.model_validate({**facts, **FINE_TUNING})

@@ -187,6 +187,9 @@ class TrainConfig(Config):
         0, ge=0, description="Evaluations in a row without a lower validation loss that end the run; 0: none do."
     )
     out: str = Field("", description="Run folder; empty: runs/MODEL-DATA-STRATEGY.")
+    init_from: str = Field(
+        "", description="Run folder whose newest weights this run begins with, at its own step 0; empty: drawn."
+    )
     resume: str = Field("none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint.")
 
     @model_validator(mode="after")

@@ -58,6 +58,7 @@ from zeroshard.train.setup.plan_check import contract_of
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import claim_folder, describe_run
 from zeroshard.train.state import resume
+from zeroshard.train.state.initial import load_initial_weights, with_initial_run
 from zeroshard.train.state.lock import RunLock
 from zeroshard.train.state.saved_run import saved_run
 
@@ -72,7 +73,7 @@ def built(
         UserError: something in the configuration cannot be had; on every rank.
     """
     world = world_from_env() or World()
-    config = with_model_files(config)
+    config = with_model_files(with_initial_run(config))
     device = choose_device(config.device, world.local_rank)
     config = on_device(config, device)
     check_model(config)
@@ -107,7 +108,7 @@ def build_run(
     Raises:
         UserError: as `built`.
     """
-    config = on_device(with_model_files(config), device)
+    config = on_device(with_model_files(with_initial_run(config)), device)
     check_model(config)
     require_trackers(config.track)
     check_shard_size(config, comm.world_size)
@@ -149,7 +150,10 @@ def _build_in(
     if config.strategy == "auto":
         stage = automatic_stage(config, _shapes(config, corpus.vocab_size, eos_id), comm, device, choose_stage)
         config = config.model_copy(update={"strategy": f"zero{stage}"})
-    model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=resume_from is None)
+    draw = resume_from is None and not config.init_from
+    model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=draw)
+    if resume_from is None and config.init_from:
+        load_initial_weights(Path(config.init_from), strategy, comm)
     scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
     run = Run(
         strategy=strategy,

@@ -7,7 +7,7 @@ weights or put the run into other data is refused. The rest of the configuration
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ FREE = frozenset(
         *("compile", "compile_backend", "eval_interval", "eval_batches", "eval_rows", "log_interval"),
         *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every", "keep_best", "early_stop"),
         *("track.to", "track.project", "track.name", "track.mode", "track.group", "track.tags"),
-        *("data.dir", "data.path", "model.activation_checkpointing"),
+        *("data.dir", "data.path", "model.activation_checkpointing", "init_from"),
     }
 )
 REFUSED = frozenset({"optimizer"})
@@ -90,7 +90,7 @@ def check_changes(
     """
     before, now = by_dotted_name(saved.get("config", {})), by_dotted_name(config)
     if "model" in saved.get("config", {}):
-        _check_model(saved["config"]["model"], config["model"])
+        check_model(saved["config"]["model"], config["model"])
     old_data = saved.get("data_sha256")
     if old_data and old_data == earlier_sha256:
         what = "an earlier version streamed this run: it held out other text, and took rows in another order"
@@ -162,13 +162,19 @@ def _other_rate(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str
     return [line]
 
 
-def _check_model(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UserError where two ``model`` tables are two models; a preset and its values spelled out are one."""
+def check_model(
+    before: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str] = ("activation_checkpointing",)
+) -> None:
+    """Raise UserError where two ``model`` tables are two models; a preset and its values spelled out are one.
+
+    ``free``: settings that may differ.
+    """
     resolved = []
     for table in (before, now):
         model = validate(ModelConfig, table)
         overrides = model_overrides(model)
-        overrides.pop("activation_checkpointing", None)
+        for name in free:
+            overrides.pop(name, None)
         built = model_config(model.name, overrides=overrides)
         resolved.append({"name": model.name, **getattr(built, "architecture", vars(built))})
     old, new = resolved
