@@ -1,5 +1,6 @@
 import hashlib
 import os
+import sys
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -9,6 +10,7 @@ import pytest
 
 from zeroshard.data.documents import Fingerprint
 from zeroshard.data.sources import (
+    PythonDocs,
     PythonStdlib,
     SyntheticSize,
     SyntheticTokens,
@@ -196,7 +198,7 @@ def test_an_unknown_source_is_answered_with_the_nearest():
         check_source("tinyshakespear", ())
     assert str(caught.value) == (
         "data.source: 'tinyshakespear' is unknown; did you mean 'tinyshakespeare'? "
-        "choose one of python-stdlib, text, tinyshakespeare, synthetic, bin, fineweb-edu, openwebtext, "
+        "choose one of python-stdlib, python-docs, text, tinyshakespeare, synthetic, bin, fineweb-edu, openwebtext, "
         "OWNER/NAME of the Hugging Face hub, or module:name"
     )
 
@@ -213,3 +215,21 @@ def test_an_unknown_source_is_answered_with_the_nearest():
 def test_paths_must_suit_the_source(name, paths, what):
     with pytest.raises(UserError, match=what):
         open_source(name, paths, SyntheticSize(256, 100, 0))
+
+
+def test_help_topics_are_documents_of_english_that_stay_the_same():
+    source = PythonDocs()
+    documents = list(source.documents())
+    texts = {document.name: "".join(document.chunks()) for document in documents}
+    assert len(texts) > 64  # enough to be split by content
+    assert "try" in texts["topic try"]
+    assert "\nThe " in "".join(texts.values())
+    found = source.fingerprint()
+    assert found == PythonDocs().fingerprint()
+    assert (found.num_bytes, found.num_documents) == (sum(len(t.encode()) for t in texts.values()), len(texts))
+
+
+def test_a_python_without_help_topics_is_told_of(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(UserError, match=r"^data\.source: .* has no help topics \(pydoc_data\); use python-stdlib"):
+        PythonDocs()

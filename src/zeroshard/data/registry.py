@@ -67,6 +67,7 @@ class SourceEntry:
 HUB = "zeroshard.data.hub:hub_source"
 SOURCES: dict[str, SourceEntry] = {
     "python-stdlib": SourceEntry("zeroshard.data.sources:python_stdlib", "none"),
+    "python-docs": SourceEntry("zeroshard.data.sources:python_docs", "none"),
     "text": SourceEntry("zeroshard.data.sources:text_or_tables", "some"),
     "tinyshakespeare": SourceEntry("zeroshard.data.sources:tiny_shakespeare", "one"),
     "synthetic": SourceEntry("zeroshard.data.sources:synthetic_tokens", "none", has_text=False),

@@ -1,6 +1,7 @@
 """Where text comes from. Each source gives documents, or tokens where there is no text, and a fingerprint of both.
 
 python-stdlib    the running interpreter's own standard library, read in place: some 10 MB of real text
+python-docs      what its `help()` says of Python's topics: half a megabyte of English
 text             the user's files: a file, a folder, a glob, or several
 tinyshakespeare  1.1 MB of plays, downloaded or from a local file, checked by sha256
 synthetic        seeded token ids with a known entropy: no text, no tokenizer
@@ -18,12 +19,14 @@ import hashlib
 import math
 import os
 import platform
+import sys
 import sysconfig
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
@@ -115,6 +118,32 @@ class PythonStdlib:
     def documents(self) -> Iterator[Document]:
         """One per file."""
         return documents_of(self.files)
+
+
+class PythonDocs:
+    """What ``help()`` says of Python's own topics: half a megabyte of English, which every Python has.
+
+    Raises:
+        UserError: this Python was installed without it.
+    """
+
+    def __init__(self) -> None:
+        self.description = f"help topics of Python {platform.python_version()}"
+        try:
+            topics: dict[str, str] = import_module("pydoc_data.topics").topics
+        except ModuleNotFoundError:
+            what = f"Python at {sys.prefix} has no help topics (pydoc_data)"
+            raise UserError("data.source", what, "use python-stdlib, or --data text --data.path FILE") from None
+        self._texts = {name: topics[name].strip() + "\n" for name in sorted(topics)}
+
+    def fingerprint(self) -> Fingerprint:
+        """Of all topics, one after the other."""
+        whole = "".join(self._texts.values()).encode()
+        return Fingerprint(len(whole), len(self._texts), hashlib.sha256(whole).hexdigest())
+
+    def documents(self) -> Iterator[Document]:
+        """One per topic."""
+        return (text_document(text, f"topic {name}") for name, text in self._texts.items())
 
 
 class TinyShakespeare:
@@ -237,6 +266,11 @@ def open_source(
 def python_stdlib(asked: SourceRequest) -> PythonStdlib:
     """The source ``python-stdlib``."""
     return PythonStdlib()
+
+
+def python_docs(asked: SourceRequest) -> PythonDocs:
+    """The source ``python-docs``."""
+    return PythonDocs()
 
 
 def text_or_tables(asked: SourceRequest) -> Tables | TextFiles:
