@@ -34,6 +34,7 @@ FLAGS_OF_OTHERS = {
     "--launcher",
     "--init-from",
     "--eval-only",
+    "--list",  # of benchmarks, in how-to/gpus.md
 }  # of others
 FLAGS_OF_WORDS = {  # of verbs that have no class of settings
     *("--plot", "--json", "--host", "--out"),
