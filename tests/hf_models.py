@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 VOCAB_SIZE, SEQ_LEN = 97, 12
 _SIZES = {
     "vocab_size": VOCAB_SIZE,

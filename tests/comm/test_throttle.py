@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fake_time import Clock
+from zeroshard import stopwatch
 from zeroshard.comm import Link, NullCommunicator, ThrottledCommunicator, base, run_threads, scope, split
-from zeroshard.comm.wrappers import exposed, observe, throttle
+from zeroshard.comm.wrappers import observe, throttle
 from zeroshard.comm.wrappers.observe import ObservedCommunicator
 from zeroshard.comm.wrappers.throttle import bytes_per_link, num_hops
 from zeroshard.comm.wrappers.wrapper import Wrapper
@@ -22,7 +23,7 @@ MB = 10**6
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (base, exposed, observe, throttle):
+    for module in (base, observe, stopwatch, throttle):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

@@ -59,7 +59,7 @@ CHANGES = {
     "network": "100Gbit/s", "within_node": "10GB/s", "seq_len": 64, "global_batch": 8, "micro_batch": 2, "stage": "1",
     "shard_size": 1, "dtype": "float32", "reduce_dtype": "bfloat16", "optimizer": "sgd", "accumulate": "local",
     "prefetch": 2, "reshard_after_forward": False, "kernels": "reference", "document_mask": True, "headroom": 0.1,
-    "json": True, "explain": True, "ask": "fewest-gpus", "against": "1",
+    "impl": "eager", "attention": "flash-3", "json": True, "explain": True, "ask": "fewest-gpus", "against": "1",
 }  # fmt: skip
 
 

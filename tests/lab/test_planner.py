@@ -67,6 +67,7 @@ def _row(stage, tokens_per_s, headroom_bytes=2**30, *, fits=True, micro_batch=1)
         num_micro=1,
         shard_size=8,
         binds="matrix products",
+        spread=(1.0, 1.0),
     )
 
 

@@ -108,9 +108,9 @@ def test_a_terminal_sees_that_the_model_is_loaded_and_then_the_text_alone(text_c
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(sys, stream, screen)
 
-    def load(folder, weights):
+    def load(*args):
         seen.extend(screen.shown)
-        return load_for_text(folder, weights)
+        return load_for_text(*args)
 
     monkeypatch.setattr(generate, "load_for_text", load)
     assert main(["generate", config.out, "--prompt", "ab", "--max-new-tokens", "3"]) == 0

@@ -70,6 +70,7 @@ def run_config(folder, strategy="zero3", **changes):
     model = {"name": f"hf:{folder}", **changes.pop("model", {})}
     data = {"source": "synthetic"}
     settings = {"lr": 1e-3, "fused": False, "device": "cpu", "strategy": strategy, "seq_len": SEQ_LEN, "out": "x"}
+    settings["dtype"] = "float32"
     return TrainConfig.model_validate({"model": model, "data": data, **settings, **changes})
 
 

@@ -95,7 +95,7 @@ def test_a_longer_run_is_told_what_becomes_of_its_learning_rate_and_how_to_keep_
 
 
 def test_another_peak_is_told_as_a_rate_with_nothing_that_would_keep_it(tiny_config):
-    told = _changes(tiny_config(), tiny_config(lr=2e-3))
+    told = _changes(tiny_config(), tiny_config(lr=2e-3, min_lr=1e-4))
     assert told == [
         "lr was 0.001, now it is 0.002",
         "the learning rate of step 1 was to be 0.0005, now it is 0.001",

@@ -144,7 +144,7 @@ def _model(
     folder = Path(config.run)
     if trained is None and is_hugging_face(config.run) and config.strategy != "none":
         _last_weights_alone(config)
-        settings = {"model": config.run, "strategy": config.strategy}
+        settings = {"model": config.run, "strategy": config.strategy, "dtype": config.dtype}
         model, _ = sharded(TrainConfig.model_validate(settings), 1, None, comm, device)
         return model, None, min(model.config.seq_len, 1024)
     if trained is None:

@@ -51,7 +51,8 @@ class ZeroTrainerMixin(_Trainer):
 
     Args:
         zero_plugin: how to shard; None: stage 3.
-        *args, **kwargs: the Trainer's own.
+        *args: the Trainer's own.
+        **kwargs: likewise.
 
     Raises:
         UserError: a setting that cannot work with the engine; the line says which, and what to do.

@@ -56,7 +56,7 @@ def read_deepspeed(words: Sequence[str]) -> Migration:
     flat = by_dotted_name(theirs)
     for key, value in flat.items():
         _require_type(key, value)
-    to = Migration(f"DeepSpeed: {path}")
+    to = Migration(f"DeepSpeed: {path}", values={"dtype": "float32"})  # what it computes in where nobody says
     for key, value in flat.items():
         if value == "auto":
             to.ignore(key, value, _AUTO)
