@@ -44,7 +44,7 @@ def trained(config, world_size=1):
         def on_step(self, record):
             seen[record.step] = (record.loss, record.grad_norm)
 
-        def on_eval(self, step, loss, ema_loss=None):
+        def on_eval(self, step, loss, ema_loss=None, named=None):
             seen["val"] = (loss, 0.0)
 
         def __getattr__(self, name):
@@ -126,7 +126,27 @@ def test_a_run_goes_on_with_the_same_examples_alone(chat_config, tmp_path):
         )
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_validation_set_is_logged_by_its_name(chat_config, tmp_path, world_size):
+    rows = chats.conversations(20, seed=1)
+    for name, some in (("a", rows[:9]), ("b", rows[9:])):
+        chats.write_rows(tmp_path / f"{name}.jsonl", some)
+    sets = tuple(f"{name}={tmp_path}/{name}.jsonl" for name in "ab")
+    config = chat_config({"val_path": sets, "tokenizer": "bpe:260"}, eval_interval=2, eval_rows=100)
+    trained(config, world_size)
+    lines = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+    evals = [line for line in lines if line.get("kind", line.get("event")) == "eval"]
+    assert [line["step"] for line in evals] == [0, 2, 3]
+    assert all({"loss", "val_loss/a", "val_loss/b"} <= line.keys() for line in evals)
+    assert len({evals[-1][key] for key in ("loss", "val_loss/a", "val_loss/b")}) == 3
+    (folder,) = tmp_path.glob("text-a-*")
+    scores = local_score(EvalConfig(run=config.out, data_dir=str(folder), split="train"))
+    assert scores.loss == pytest.approx(evals[-1]["val_loss/a"], rel=1e-5)
+
+
 REFUSALS = [
+    (["--data.val-path", "a=rows.jsonl", "a=other.jsonl"], "data.val_path: two sets have the name a"),
+    (["--data.val-path", "rows.jsonl"], "data.val_path: 'rows.jsonl' is no NAME=FILE"),
     (["--data.format", "chat"], "data.template: the tokenizer bytes has no chat template"),
     (["--data.format", "chat", "--data.template", "no.jinja"], "data.template: no.jinja cannot be read"),
     (["--data.format", "chat", "--data.template", "chatml", "--data.streaming"], "data.streaming: is given"),

@@ -130,6 +130,9 @@ class DataConfig(Config):
         description="bytes, gpt2, another of tiktoken's, bpe:N (N trained tokens), json:PATH of a tokenizer.json or of "
         "nanoGPT's meta.pkl.",
     )
+    val_path: tuple[str, ...] = Field(
+        (), description="Further validation sets, each NAME=FILE, whose losses are logged as val_loss/NAME."
+    )
     val_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the text kept for validation.")
     max_tokens: Count = Field(0, ge=0, description="Tokens to keep at most, as 500000 or 1B; 0: all.")
     dir: str = Field("", description="Folder of the prepared tokens; empty: named after the rest, in data/.")
@@ -157,6 +160,26 @@ class DataConfig(Config):
     @classmethod
     def _from_name(cls, raw: Any) -> Any:
         return {SHORTHANDS["data"]: raw} if isinstance(raw, str) else raw
+
+    @property
+    def val_paths(self) -> dict[str, str]:
+        """Further validation sets: files by name."""
+        return {name: path for name, _, path in (each.partition("=") for each in self.val_path)}
+
+    @model_validator(mode="after")
+    def _validation_sets_have_names(self) -> Self:
+        names = []
+        for each in self.val_path:
+            name, _, path = each.partition("=")
+            if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or not path:
+                raise UserError("data.val_path", f"{each!r} is no NAME=FILE", "write each as code=code.jsonl")
+            if name in names:
+                raise UserError("data.val_path", f"two sets have the name {name}", "give each its own")
+            names.append(name)
+        if names and self.streaming:
+            todo = "leave it out, or prepare the data: without data.streaming"
+            raise UserError("data.val_path", "is given, and a stream validates on what it holds out alone", todo)
+        return self
 
     @model_validator(mode="after")
     def _fits_its_format(self) -> Self:

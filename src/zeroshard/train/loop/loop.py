@@ -215,7 +215,12 @@ def _evaluate(
         settle()
         with strategy.ema.weights():
             ema_loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device, alive)
-    _tell(run, lambda observer: observer.on_eval(step, loss, ema_loss))
+    named = {
+        name: evaluate(strategy.model, batches, strategy.comm, run.device, alive)
+        for name, batches in run.named_evals.items()
+    }
+    more = (named,) if named else ()
+    _tell(run, lambda observer: observer.on_eval(step, loss, ema_loss, *more))
     if run.contract:
         run.contract.interrupt()
     if run.comm:

@@ -79,6 +79,7 @@ class Run:
         about: what the run is, in words, by label, in the order of printing; see `zeroshard.train.setup.about_run`.
         loss_weight: what the loss of (step, micro_step) is multiplied by, where not all targets count: see [Note: The
             mean over what counts] in `zeroshard.data.examples.batches`; None: nothing.
+        named_evals: this rank's batches of further validation sets, by name.
         data_position: where the data of a step begin, for its checkpoint; None where the step says it.
     """
 
@@ -114,6 +115,7 @@ class Run:
     about: Mapping[str, str] = field(default_factory=dict)
     data_position: Callable[[int], dict[str, Any] | None] = lambda step: None
     loss_weight: Callable[[int, int], float] | None = None
+    named_evals: Mapping[str, Iterable[tuple[Tensor, Tensor, int]]] = field(default_factory=dict)
 
     def tokens_at(self, step: int) -> int:
         """Tokens seen by all ranks together once ``step`` steps are done."""

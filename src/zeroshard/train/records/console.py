@@ -84,10 +84,13 @@ class ConsoleRecorder:
                     facts.pop(place)
             self._print(GAP.join(facts))
 
-    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
+    def on_eval(
+        self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None
+    ) -> None:
         """Print the validation loss."""
         average = [] if ema_loss is None else [f"ema_val_loss {ema_loss:.4f}"]
-        facts = [f"step {step}", f"val_loss {loss:.4f}", *average]
+        more = [f"val_loss/{name} {value:.4f}" for name, value in (named or {}).items()]
+        facts = [f"step {step}", f"val_loss {loss:.4f}", *average, *more]
         self._print(GAP.join(facts if self._bar is None else _fitting(facts, self._console.width)))
 
     def on_saving(self, done_bytes: int, num_bytes: int) -> None:

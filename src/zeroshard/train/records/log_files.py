@@ -42,10 +42,13 @@ class JsonlWriter:
         """Write a ``step`` line; exposed communication by kind, all units together."""
         self._write("step", asdict(record) | {"exposed_s": by_kind(record.exposed_s)})
 
-    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
+    def on_eval(
+        self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None
+    ) -> None:
         """Write an ``eval`` line."""
         average = {} if ema_loss is None else {"ema_loss": ema_loss}
-        self._write("eval", {"step": step, "loss": loss, **average})
+        more = {f"val_loss/{name}": value for name, value in (named or {}).items()}
+        self._write("eval", {"step": step, "loss": loss, **average, **more})
 
     def on_saving(self, done_bytes: int, num_bytes: int) -> None:
         """Nothing: the log has what came of it."""
@@ -111,7 +114,9 @@ class SummaryWriter:
             self._exposed_s[label] += seconds
         self._num_steps += 1
 
-    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
+    def on_eval(
+        self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None
+    ) -> None:
         """Nothing yet."""
 
     def on_saving(self, done_bytes: int, num_bytes: int) -> None:

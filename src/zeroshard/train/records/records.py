@@ -73,8 +73,13 @@ class Observer(Protocol):
         """A step is done."""
         ...
 
-    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
-        """The validation loss after `step`, in nats per token; that of the moving average, where one is kept."""
+    def on_eval(
+        self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None
+    ) -> None:
+        """The validation loss after `step`, in nats per token; that of the moving average, where one is kept.
+
+        ``named``: of further validation sets, by name.
+        """
         ...
 
     def on_saving(self, done_bytes: int, num_bytes: int) -> None:

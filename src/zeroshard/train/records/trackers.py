@@ -156,10 +156,13 @@ class TrackedRun:
         """Log the step's numbers."""
         self._try(lambda tracker: tracker.log(values_of(record), record.step))
 
-    def on_eval(self, step: int, loss: float, ema_loss: float | None = None) -> None:
+    def on_eval(
+        self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None
+    ) -> None:
         """Log the validation loss."""
         average = {} if ema_loss is None else {"val/ema_loss": ema_loss}
-        self._try(lambda tracker: tracker.log({"val/loss": loss, **average}, step))
+        more = {f"val/{name}/loss": value for name, value in (named or {}).items()}
+        self._try(lambda tracker: tracker.log({"val/loss": loss, **average, **more}, step))
 
     def on_saving(self, done_bytes: int, num_bytes: int) -> None:
         """Nothing: no tracker shows it."""

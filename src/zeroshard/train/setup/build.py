@@ -160,6 +160,7 @@ def _build_in(
         batches=corpus.batches,
         data_position=corpus.position,
         loss_weight=corpus.loss_weight,
+        named_evals=corpus.named_evals,
         eval_batches=corpus.eval_batches,
         learning_rate=partial(learning_rate, **resume.schedule_of(config.model_dump())),
         schedule=schedule,

@@ -6,7 +6,7 @@ import hashlib
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ from zeroshard.data.lanes import open_stream
 from zeroshard.data.meta import DataMeta, read_meta
 from zeroshard.data.prepared import tables_fingerprint
 from zeroshard.data.sources import SyntheticSize, open_source
+from zeroshard.data.spec import data_dir
 from zeroshard.data.stream import StreamBatches, validation_tokens
 from zeroshard.data.tables import Tables
-from zeroshard.data.tokenizer import keep_tokenizer, make_tokenizer, tokenizer_identity
+from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, make_tokenizer, tokenizer_identity
 from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.agree import agree_on, first_rank_does, gather_bytes
-from zeroshard.train.setup.prepare_data import data_folder, prepare_data
+from zeroshard.train.setup.prepare_data import data_folder, data_spec, prepare_data
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Corpus:
         go_on: have the data of a step be those that were next when the first argument was given by ``position``.
         earlier_sha256: what an earlier version said of the same text, of which it took other rows; empty: none.
         num_tokens: to train on; 0 where they are streamed, and nobody has counted them.
+        named_evals: further sets to evaluate on, by name.
         loss_weight: what the loss of (step, micro_step) is multiplied by; None: nothing.
     """
 
@@ -63,6 +65,7 @@ class Corpus:
     earlier_sha256: str = ""
     num_tokens: int = 0
     loss_weight: Callable[[int, int], float] | None = None
+    named_evals: Mapping[str, Iterable[tuple[Tensor, Tensor, int]]] = field(default_factory=dict)
 
 
 def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
@@ -95,6 +98,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
         sha256=meta.tokens_sha256,
         keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept),
         num_tokens=train.num_tokens,
+        named_evals=_named_evals(config, folder, comm),
     )
 
 
@@ -123,7 +127,34 @@ def _examples(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
         keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept),
         num_tokens=meta.splits["train"].num_tokens,
         loss_weight=batches.weight,
+        named_evals=_named_evals(config, folder, comm),
     )
+
+
+def _named_evals(
+    config: TrainConfig, folder: Path, comm: Communicator
+) -> dict[str, Iterable[tuple[Tensor, Tensor, int]]]:
+    """The batches of each further validation set; the tokenizer is that of ``folder``. Collective."""
+    meta, found = read_meta(folder), {}
+    tokenizer = f"json:{folder / TOKENIZER_FILE}" if meta.tokenizer_sha256 else config.data.tokenizer
+    ranks = {"rank": comm.rank, "world_size": comm.world_size}
+    size, most = config.micro_batch_size, eval_rows(config)
+    for name, path in config.data.val_paths.items():
+        changes = {"source": "text", "path": (path,), "tokenizer": tokenizer, "val_fraction": 0.0, "max_tokens": 0}
+        data = config.data.model_copy(update=changes)
+        where = data_dir(data_spec(data), folder.parent)
+        data = data.model_copy(update={"dir": str(where)})
+        first_rank_does(comm, partial(prepare_data, data))
+        own = read_meta(where)
+        agree_on(comm, {f"{name}: {fact}": value for fact, value in data_facts(own).items()})
+        if own.examples:
+            rows = rows_of_length(Examples(where, "train"), config.seq_len, split=name, cut=data.too_long == "cut")
+            found[name] = ExampleEvalBatches(rows, size, most, **ranks)
+        else:
+            tokens = TokenDataset.open(where, "train")
+            require_enough(tokens, config.seq_len, 1, split=name)
+            found[name] = EvalBatches(tokens, config.seq_len, size, most, **ranks)
+    return found
 
 
 def _streamed(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
