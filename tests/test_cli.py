@@ -21,8 +21,8 @@ import torch
 import forked
 import zeroshard
 from zeroshard.cli import VERBS, main
-from zeroshard.errors import ExitStatus
-from zeroshard.flags import flags_of
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.flags import ELSEWHERE, flags_of, read_flags
 from zeroshard.lab.bench.settings import BENCHES
 from zeroshard.lab.sweep.cases import SweepConfig
 from zeroshard.train.config.config import TrainConfig
@@ -593,3 +593,12 @@ def test_nonsense_is_one_line_and_status_2(words, line, capsys):
     said = capsys.readouterr().err
     assert said.startswith(f"error: {line}")
     assert said.count("\n") == 1
+
+
+def test_a_flag_that_is_called_otherwise_elsewhere_is_named():
+    flags = flags_of(TrainConfig, SHORTHANDS)
+    assert set(ELSEWHERE.values()) <= set(flags)
+    assert not set(ELSEWHERE) & set(flags)
+    for theirs, ours in ELSEWHERE.items():
+        with pytest.raises(UserError, match=f"^{theirs}: there is no such flag; here it is {ours}$"):
+            read_flags([theirs, "1"], flags)

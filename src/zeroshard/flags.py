@@ -19,6 +19,23 @@ from pydantic import BaseModel
 from zeroshard.errors import UserError
 from zeroshard.train.config.validate import fields_by_name, nearest, no_text
 
+# What other trainers call it, which no spelling is near to: nanoGPT, transformers, torchtitan, Lightning.
+ELSEWHERE = {
+    **dict.fromkeys(("--learning-rate", "--max-lr"), "--lr"),
+    **dict.fromkeys(("--batch-size", "--per-device-train-batch-size", "--device-batch-size"), "--micro-batch-size"),
+    **dict.fromkeys(("--gradient-accumulation-steps", "--accumulate-grad-batches"), "--grad-accum-steps"),
+    **dict.fromkeys(("--block-size", "--max-seq-length", "--context-length"), "--seq-len"),
+    **dict.fromkeys(("--max-iters", "--steps", "--num-steps", "--num-iterations"), "--max-steps"),
+    **dict.fromkeys(("--output-dir", "--out-dir", "--save-dir"), "--out"),
+    **dict.fromkeys(("--save-steps", "--save-interval"), "--checkpoint-interval"),
+    **dict.fromkeys(("--nproc-per-node", "--num-gpus", "--devices", "--num-processes"), "--nproc"),
+    **dict.fromkeys(("--max-grad-norm", "--gradient-clip-val", "--clip-grad"), "--grad-clip"),
+    **dict.fromkeys(("--eval-steps", "--val-check-interval"), "--eval-interval"),
+    **dict.fromkeys(("--precision", "--bf16", "--fp16"), "--dtype"),
+    **dict.fromkeys(("--gradient-checkpointing", "--ac-mode"), "--model.activation-checkpointing"),
+    "--warmup-iters": "--warmup-steps",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Flag:
@@ -76,7 +93,9 @@ def read_flags(argv: Sequence[str], flags: dict[str, Flag], positionals: Sequenc
         name = name.replace("_", "-")
         flag = flags.get(name)
         if flag is None:
-            raise UserError(name, "there is no such flag", nearest(name, flags, "see --help"))
+            known = ELSEWHERE.get(name, "")
+            todo = f"here it is {known}" if known in flags else nearest(name, flags, "see --help")
+            raise UserError(name, "there is no such flag", todo)
         if flag.kind == "switch":
             value: Any = flag.says if not equals else joined
             if equals and not flag.says:
