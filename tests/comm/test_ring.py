@@ -171,11 +171,13 @@ def test_no_more_than_two_chunks_are_held_beside_the_callers_tensors():
         assert sum(beside.values()) == 2 * ring.MAX_CHUNK_BYTES
 
 
-def test_nothing_is_on_its_way_when_an_operation_is_done():
+@pytest.mark.parametrize("most_bytes", [0, small.MOST_BYTES])
+def test_nothing_is_on_its_way_when_an_operation_is_done(most_bytes, monkeypatch):
     """The caller writes into its tensors then, which are sent from where they lie."""
+    monkeypatch.setattr(small, "MOST_BYTES", most_bytes)
 
     def on_rank(comm):
-        whole, shard = torch.zeros(3000), torch.zeros(1000)
+        whole, shard = torch.zeros(1200), torch.zeros(400)
         left = []
         for issue in (
             lambda: comm.all_reduce(whole),
