@@ -22,11 +22,11 @@ demo: $(CORE)  ## Train a small GPT with ZeRO stage 2 on two ranks, let it write
 	$(BIN)/python examples/stages_memory.py
 	$(BIN)/zeroshard report runs/demo
 	@echo
-	$(BIN)/zeroshard generate runs/demo --prompt "A class" --temperature 0.5 --top-p 0.9 --max-new-tokens 150
+	$(BIN)/zeroshard generate runs/demo --prompt "The statement" --temperature 0.5 --top-p 0.9 --max-new-tokens 150
 	@echo
 	@echo "Open runs/demo/report.html in a browser: loss, memory and speed of this run. What to try next:"
 	@echo "  train on your own text:  $(BIN)/zeroshard train --config configs/demo.toml --data text --data.path FILE.txt --out runs/mine"
-	@echo "  let it write more:       $(BIN)/zeroshard generate runs/demo --prompt 'The statement' --temperature 0.5 --top-p 0.9"
+	@echo "  let it write more:       $(BIN)/zeroshard generate runs/demo --prompt 'The class' --temperature 0.5 --top-p 0.9"
 	@echo "  which stage for 8 GPUs:  $(BIN)/zeroshard plan --model gpt2-1.5b --gpus 8 --gpu a100-80gb"
 
 test: $(STAMP)  ## Run the tests.

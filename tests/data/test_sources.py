@@ -223,7 +223,11 @@ def test_help_topics_are_documents_of_english_that_stay_the_same():
     texts = {document.name: "".join(document.chunks()) for document in documents}
     assert len(texts) > 64  # enough to be split by content
     assert "try" in texts["topic try"]
-    assert "\nThe " in "".join(texts.values())
+    prose = [
+        line for text in texts.values() for line in text.splitlines() if line.startswith("The ") and line.endswith(".")
+    ]
+    assert max(map(len, prose)) > 200  # a paragraph in a line
+    assert any("    def " in text for text in texts.values())  # and code as it was
     found = source.fingerprint()
     assert found == PythonDocs().fingerprint()
     assert (found.num_bytes, found.num_documents) == (sum(len(t.encode()) for t in texts.values()), len(texts))

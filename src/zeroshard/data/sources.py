@@ -134,7 +134,7 @@ class PythonDocs:
         except ModuleNotFoundError:
             what = f"Python at {sys.prefix} has no help topics (pydoc_data)"
             raise UserError("data.source", what, "use python-stdlib, or --data text --data.path FILE") from None
-        self._texts = {name: topics[name].strip() + "\n" for name in sorted(topics)}
+        self._texts = {name: _unwrapped(topics[name]) for name in sorted(topics)}
 
     def fingerprint(self) -> Fingerprint:
         """Of all topics, one after the other."""
@@ -144,6 +144,17 @@ class PythonDocs:
     def documents(self) -> Iterator[Document]:
         """One per topic."""
         return (text_document(text, f"topic {name}") for name, text in self._texts.items())
+
+
+def _unwrapped(text: str) -> str:
+    """``text`` with each paragraph of prose in one line; code, grammar and tables stay as they are."""
+    paragraphs = []
+    for paragraph in text.strip().split("\n\n"):
+        lines = paragraph.split("\n")
+        indents = {len(line) - len(line.lstrip()) for line in lines}
+        is_prose = len(indents) == 1 and lines[0].strip()[:1].isalpha() and lines[-1].rstrip()[-1:] in ".:!?)"
+        paragraphs.append(" ".join(map(str.strip, lines)) if is_prose else paragraph)
+    return "\n\n".join(paragraphs) + "\n"
 
 
 class TinyShakespeare:
