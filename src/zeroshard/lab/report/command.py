@@ -35,7 +35,8 @@ def run_report(folders: Sequence[str], out: str = "") -> int:
     material = gather(folders)
     target = Path(out or (folders[0] if len(folders) == 1 else "report"))
     page, names = write_report(material, target)
-    print(f"{len(material.entries)} configurations, {len(names)} figures, {len(material.notices)} warnings: {page}")
+    counts = {"configuration": material.entries, "figure": names, "warning": material.notices}
+    print(", ".join(f"{len(each)} {what}{'s' * (len(each) != 1)}" for what, each in counts.items()) + f": {page}")
     return ExitStatus.OK
 
 
