@@ -315,13 +315,14 @@ def test_a_plan_is_what_a_step_takes(hf_folder):  # noqa: F811
         assert compared[name]["predicted"] == pytest.approx(compared[name]["measured"], rel=0.01), name
 
 
-def test_a_run_of_experts_in_float32_is_held_to_what_can_be_planned(hf_folder, tiny_config):  # noqa: F811
+def test_a_run_of_experts_in_float32_is_held_to_what_can_be_planned(hf_folder, tiny_config, caplog):  # noqa: F811
     """Their kernel has no shapes in that dtype, so activations are not foreseen; what is held and sent is."""
     folder = hf_folder("mixtral")
     model = {"name": f"hf:{folder}", "vocab_size": 300, "from_config": True}
     plan = {"enforce": True}
     config = tiny_config(model=model, strategy="zero3", plan=plan, max_steps=4, eval_interval=0)
     assert run_training(config, None, predict) == 0
+    assert caplog.text == ""  # torch logs a traceback otherwise
     summary = json.loads((Path(config.out) / "summary.json").read_text())
     assert summary["status"] == "ok"
     assert "plan" in str(summary)

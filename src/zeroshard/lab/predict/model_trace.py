@@ -14,6 +14,7 @@ happens between two of them is a `Span`. A list of spans is all that memory and 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
@@ -129,8 +130,16 @@ def trace_model(
     return _trace(_fakes(), model, micro_batch, units, inputs, precision, device_type)
 
 
-def _fakes() -> AbstractContextManager[object]:
-    return FakeTensorMode(allow_non_fake_inputs=True)
+@contextmanager
+def _fakes() -> Generator[None]:
+    """Fake tensors; of an operation that knows no shapes the caller says a line, and torch no page."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        logger.disabled = before
 
 
 def _trace(
