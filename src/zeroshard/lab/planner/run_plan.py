@@ -74,10 +74,10 @@ def predict(job: Job) -> Planned:
     )
     try:
         step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings)
-    except UserError:  # a model of somebody else's whose activations nobody can foresee
+    except UserError as error:  # a model of somebody else's whose activations nobody can foresee
         if calibration is not None:
             raise
-        return Planned(held, sent)
+        return Planned(held, sent, why_no_peak=error.what)
     if calibration is not None and calibration.link is not None and job.links is not None:
         calibration = replace(calibration, link=behind(calibration.link, job.links))
     timing = None if calibration is None else _timing(step, calibration, job.world_size)

@@ -132,7 +132,8 @@ def backward(run: Run, step: int) -> Tensor:
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``; a GPU fetches it while the host goes on, which takes pinned memory."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    fetched = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if fetched else tensor).to(device, non_blocking=True)
 
 
 def _agree(run: Run, loss: Tensor, grad_norm: Tensor, stop: int) -> _Health:

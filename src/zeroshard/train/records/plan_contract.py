@@ -91,12 +91,14 @@ class Planned:
         messages: a step's collectives, in order; without control messages.
         peak_bytes: at the worst moment of a step.
         step_s: of a step.
+        why_no_peak: what kept the peak from being predicted; empty: nothing, or nobody tried.
     """
 
     memory_bytes: Mapping[str, int]
     messages: Sequence[Sent]
     peak_bytes: int | None = None
     step_s: float | None = None
+    why_no_peak: str = ""
 
 
 Predict = Callable[[Job], Planned]
@@ -151,6 +153,7 @@ class Contract:
         line = f"{_mib(held)} resident ({parts})"
         line += f", {len(sent)} collectives of {_mib(sum(sent))} a step" if sent else ""
         line += "" if planned.peak_bytes is None else f", peak {_mib(planned.peak_bytes)}"
+        line += f", peak not predicted: {planned.why_no_peak}" if planned.why_no_peak else ""
         return line + ("" if planned.step_s is None else f", {planned.step_s * 1e3:.1f} ms a step")
 
     def report(self, peak_bytes: int | None, step_s: float | None) -> dict[str, Any]:
