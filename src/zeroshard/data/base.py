@@ -136,12 +136,19 @@ class EvalBatches:
         return -(-self.num_batches // self.world_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, int]]:
-        for turn in range(len(self)):
-            batch = turn * self.world_size + self.rank
-            first = min(batch, self.num_batches - 1) * self.micro_batch_size
-            rows = self._rows[first : first + self.micro_batch_size]
-            weight = rows.size if batch < self.num_batches else 0
-            yield *_read_rows(self.tokens, rows, self.seq_len), weight
+        for rows, counts in eval_turns(self._rows, self.micro_batch_size, self.rank, self.world_size):
+            yield *_read_rows(self.tokens, rows, self.seq_len), rows.size if counts else 0
+
+
+def eval_turns(
+    rows: NDArray[np.int64], micro_batch_size: int, rank: int, world_size: int
+) -> Iterator[tuple[NDArray[np.int64], bool]]:
+    """The rows of each of a rank's batches, and whether they count: ranks that ran out repeat the last batch."""
+    num_batches = -(-rows.size // micro_batch_size)
+    for turn in range(-(-num_batches // world_size)):
+        batch = turn * world_size + rank
+        first = min(batch, num_batches - 1) * micro_batch_size
+        yield rows[first : first + micro_batch_size], batch < num_batches
 
 
 def num_rows(tokens: Tokens, seq_len: int) -> int:

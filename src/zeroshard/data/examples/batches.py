@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zeroshard.data import order
-from zeroshard.data.base import check_sizes
+from zeroshard.data.base import check_sizes, eval_turns
 from zeroshard.data.examples.row_plan import ExampleRows
 from zeroshard.errors import UserError
 
@@ -105,12 +105,8 @@ class ExampleEvalBatches:
         return -(-self.num_batches // self.world_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, int]]:
-        for turn in range(len(self)):
-            batch = turn * self.world_size + self.rank
-            first = min(batch, self.num_batches - 1) * self.micro_batch_size
-            rows = self._rows[first : first + self.micro_batch_size]
-            weight = int(self.rows.num_targets[rows].sum()) if batch < self.num_batches else 0
-            yield *read_rows(self.rows, rows), weight
+        for rows, counts in eval_turns(self._rows, self.micro_batch_size, self.rank, self.world_size):
+            yield *read_rows(self.rows, rows), int(self.rows.num_targets[rows].sum()) if counts else 0
 
 
 def read_rows(rows: ExampleRows, wanted: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
