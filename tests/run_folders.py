@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zeroshard.lab.sweep.cases import SweepConfig, cases_of
@@ -25,8 +25,14 @@ LINK = {
 }
 
 
-def write_run(folder: Path, num_steps: int = 10, status: str = "ok", link: dict | None = None) -> Path:
-    """A run folder as the trainer writes it."""
+def write_run(
+    folder: Path,
+    num_steps: int = 10,
+    status: str = "ok",
+    link: dict | None = None,
+    named: Mapping[str, float] | None = None,
+) -> Path:
+    """A run folder as the trainer writes it; ``named``: losses of further validation sets."""
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(dump_toml(TrainConfig(max_steps=num_steps, warmup_steps=0)))
     lines = [{"event": "start", "step": 0, "world_size": 2, "tokens_per_step": 64, "link": link or {}}]
@@ -35,7 +41,8 @@ def write_run(folder: Path, num_steps: int = 10, status: str = "ok", link: dict 
         lines.append({"event": "step", "step": step, "tokens": 64 * step, "tokens_per_s": 640.0, **facts})
         lines[-1] |= {"memory_bytes": {"params": 100, "grads": 50 + step}, "comm": {"all_reduce": 8}}
         lines[-1] |= {"exposed_s": {"grads/backward": 0.02, "control": 0.01}, "skipped": False}
-    lines.append({"event": "eval", "step": num_steps, "loss": 4.0})
+    more = {f"val_loss/{name}": value for name, value in (named or {}).items()}
+    lines.append({"event": "eval", "step": num_steps, "loss": 4.0, **more})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps({"status": status, "step": num_steps, "val_loss": 4.0}))
     return folder

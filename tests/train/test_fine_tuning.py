@@ -17,6 +17,7 @@ from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.data import load_tokenizer
 from zeroshard.errors import UserError
 from zeroshard.inference.evaluation import local_score
+from zeroshard.lab.run_folders import read_run, validation_sets
 from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.loop.loop import take_step, train
 from zeroshard.train.setup.build import build_run
@@ -139,6 +140,13 @@ def test_each_validation_set_is_logged_by_its_name(chat_config, tmp_path, world_
     assert [line["step"] for line in evals] == [0, 2, 3]
     assert all({"loss", "val_loss/a", "val_loss/b"} <= line.keys() for line in evals)
     assert len({evals[-1][key] for key in ("loss", "val_loss/a", "val_loss/b")}) == 3
+    summary = json.loads((Path(config.out) / "summary.json").read_text())
+    assert {key: summary[key] for key in ("val_loss/a", "val_loss/b")} == {
+        key: evals[-1][key] for key in ("val_loss/a", "val_loss/b")
+    }
+    read = read_run(config.out)
+    assert validation_sets(read) == ["a", "b"]
+    assert read.evaluations[-1].named == {name: evals[-1][f"val_loss/{name}"] for name in "ab"}
     (folder,) = tmp_path.glob("text-a-*")
     scores = local_score(EvalConfig(run=config.out, data_dir=str(folder), split="train"))
     assert scores.loss == pytest.approx(evals[-1]["val_loss/a"], rel=1e-5)

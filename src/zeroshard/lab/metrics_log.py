@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from zeroshard.regular_files import json_of, open_binary
 
+NAMED = "val_loss/"  # before the name of a further validation set
 _NUMBERS = frozenset((int, float, bool))
 
 
@@ -44,11 +45,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Validation loss after a step, in nats per token; ``ema_loss``: of averaged weights, NaN where there are none."""
+    """Validation loss after a step, in nats per token.
+
+    Attributes:
+        ema_loss: of averaged weights; NaN where there are none.
+        named: of further validation sets, by name.
+    """
 
     step: int
     loss: float
     ema_loss: float
+    named: Mapping[str, float] = field(default_factory=dict)
 
 
 class MetricsLog:
@@ -164,7 +171,8 @@ def _step(entry: Mapping[str, Any]) -> Step:
 
 
 def _evaluation(entry: Mapping[str, Any]) -> Evaluation:
-    return Evaluation(int(entry["step"]), number_of(entry["loss"]), number_of(entry.get("ema_loss")))
+    named = {key.removeprefix(NAMED): number_of(value) for key, value in entry.items() if key.startswith(NAMED)}
+    return Evaluation(int(entry["step"]), number_of(entry["loss"]), number_of(entry.get("ema_loss")), named)
 
 
 def _numbers(found: Any) -> dict[str, Any]:

@@ -169,6 +169,11 @@ def read_run(
     )
 
 
+def validation_sets(run: RunResult) -> list[str]:
+    """Names of the further validation sets that ``run`` was evaluated on, in the order of their first losses."""
+    return list(dict.fromkeys(name for each in run.evaluations for name in each.named))
+
+
 def find_runs(root: str | Path) -> list[Path]:
     """Folders at or below ``root`` that hold a run, or what is left of one, in order of name.
 

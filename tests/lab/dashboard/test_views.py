@@ -75,6 +75,20 @@ def test_the_page_of_a_run_has_its_settings_checkpoints_and_stacks(tmp_path):
     assert "rank-00002.txt" not in text
 
 
+def test_each_validation_set_has_a_mark_of_its_own_and_a_row_on_the_page_of_its_run(tmp_path):
+    read = read_run(write_run(tmp_path / "run", named={"maths": 1.5, "code": 2.5}))
+    own, *further = [line for line in live.lines("loss", "run", read, 0, live.AS_WRITTEN) if line.mark == "points"]
+    assert (own.name, own.marker, own.y) == ("", "diamond", (4.0,))
+    assert [(line.name, line.y) for line in further] == [
+        ("run, val_loss/maths", (1.5,)),
+        ("run, val_loss/code", (2.5,)),
+    ]
+    assert len({own.marker, *(line.marker for line in further)}) == 3
+    text = str(run_page.details("run", read, []))
+    for words in ("val_loss/maths", "1.5000 (step 10)", "val_loss/code", "2.5000 (step 10)"):
+        assert words in text
+
+
 def test_a_run_without_stacks_and_checkpoints_says_so(run):
     text = str(run_page.details("run", run, []))
     assert "No step has hung." in text

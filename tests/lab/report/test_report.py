@@ -67,6 +67,15 @@ def test_throughput_has_a_line_for_each_stage_and_a_place_for_each_bandwidth(swe
     assert len({series.colour for series in figure.series}) == len({series.marker for series in figure.series}) == 4
 
 
+def test_further_validation_sets_are_in_the_figure_of_losses_and_in_the_table(tmp_path):
+    write_run(tmp_path / "run", named={"maths": 1.5, "<b>code": 2.5})
+    (figure,) = [each for each in figures_of(gather([tmp_path]))[0] if each.name == "loss"]
+    points = {series.name.partition(" (")[2]: series.y for series in figure.series if series.mark == "points"}
+    assert points == {"validation)": (4.0,), "val_loss/maths)": (1.5,), "val_loss/<b>code)": (2.5,)}
+    assert main(["report", str(tmp_path)]) == 0
+    assert "4.0000, maths 1.5000, &lt;b&gt;code 2.5000" in _page(tmp_path)
+
+
 def test_the_table_has_medians_and_what_they_lie_between(sweep):
     page = _page(sweep)
     spread = r"<td>[\d.,]+ <span>\([\d.,]+ to [\d.,]+\)</span></td>"

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from zeroshard.lab.report.figure import CYCLE, Axis, Figure, Series
-from zeroshard.lab.run_folders import RunResult, Step
+from zeroshard.lab.metrics_log import NAMED
+from zeroshard.lab.report.figure import CYCLE, SET_MARKERS, Axis, Figure, Series
+from zeroshard.lab.run_folders import RunResult, Step, validation_sets
 
 MOST_POINTS = 400
 MIB = 2**20
@@ -112,13 +113,22 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 
 
 def _evaluations(label: str, run: RunResult, places: Mapping[int, float], colour: str) -> list[Series]:
-    points = [
-        (places[each.step], each.loss) for each in run.evaluations if each.step in places and math.isfinite(each.loss)
-    ]
-    if not points:
-        return []
-    x, y = zip(*points, strict=True)
-    return [Series("", "points", colour, x, y, marker="diamond", notes=(f"{label}, validation",) * len(points))]
+    """Diamonds for the validation loss; for each further validation set another mark, which the legend names."""
+    done = [each for each in run.evaluations if each.step in places]
+    of_set = {"": [(places[each.step], each.loss) for each in done]}
+    for name in validation_sets(run):
+        of_set[name] = [(places[each.step], each.named.get(name, math.nan)) for each in done]
+    series = []
+    for index, (name, found) in enumerate(of_set.items()):
+        points = [(x, y) for x, y in found if math.isfinite(y)]
+        if points:
+            x, y = zip(*points, strict=True)
+            named, note = (
+                (f"{label}, {NAMED}{name}", f"{label}, {NAMED}{name}") if name else ("", f"{label}, validation")
+            )
+            marker = SET_MARKERS[index % len(SET_MARKERS)]
+            series.append(Series(named, "points", colour, x, y, marker=marker, notes=(note,) * len(points)))
+    return series
 
 
 def _in_digits(value: float, digits: int) -> float:

@@ -10,9 +10,10 @@ from typing import Any
 from dash import dcc, html
 
 from zeroshard.lab.dashboard.labelled import control, scrolling
+from zeroshard.lab.metrics_log import NAMED
 from zeroshard.lab.planner.show import size
 from zeroshard.lab.report.entries import flat
-from zeroshard.lab.run_folders import RunResult
+from zeroshard.lab.run_folders import RunResult, validation_sets
 from zeroshard.regular_files import read_text
 
 STACKS = "stacks"
@@ -37,6 +38,7 @@ def details(name: str, run: RunResult, plan_rows: Sequence[Any]) -> list[Any]:
         html.H2(name),
         html.P([html.Span(run.state, className=f"state {run.state}"), f" {'; '.join(run.problems)}"]),
         *_section("Plan against actual", [html.Table(list(plan_rows))]),
+        *_section("Validation losses", [_validation(run)]),
         *_section("Environment", [_pairs(_environment(run))]),
         *_section("Checkpoints", [_checkpoints(run)]),
         *_section("Stacks of a hang", _stacks(run.folder)),
@@ -93,6 +95,24 @@ def _in_words(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {each}" for name, each in value.items())
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _validation(run: RunResult) -> Any:
+    """For the run's own validation set and each further one the last loss and the lowest."""
+    if not run.evaluations:
+        return html.P("None was measured.", className="quiet")
+    of_set = {"val_loss": [(each.loss, each.step) for each in run.evaluations]}
+    if any(math.isfinite(each.ema_loss) for each in run.evaluations):
+        of_set["ema_val_loss"] = [(each.ema_loss, each.step) for each in run.evaluations]
+    for name in validation_sets(run):
+        of_set[NAMED + name] = [(each.named.get(name, math.nan), each.step) for each in run.evaluations]
+    rows = []
+    for name, losses in of_set.items():
+        finite = [each for each in losses if math.isfinite(each[0])]
+        said = [f"{loss:.4f} (step {step})" for loss, step in (finite[-1], min(finite))] if finite else ["NaN", "NaN"]
+        rows.append(html.Tr([html.Th(name, scope="row"), *(html.Td(each) for each in said)]))
+    head = html.Tr([html.Th(title, scope="col") for title in ("set", "last", "lowest")])
+    return html.Table([html.Thead(head), html.Tbody(rows)])
 
 
 def _checkpoints(run: RunResult) -> Any:

@@ -15,6 +15,7 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
 GREY = "#999999"
 CYCLE = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, BLACK, YELLOW)
 MARKERS = ("circle", "square", "diamond", "triangle", "cross", "star")
+SET_MARKERS = ("diamond", "square", "triangle", "cross", "star", "circle")  # of validation sets; the first: the run's
 Mark = Literal["line", "points", "bar", "span"]
 
 

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from zeroshard.lab.metrics_log import NAMED
 from zeroshard.lab.report.entries import OF_LINKS, Entry, pair_of, plan_of
 from zeroshard.lab.report.figure import (
     BLACK,
@@ -15,6 +16,7 @@ from zeroshard.lab.report.figure import (
     GREY,
     ORANGE,
     PURPLE,
+    SET_MARKERS,
     SKY,
     VERMILLION,
     YELLOW,
@@ -24,7 +26,7 @@ from zeroshard.lab.report.figure import (
 )
 from zeroshard.lab.report.marks import MOST_BARS, LeftOutError, numbered, only_first, rank_of_strategy, style
 from zeroshard.lab.report.rank_spans import TRACE, TraceError, read_spans
-from zeroshard.lab.run_folders import RunResult
+from zeroshard.lab.run_folders import RunResult, validation_sets
 
 MOST_LINES = 12
 MOST_NAMED = 6  # runs under one curve that its caption names
@@ -69,12 +71,22 @@ def loss(entries: Sequence[Entry]) -> list[Figure]:
         series.append(Series(group[0].label, "line", colour, x, y, dashed=dashed))
         run = group[0].first
         if run is not None and run.evaluations and len(curves) <= MOST_LINES // 2:
-            steps = tuple(float(each.step) for each in run.evaluations)
-            losses = tuple(each.loss for each in run.evaluations)
-            series.append(Series(f"{group[0].label} (validation)", "points", colour, steps, losses, marker="diamond"))
+            series += _evaluations(group[0].label, run, colour)
     caption = f"{len(curves) - MOST_LINES} more curves are not drawn. " if len(curves) > MOST_LINES else ""
     caption += " ".join(_equal_to(group) for group in curves.values() if len(group) > 1)
     return [Figure("loss", "Loss", Axis("step"), Axis("nats per token"), tuple(series), caption.strip(), curves=True)]
+
+
+def _evaluations(label: str, run: RunResult, colour: str) -> list[Series]:
+    """The validation loss, and that of each further set."""
+    steps = tuple(float(each.step) for each in run.evaluations)
+    of_set = {"validation": tuple(each.loss for each in run.evaluations)}
+    for name in validation_sets(run):
+        of_set[NAMED + name] = tuple(each.named.get(name, math.nan) for each in run.evaluations)
+    return [
+        Series(f"{label} ({name})", "points", colour, steps, losses, marker=SET_MARKERS[index % len(SET_MARKERS)])
+        for index, (name, losses) in enumerate(of_set.items())
+    ]
 
 
 def _equal_to(group: Sequence[Entry]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from zeroshard.lab.planner.show import size
 from zeroshard.lab.report.entries import OF_LINKS, Entry, pair_of, words_of
 from zeroshard.lab.report.figure import bandwidth_in_words
-from zeroshard.lab.run_folders import Spread
+from zeroshard.lab.run_folders import RunResult, Spread
 
 NOT_MEASURED = "not measured"
 _NAME_DIGITS = 6
@@ -24,6 +24,7 @@ _TITLES = {
     "peak": "peak of rank 0",
     "predicted": "step / predicted",
     "loss": "last loss",
+    "val_loss": "val_loss",
     "model": "model",
     "ranks": "ranks",
     "state": "state",
@@ -76,6 +77,7 @@ def row_of(entry: Entry) -> dict[str, Any]:
         "peak": size(peak) if peak else "",
         "predicted": f"{measured_s / planned_s:.2f}" if planned_s > 0 and measured_s > 0 else "",
         "loss": f"{run.steps[-1].loss:.4f}" if run and run.steps else "",
+        "val_loss": _validation_losses(run) if run else "",
     }
 
 
@@ -92,6 +94,15 @@ def between(found: Spread | None, scale: float, form: str) -> str:
         return ""
     middle = f"{found.median * scale:{form}}"
     return f"{middle} ({found.low * scale:{form}} to {found.high * scale:{form}})" if found.count > 1 else middle
+
+
+def _validation_losses(run: RunResult) -> str:
+    """``2.0461``, or with further sets ``2.0461, maths 1.9012``: those of the last evaluation."""
+    if not run.evaluations:
+        return ""
+    last = run.evaluations[-1]
+    own = [f"{last.loss:.4f}"] if math.isfinite(last.loss) else ["NaN"]
+    return ", ".join(own + [f"{name} {value:.4f}" for name, value in last.named.items()])
 
 
 def _model(entry: Entry) -> str:

@@ -127,13 +127,14 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
     schedule, step, status = run.schedule, run.first_step, ExitStatus.OK
     val_loss: float | None = None
     ema_val_loss: float | None = None
+    named: dict[str, float] = {}
     loss, started = None, perf_counter()
     step_s: list[float] = []
     if _is_done(run):
         return status
     _tell(run, lambda observer: observer.on_start(_start_info(run)))
     if step == 0 and schedule.eval_interval:
-        val_loss, ema_val_loss = _evaluate(run, step, saving.settle)
+        val_loss, ema_val_loss, named = _evaluate(run, step, saving.settle)
     while step < schedule.max_steps and status == ExitStatus.OK:
         with run.measures.step() if run.measures else nullcontext():
             record, stop = take_step(run, step, stop_wanted)
@@ -151,7 +152,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
             if val_loss is None:
                 alive(PATIENCE_S)  # it may compile
-            val_loss, ema_val_loss = _evaluate(run, step, saving.settle, saving.alive)
+            val_loss, ema_val_loss, named = _evaluate(run, step, saving.settle, saving.alive)
             is_best = run.best.see(step, val_loss) and schedule.keep_best
             at_end = at_end or run.best.exhausted
         if is_best or stop or at_end or _is_due(step, schedule.checkpoint_interval):
@@ -167,6 +168,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         "loss": loss,
         "val_loss": val_loss,
         **({} if run.strategy.ema is None else {"ema_val_loss": ema_val_loss}),
+        **{f"val_loss/{name}": value for name, value in named.items()},
         **({} if run.best.step is None else {"best_step": run.best.step, "best_val_loss": run.best.loss}),
         "stopped_early": run.best.exhausted and step < schedule.max_steps,
         "tokens": run.tokens_at(step),
@@ -202,8 +204,8 @@ def _verdict(run: Run, record: StepRecord) -> ExitStatus:
 
 def _evaluate(
     run: Run, step: int, settle: Callable[[], None], alive: Callable[[], None] = lambda: None
-) -> tuple[float, float | None]:
-    """The validation loss of the weights, and of their moving average where there is one.
+) -> tuple[float, float | None, dict[str, float]]:
+    """The validation loss of the weights, that of their moving average where there is one, and of further sets by name.
 
     ``settle``: called before the average takes the weights' place, which a save under way may still read.
     ``alive``: called after each batch.
@@ -226,7 +228,7 @@ def _evaluate(
     if run.comm:
         run.comm.drain()  # an evaluation's traffic is no step's
         run.comm.exposed.take()
-    return loss, ema_loss
+    return loss, ema_loss, named
 
 
 def _broken(run: Run, contract: Contract) -> bool:
