@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Site:
-    """What is served: ``folder`` under ``/files/``, and each folder OWNER/NAME in it as a data set of the hub.
+    """What is served: ``folder`` under ``/files/``, and each folder OWNER/NAME in it as a data set and a model of the hub.
 
     ``asked`` are the requests; ``fail_once`` paths are answered with 503 the first time.
     """
@@ -76,8 +76,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith("/datasets/") and "/resolve/" in path:
             repo, _, rest = path.removeprefix("/datasets/").partition("/resolve/")
             self._file(self.site.folder / repo / rest.partition("/")[2], body)
-        elif path.startswith("/api/datasets/"):
-            self._api(path.removeprefix("/api/datasets/"), sent, body)
+        elif "/resolve/" in path:  # of a model
+            repo, _, rest = path.removeprefix("/").partition("/resolve/")
+            self._file(self.site.folder / repo / rest.partition("/")[2], body)
+        elif path.startswith(("/api/datasets/", "/api/models/")):
+            self._api(path.partition("/api/")[2].partition("/")[2], sent, body)
         else:
             self._send(404, b"{}", body)
 
