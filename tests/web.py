@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Site:
-    """What is served: ``folder`` under ``/files/``, and each folder OWNER/NAME in it as a data set and a model of the hub.
+    """What is served: ``folder`` under ``/files/``, and each folder OWNER/NAME in it as a data set or model of the hub.
 
     ``asked`` are the requests; ``fail_once`` paths are answered with 503 the first time.
     """

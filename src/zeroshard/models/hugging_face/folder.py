@@ -76,7 +76,7 @@ def copy_text_files(source: str, to: Path) -> None:
 def tokenizer_file(source: str) -> Path | None:
     """``tokenizer.json`` of a model, with all other `text_files` beside it; None where it has none.
 
-    What reads a chat template looks for it there, and the hub's client puts a file that is fetched alone beside nothing.
+    What reads a chat template looks for it there; a file that is fetched alone has none beside it.
     """
     return next((path for path in text_files(source) if path.name == "tokenizer.json"), None)
 
