@@ -9,14 +9,14 @@ from zeroshard.zero.buffers.flat_grads import FlatGrads
 SHAPES = [("a", (2, 2)), ("b", (3,))]
 
 
-def _grads(stage, comm, reduce_dtype=torch.float32, master_dtype=torch.float32):
+def _grads(stage, comm, reduce_dtype=torch.float32, reduced_dtype=torch.float32):
     return FlatGrads(
         "unit",
         FlatLayout.of(SHAPES, comm.world_size),
         STAGES[stage],
         Levels.of(comm),
         device=torch.device("cpu"),
-        master_dtype=master_dtype,
+        reduced_dtype=reduced_dtype,
         reduce_dtype=reduce_dtype,
     )
 
@@ -154,7 +154,7 @@ def test_zeroed_gradients_are_still_there(stage):
 
 
 def test_gradients_arrive_in_any_dtype_and_sparse():
-    grads = _grads(2, LocalCommunicator(), reduce_dtype=torch.float64, master_dtype=torch.float64)
+    grads = _grads(2, LocalCommunicator(), reduce_dtype=torch.float64, reduced_dtype=torch.float64)
     grads.accumulate(0, torch.ones(2, 2, dtype=torch.bfloat16))
     grads.accumulate(0, torch.eye(2).to_sparse())
     grads.reduce()
@@ -178,8 +178,8 @@ def test_whole_gradients_go_where_the_row_shards_them(stage, waiting, reduced):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_narrow_reduction_ends_in_the_masters_dtype(stage):
-    grads = _grads(stage, NullCommunicator(2), reduce_dtype=torch.bfloat16)
+def test_a_reduction_in_fp16_ends_in_the_masters_dtype(stage):
+    grads = _grads(stage, NullCommunicator(2), reduce_dtype=torch.float16)
     for _ in range(2):
         grads.accumulate(0, torch.ones(2, 2))
         grads.reduce()

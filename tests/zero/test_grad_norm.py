@@ -19,7 +19,7 @@ def _buffers(stage, comm, dtype=torch.float32):
     for size in SIZES:
         layout = FlatLayout.of([("a", (size,))], comm.world_size)
         grads = FlatGrads(
-            "unit", layout, STAGES[stage], Levels.of(comm), device=CPU, master_dtype=dtype, reduce_dtype=dtype
+            "unit", layout, STAGES[stage], Levels.of(comm), device=CPU, reduced_dtype=dtype, reduce_dtype=dtype
         )
         grads.accumulate(0, torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype))
         grads.reduce()
@@ -53,7 +53,9 @@ def test_partial_sums_are_added_in_the_order_of_ranks(stage):
     def go(comm):
         layout = FlatLayout.of([("a", (3,))], comm.world_size)
         wide = torch.float64
-        grads = FlatGrads("a", layout, STAGES[stage], Levels.of(comm), device=CPU, master_dtype=wide, reduce_dtype=wide)
+        grads = FlatGrads(
+            "a", layout, STAGES[stage], Levels.of(comm), device=CPU, reduced_dtype=wide, reduce_dtype=wide
+        )
         grads.accumulate(0, torch.tensor([2.0**53, 1.0, 1.0], dtype=wide))
         grads.reduce()
         grads.settle()

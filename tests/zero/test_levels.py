@@ -152,7 +152,7 @@ def test_between_the_two_sums_a_late_gradient_issues_nothing_and_spoils_nothing(
 
     def go(comm, stage):
         levels = Levels.of(comm, 2)
-        dtype = {"master_dtype": torch.float32, "reduce_dtype": torch.float32}
+        dtype = {"reduced_dtype": torch.float32, "reduce_dtype": torch.float32}
         grads = FlatGrads("unit", layout, STAGES[stage], levels, device=torch.device("cpu"), **dtype)
         grads.accumulate(0, torch.ones(4))
         grads.accumulate(1, torch.ones(4))

@@ -19,7 +19,8 @@ class MixedPrecision:
         param_dtype: the dtype that forward and backward see; the parameter's own dtype becomes its master's, which
             the optimizer updates. None: the parameter's own, and then no second copy exists. Parameters that are
             frozen when the engine is built are kept in this dtype alone, rounded, until they are trained.
-        reduce_dtype: the dtype in which gradients accumulate and are reduced. None: the master's.
+        reduce_dtype: the dtype in which gradients accumulate and are reduced. None: the master's. In bfloat16, which
+            has the range of fp32, they also wait for the optimizer; else they are cast to the master's dtype for it.
         cast_forward_inputs: whether floating-point tensors given to the model are cast to ``param_dtype``.
 
     Raises:
@@ -43,3 +44,12 @@ class MixedPrecision:
     def gradient_dtype(self, master: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of weights with that master accumulate and travel."""
         return self.reduce_dtype if self.reduce_dtype is not None and master.is_floating_point else master
+
+    def reduced_dtype(self, master: torch.dtype) -> torch.dtype:
+        """The dtype in which reduced gradients of weights with that master wait for the optimizer.
+
+        That of the reduction where it is bfloat16, which has the range of fp32: nothing is wider than what was asked
+        for. Of float16, whose gradients a `GradScaler` divides by its scale, the master's.
+        """
+        reduce = self.gradient_dtype(master)
+        return reduce if reduce == torch.bfloat16 else master

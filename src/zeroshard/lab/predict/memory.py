@@ -1,10 +1,11 @@
 """Bytes of training state on a rank, from shapes and a row of the stage table alone.
 
-With N elements of a buffer, padded to P = W * S, and itemsizes c (compute), m (master), g (reduction):
+With N elements of a buffer, padded to P = W * S, and itemsizes c (compute), m (master), g (reduction), h (reduced
+gradients: m, or g where that is bfloat16):
 
     params      P c, whole;  S m, sharded, where c is m's dtype, and else nothing between uses
     master      P m or S m by the `optim` column, where compute has another dtype and they are trained; else the weights
-    grads       S m, sharded;  P g, whole, and what the optimizer sees beside it where that is no view of it
+    grads       S h, sharded;  P g, whole, and what the optimizer sees beside it where that is no view of it
     optimizer   per element of the pieces that the rank owns, without padding; and scalars per piece
 
 Where an optimizer needs whole tensors, S is the longest shard, and P may be much more than N.
@@ -137,12 +138,12 @@ def _grad_bytes(
     precision: MixedPrecision,
     num_reductions: int,
 ) -> int:
+    reduce_dtype, reduced_dtype = precision.gradient_dtype(buffer.dtype), precision.reduced_dtype(buffer.dtype)
     if strategy.grads is SHARD and world_size > 1:
-        return seen * buffer.dtype.itemsize
-    reduce_dtype = precision.gradient_dtype(buffer.dtype)
+        return seen * reduced_dtype.itemsize
     whole = padded * reduce_dtype.itemsize
-    own_memory = num_reductions > 1 or reduce_dtype != buffer.dtype
-    return whole + (seen * buffer.dtype.itemsize if own_memory else 0)
+    own_memory = num_reductions > 1 or reduce_dtype != reduced_dtype
+    return whole + (seen * reduced_dtype.itemsize if own_memory else 0)
 
 
 def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState, device_type: str) -> int:

@@ -74,6 +74,7 @@ def step_of(
     told = recorded(events, trace.units, tuple(buffers), replace(settings, num_micro=1, accumulate=None), syncs)
     ledger = _Ledger(resident, trace)
     parts = [ledger.micro_batch(trace.spans, told[micro]) for micro in range(num_taken)]
+    ledger.update(_widened_bytes(buffers, settings))
     return Step(
         first=parts[0] if num_taken > 1 else [],
         middle=parts[1] if num_taken > 2 else [],
@@ -120,6 +121,12 @@ class _Ledger:
                 actions.append(Compute(self._place, self._phase, span.work))
         return actions
 
+    def update(self, temporary: int) -> None:
+        """The optimizer steps, beside so many bytes of its own."""
+        self._place, self._phase = "root", "optimizer"
+        if temporary and self._live + temporary > self.peak.total:
+            self._note_peak(0, temporary)
+
     def _tell(self, done: Sequence[Told]) -> Iterator[Action]:
         for each in done:
             if isinstance(each, Change):
@@ -147,29 +154,50 @@ class _Ledger:
 _PHASES: dict[str, Phase] = {"forward_begins": "forward", "backward_begins": "backward"}
 
 
+def _widened_bytes(buffers: Sequence[Buffer], settings: Settings) -> int:
+    """Of the copies of a buffer's gradients, where they are narrower than an optimizer reads them; the largest's."""
+    if settings.fused_copies:
+        return 0
+    largest = 0
+    for buffer, numel in _seen(buffers, settings):
+        if settings.precision.reduced_dtype(buffer.dtype) != buffer.dtype:
+            largest = max(largest, numel * buffer.dtype.itemsize)
+    return largest
+
+
+def _seen(buffers: Sequence[Buffer], settings: Settings) -> list[tuple[Buffer, int]]:
+    """The trained buffers, and how many of their elements a rank's optimizer updates, with padding."""
+    shard_optim = settings.strategy.optim is SHARD and _num_shards(buffers) > 1
+    trained = (buffer for buffer in buffers if buffer.trained)
+    return [(b, b.layout.shard_numel if shard_optim else b.layout.padded_numel) for b in trained]
+
+
 def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Settings) -> Iterator[Action]:
     """The norm, clipping and the optimizer's step."""
     num_shards = _num_shards(buffers)
     shard_optim = settings.strategy.optim is SHARD and num_shards > 1
-    trained = [buffer for buffer in buffers if buffer.trained]
-    seen = [b.layout.shard_numel if shard_optim else b.layout.padded_numel for b in trained]
+    seen, precision = _seen(buffers, settings), settings.precision
 
     def passes(num: int) -> Iterator[Compute]:
-        for buffer, numel in zip(trained, seen, strict=True):
-            yield _updating(Work(0, num * numel * buffer.dtype.itemsize, dtype_name(buffer.dtype)))
+        for buffer, numel in seen:
+            num_bytes = num * numel * precision.reduced_dtype(buffer.dtype).itemsize
+            yield _updating(Work(0, num_bytes, dtype_name(buffer.dtype)))
 
     if settings.agrees:
         yield from _control(-1, "all_reduce", 24, num_shards * settings.num_replicas)
     if settings.clips:
         yield from passes(1)
-        if trained and shard_optim:
+        if seen and shard_optim:
             yield from _control(-2, "all_gather", 8 * num_shards, num_shards)
     if settings.clips and not settings.fused_copies:  # gradients are scaled in a pass of its own
         yield from passes(2)
     # It reads gradient, master and states, and writes all but the gradient.
-    for buffer, numel in zip(trained, seen, strict=True):
-        num_bytes = (1 + 2 * (1 + optimizer.num_per_element)) * numel * buffer.dtype.itemsize
-        num_bytes += settings.fused_copies * numel * settings.precision.compute_dtype(buffer.dtype).itemsize
+    for buffer, numel in seen:
+        master, reduced = buffer.dtype.itemsize, precision.reduced_dtype(buffer.dtype).itemsize
+        each = reduced + 2 * (1 + optimizer.num_per_element) * master
+        if reduced != master and not settings.fused_copies:  # a wide copy is made, and read
+            each += 2 * master
+        num_bytes = (each + settings.fused_copies * precision.compute_dtype(buffer.dtype).itemsize) * numel
         yield _updating(Work(0, num_bytes, dtype_name(buffer.dtype)))
 
 

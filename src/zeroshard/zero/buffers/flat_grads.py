@@ -1,8 +1,8 @@
 """The gradients of one unit: where micro-batches accumulate, and how they become a mean over ranks.
 
 Two buffers. *Local* is this rank's own sum, ``[padded_numel]``, in the dtype that travels. *Reduced* is the mean
-over ranks, as wide as what the optimizer sees, in the master's dtype. The `grads` column says which of them outlives
-a backward:
+over ranks, of all that the optimizer sees, in the master's dtype, or in bfloat16 where that is what travels (see
+`MixedPrecision.reduced_dtype`). The `grads` column says which of them outlives a backward:
 
 * replicate: local stays. After a reduction, reduced is a view into it: no second buffer. Only if gradients arrive
   again before the optimizer has stepped does reduced get memory of its own.
@@ -59,7 +59,7 @@ class FlatGrads:
         levels: Levels,
         *,
         device: torch.device,
-        master_dtype: torch.dtype,
+        reduced_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
     ) -> None:
         self.name = name
@@ -68,7 +68,7 @@ class FlatGrads:
         self.replicas = levels.replicas
         self.shard_optim = strategy.optim is SHARD
         self.keep_local = strategy.grads is not SHARD or comm.world_size == 1
-        self.device, self.master_dtype, self.reduce_dtype = device, master_dtype, reduce_dtype
+        self.device, self.reduced_dtype, self.reduce_dtype = device, reduced_dtype, reduce_dtype
         self.used = [False] * len(layout.slots)
         self.reduced: Tensor | None = None
         self.factor: Tensor | None = None
@@ -151,7 +151,7 @@ class FlatGrads:
         self.layout.zero_padding(local)
         self._written = [False] * len(self._written)
         target = local[self._held]
-        if self.reduced is None and not self.keep_local and self.reduce_dtype == self.master_dtype:
+        if self.reduced is None and not self.keep_local and self.reduce_dtype == self.reduced_dtype:
             # The shard outlives the local buffer.
             target = empty_for(self.replicas, target.numel(), target.dtype, target.device)
         self._arriving = target
@@ -192,7 +192,7 @@ class FlatGrads:
         if self.reduced is not None:
             self.reduced.add_(arrived)
         else:
-            self.reduced = arrived.to(self.master_dtype)
+            self.reduced = arrived.to(self.reduced_dtype)
             if not self.keep_local and self._lies_in_local(self.reduced):
                 self.reduced = self.reduced.clone()
         if not self.keep_local and not self.pending:
@@ -219,7 +219,7 @@ class FlatGrads:
         self.apply_factor()
         if self.reduced is None:
             numel = self._held.stop - self._held.start
-            self.reduced = torch.zeros(numel, dtype=self.master_dtype, device=self.device)
+            self.reduced = torch.zeros(numel, dtype=self.reduced_dtype, device=self.device)
         start, stop = self._held_of(slot)
         self.reduced[start:stop].copy_(part)
         self._written[slot], self.used[slot] = False, True

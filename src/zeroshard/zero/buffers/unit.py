@@ -58,13 +58,16 @@ class FlatGroup:
             strategy,
             levels,
             device=device,
-            master_dtype=master_dtype,
+            reduced_dtype=precision.reduced_dtype(master_dtype),
             reduce_dtype=precision.gradient_dtype(master_dtype),
         )
         floating = master_dtype.is_floating_point or master_dtype.is_complex
         self.shards = [
             nn.Parameter(self.params.piece_of_master(piece), requires_grad=floating) for piece in self.params.pieces
         ]
+        if self.grads.reduced_dtype != master_dtype:
+            for shard in self.shards:
+                shard.grad_dtype = None  # a gradient may be narrower than it
         self.awaited = False
 
     @property
@@ -268,7 +271,7 @@ def memory_of(groups: Iterator[FlatGroup]) -> dict[str, int]:
 
 
 def reduced_whole(group: FlatGroup) -> Tensor:
-    """``[padded_numel]``: the reduced gradients of every shard, in the master's dtype. Collective; a new tensor."""
+    """``[padded_numel]``: the reduced gradients of every shard, in the dtype they wait in. Collective; a new tensor."""
     reduced = group.grads.reduced
     assert reduced is not None
     if not group.params.shard_optim:

@@ -42,7 +42,7 @@ def global_norm(
         if shards and sum_of_squares is not None and norm_type == 2.0:
             partials = partials + torch.stack([sum_of_squares(shard) for shard in shards]).to(partials)
         elif shards:
-            norms = torch.stack([torch.linalg.vector_norm(shard, norm_type) for shard in shards])
+            norms = torch.stack([norm_of(shard, norm_type) for shard in shards])
             partials = _add(partials, norms.to(partials), norm_type)
     if sharded:
         gathered = torch.empty(comm.world_size, dtype=torch.float64, device=device)
@@ -55,6 +55,11 @@ def global_norm(
     for partial in partials[1:]:
         total = total + partial
     return total ** (1.0 / norm_type)
+
+
+def norm_of(flat: Tensor, norm_type: float) -> Tensor:
+    """`torch.linalg.vector_norm`, of bfloat16 in fp32: its own dtype keeps two digits of it."""
+    return torch.linalg.vector_norm(flat, norm_type, dtype=torch.float32 if flat.dtype == torch.bfloat16 else None)
 
 
 def _add(partials: Tensor, norms: Tensor, norm_type: float) -> Tensor:

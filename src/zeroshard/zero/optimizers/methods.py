@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zeroshard.zero.optimizers.narrow_grads import NarrowGrads
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses
 from zeroshard.zero.optimizers.state_dict import cut_into_pieces, whole_here
 
@@ -31,9 +32,10 @@ def put_in(piecewise: PiecewiseOptimizer) -> None:
     own = vars(optimizer)
     own[_OURS] = True
     own["_step_supports_amp_scaling"] = False  # then GradScaler unscales gradients, which all ranks judge alike
-    _hear_of_steps(piecewise)
+    grads = NarrowGrads(piecewise)
+    _hear_of_steps(piecewise, grads)
     if "step" not in own:  # else a scheduler's, which counts
-        own["step"] = MethodType(_step_of(piecewise, type(optimizer).step), optimizer)
+        own["step"] = MethodType(_step_of(piecewise, grads, type(optimizer).step), optimizer)
     add_group = optimizer.add_param_group
     own["add_param_group"] = lambda param_group: piecewise.add_param_group(add_group, param_group)
     own["zero_grad"] = lambda set_to_none=True: piecewise.listener.clear_grads(
@@ -44,18 +46,19 @@ def put_in(piecewise: PiecewiseOptimizer) -> None:
     _wrap_own_methods(piecewise)
 
 
-def _step_of(piecewise: PiecewiseOptimizer, class_step: Any) -> Callable[..., Any]:
+def _step_of(piecewise: PiecewiseOptimizer, grads: NarrowGrads, class_step: Any) -> Callable[..., Any]:
     @wraps(class_step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         try:
             return class_step(self, *args, **kwargs)
         finally:
+            grads.restore()
             piecewise.show_params()
 
     return step
 
 
-def _hear_of_steps(piecewise: PiecewiseOptimizer) -> None:
+def _hear_of_steps(piecewise: PiecewiseOptimizer, grads: NarrowGrads) -> None:
     """Between the user's hooks and the class's own step: there the param groups hold pieces."""
     optimizer, listener = piecewise.optimizer, piecewise.listener
 
@@ -65,15 +68,17 @@ def _hear_of_steps(piecewise: PiecewiseOptimizer) -> None:
         if closure is None:
             factor = listener.before_update(optimizer)
             piecewise.show_pieces()
+            grads.widen(by_unit=True)
             if factor is None:
                 return None
             own = kwargs.get("grad_scale")
             return args, {**kwargs, "grad_scale": factor if own is None else own * factor}
-        wrapped = _once(piecewise, closure)
+        wrapped = _once(piecewise, grads, closure)
         piecewise.show_pieces()
         return ((itself, wrapped, *given[1:]), kwargs) if given else (args, {**kwargs, "closure": wrapped})
 
     def after(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        grads.restore()
         piecewise.show_params()
         piecewise.has_state = True
         listener.after_update(optimizer)
@@ -95,7 +100,7 @@ def _move_to_end(hooks: dict[int, Any], *ids: int) -> None:
         hooks[each] = hooks.pop(each)
 
 
-def _once(piecewise: PiecewiseOptimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _once(piecewise: PiecewiseOptimizer, grads: NarrowGrads, closure: Callable[[], Any]) -> Callable[[], Any]:
     """The closure runs backward inside ``step``: only after it are there gradients to use."""
     called = False
 
@@ -111,6 +116,7 @@ def _once(piecewise: PiecewiseOptimizer, closure: Callable[[], Any]) -> Callable
         result = closure()
         piecewise.listener.before_update(None)
         piecewise.show_pieces()
+        grads.widen(by_unit=False)
         return result
 
     return torch.enable_grad()(run)

@@ -134,7 +134,9 @@ class Stepping:
         self._runtime.require_reduced("clip_grad_norm_")
         buffers = self._reduced_buffers()
         device = next((b.reduced.device for b in buffers if b.reduced is not None), torch.device("cpu"))
-        exact = any(b.master_dtype == torch.float64 for b in buffers)
+        exact = any(
+            group.params.dtype == torch.float64 for group in self._runtime.groups() if group.grads.reduced is not None
+        )
         savers = [optimizer for optimizer in self.optimizers if isinstance(optimizer, SavesPasses)]
         saves = len(savers) == len(self._known) > 0 and not exact
         for buffer in buffers:

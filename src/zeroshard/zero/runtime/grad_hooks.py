@@ -55,8 +55,8 @@ class GradHooks:
         for unit in units:
             for name, param, group, slot in unit.named_slots():
                 param.grad = None
-                if group.grads.master_dtype != param.dtype:
-                    param.grad_dtype = None  # the mean has the master's
+                if group.grads.reduced_dtype != param.dtype:
+                    param.grad_dtype = None  # the mean has its own
                 self._frozen.append(_Shown(_Home(self._taker, group, slot, name), group, param))
         self.attach_trained()
 
@@ -161,7 +161,7 @@ class _Shown:
         self.grad: ShardedGrad | None = None
         self._home = home
         self._like = torch.empty(home.shape, device="meta")
-        self._dtype = group.grads.master_dtype
+        self._dtype = group.grads.reduced_dtype
 
     @property
     def used(self) -> bool:

@@ -302,7 +302,8 @@ def norms(homes: Sequence[GradHome], order: float) -> Tensor:
         for home, local in zip(homes, locals_, strict=True):
             start, stop = home.intervals[rank]
             part = local if sharded else local[start:stop]
-            norm = torch.linalg.vector_norm(part, order).to(torch.float64) if stop > start else zero
+            wide = torch.float32 if part.dtype == torch.bfloat16 else None  # its own keeps two digits of a norm
+            norm = torch.linalg.vector_norm(part, order, dtype=wide).to(torch.float64) if stop > start else zero
             parts.append(norm if math.isinf(order) else norm**order)
     table = torch.stack(parts).view(len(rows), len(homes))
     if sharded:
