@@ -78,6 +78,12 @@ def main():
         options = {"label_smoothing": 0.1, "z_loss": 0.1, "inplace": inplace, "kernels": "triton"}
         backward([kernels.cross_entropy(logits * 1, targets, **options)], [logits])
     kernels.sum_of_squares(torch.zeros(10_000), kernels="triton")
+    for name in kernels.FORMATS:
+        form, flat = kernels.BlockFormat(name), torch.zeros(5000)
+        packed = torch.zeros(form.num_bytes(5000), dtype=torch.uint8)
+        for key in (None, kernels.rounding_key(0, 0, "root", 0)):
+            kernels.quantise(flat, packed, form, key, kernels="triton")
+        kernels.dequantise(packed, flat, form, kernels="triton")
     columns = [torch.zeros(5000) for _ in range(4)]
     settings = {"options": AdamWOptions(1e-3), "copies": torch.zeros(5000).bfloat16(), "kernels": "triton"}
     kernels.adamw(*columns, step=1, grad_scale=torch.ones(()), **settings)

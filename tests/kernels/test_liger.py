@@ -72,5 +72,5 @@ def test_liger_computes_what_the_reference_computes(operation, random, device):
 
 
 def test_every_operation_of_the_table_is_there():
-    for name in set(kernels.OPERATIONS) - {"adamw", "sum_of_squares"}:
+    for name in set(kernels.OPERATIONS) - {"adamw", "sum_of_squares", "block_formats"}:
         assert callable(getattr(liger, name))

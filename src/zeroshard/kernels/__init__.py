@@ -6,6 +6,15 @@ norms are so long that kernels and launchers have a file of their own). The refe
 """
 
 from zeroshard.kernels.adamw import AdamWOptions, adamw
+from zeroshard.kernels.block_formats import (
+    FORMATS,
+    BlockFormat,
+    DtypeFormat,
+    Format,
+    dequantise,
+    quantise,
+    rounding_key,
+)
 from zeroshard.kernels.cross_entropy import cross_entropy
 from zeroshard.kernels.dispatch import CHOICES, OPERATIONS, Backend, Choice, Operation, choose, describe, use_kernels
 from zeroshard.kernels.gated import geglu, swiglu
@@ -17,22 +26,29 @@ from zeroshard.kernels.sum_of_squares import sum_of_squares
 
 __all__ = [
     "CHOICES",
+    "FORMATS",
     "OPERATIONS",
     "AdamWOptions",
     "Backend",
+    "BlockFormat",
     "Choice",
+    "DtypeFormat",
+    "Format",
     "LayerNorm",
     "Operation",
     "RMSNorm",
     "adamw",
     "choose",
     "cross_entropy",
+    "dequantise",
     "describe",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "quantise",
     "rms_norm",
     "rope",
+    "rounding_key",
     "sum_of_squares",
     "swiglu",
     "use_kernels",

@@ -53,6 +53,7 @@ OPERATIONS: dict[str, Operation] = {
     "linear_cross_entropy": Operation("LinearCrossEntropy", liger=True),
     "adamw": Operation("AdamW"),
     "sum_of_squares": Operation("SumOfSquares"),
+    "block_formats": Operation("BlockFormats"),
 }
 
 _log = logging.getLogger("zeroshard.kernels")

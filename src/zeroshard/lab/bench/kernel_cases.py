@@ -156,6 +156,24 @@ def sum_of_squares_cases(dtype: str) -> Iterator[Case]:
     yield Case("sum_of_squares", f"{numel}", dtype, moved, inputs, call, contestants=("eager", "compile", "triton"))
 
 
+def block_format_cases(dtype: str) -> Iterator[Case]:
+    """What travels: int8 there and back, rounded stochastically as gradients are."""
+    numel, form = (124_000_000 if ON_GPU else 5000), kernels.BlockFormat("int8")
+    key = kernels.rounding_key(0, 0, "blocks.0", 0)
+
+    def call(who: Choice, flat: Tensor, packed: Tensor) -> Any:
+        kernels.quantise(flat, packed, form, key, kernels=who)
+        kernels.dequantise(packed, flat, form, kernels=who)
+        return flat
+
+    def inputs() -> list[Tensor]:
+        packed = torch.empty(form.num_bytes(numel), dtype=torch.uint8, device=DEVICE)
+        return [normal(numel, dtype=DTYPES[dtype]), packed]
+
+    moved = {"forward": 2 * (numel * DTYPES[dtype].itemsize + form.num_bytes(numel))}
+    yield Case("block_formats", f"{numel}", dtype, moved, inputs, call, contestants=("eager", "triton"))
+
+
 def adamw_cases(dtype: str) -> Iterator[Case]:
     """fp32 states with clipping, in bf16 with a bf16 copy beside the masters."""
     if dtype == "bfloat16" and not ON_GPU:
@@ -207,4 +225,5 @@ CASES: dict[str, Callable[[str], Iterator[Case]]] = {
     "linear_cross_entropy": linear_cross_entropy_cases,
     "adamw": adamw_cases,
     "sum_of_squares": sum_of_squares_cases,
+    "block_formats": block_format_cases,
 }

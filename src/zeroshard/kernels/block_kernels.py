@@ -1,0 +1,162 @@
+"""Triton kernels of `zeroshard.kernels.block_formats`, whose reference is their specification, to the bit.
+
+A program has `ROWS` blocks, each as two halves beside each other, as int4 packs them. A block is read once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroshard.kernels.launch import jit, next_power_of_2, opaque, tl
+
+TINY = 2.0**-126  # the smallest scale: the reciprocal of a smaller one would be infinite
+TILE = 2048  # elements of a program, at the least one block
+
+
+@jit
+def _nearest_whole(x):
+    return (x + 12582912.0) - 12582912.0  # 1.5 x 2^23: halves to even, for |x| < 2^22
+
+
+@jit
+def _noise(rows, places, key):
+    """[ROWS, HALF] int32; [Note: Noise] in `block_formats`."""
+    word = rows.to(tl.uint64) * 0x9E3779B97F4A7C15 + key.to(tl.uint64)
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB
+    word = word ^ (word >> 31)
+    factor, term = word.to(tl.uint32), (word >> 32).to(tl.uint32)
+    return (factor[:, None] * places.to(tl.uint32) + term[:, None]).to(tl.int32, bitcast=True)
+
+
+@jit
+def _to_e4m3(x, noise, STOCHASTIC: tl.constexpr):
+    """fp32 numbers as the bytes of e4m3."""
+    bits = x.to(tl.int32, bitcast=True)
+    small = x * 512.0
+    if STOCHASTIC:
+        bits = bits + ((noise >> 12) & 0xFFFFF)
+        small = small + ((noise >> 15) | 1).to(tl.float32) * 0.00000762939453125
+    else:
+        bits = bits + 0x7FFFF + ((bits >> 20) & 1)
+    normal = (bits & -0x100000).to(tl.float32, bitcast=True)
+    value = tl.where(tl.abs(x) < 0.015625, _nearest_whole(small) * 0.001953125, normal)
+    value = tl.minimum(tl.maximum(value, -448.0), 448.0) * 7.52316384526264e-37  # 2^-120: fp32's exponent less e4m3's
+    bits = value.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    return (((bits >> 20) & 0x7F) | sign).to(tl.uint8)
+
+
+@jit
+def _codes(x, inverse, noise, largest, E4M3: tl.constexpr, STOCHASTIC: tl.constexpr):
+    x = x * inverse[:, None]
+    if E4M3:
+        return _to_e4m3(x, noise, STOCHASTIC)
+    if STOCHASTIC:
+        x = x + ((noise >> 15) | 1).to(tl.float32) * 0.00000762939453125  # 2^-17
+    whole = tl.minimum(tl.maximum(_nearest_whole(x), -largest), largest)
+    return whole.to(tl.int32).to(tl.uint8, bitcast=False)
+
+
+@jit
+def _quantise_kernel(
+    values_ptr, scales_ptr, codes_ptr, numel, num_blocks, key, largest, BLOCK: tl.constexpr, HALF: tl.constexpr,
+    ROWS: tl.constexpr, INT4: tl.constexpr, E4M3: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    width = tl.minimum(numel - rows * BLOCK, BLOCK)[:, None]
+    half = (width + 1) // 2
+    low = tl.arange(0, HALF)[None, :] + width * 0
+    high = low + half
+    has_low, has_high = low < half, (low < half) & (high < width)
+    starts = values_ptr + (rows * BLOCK)[:, None]
+    x = tl.load(starts + low, mask=has_low, other=0.0).to(tl.float32)
+    y = tl.load(starts + high, mask=has_high, other=0.0).to(tl.float32)
+    most = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
+    finite = (tl.abs(x) <= 3.4028234663852886e38) & (tl.abs(y) <= 3.4028234663852886e38)
+    bad = tl.min(finite.to(tl.int32), 1) == 0
+    scale = tl.maximum(tl.div_rn(most, most * 0.0 + largest), 1.1754943508222875e-38)
+    scale = tl.where(bad, float("nan"), scale)
+    inverse = tl.where(bad, 0.0, tl.div_rn(scale * 0.0 + 1.0, scale))
+    tl.store(scales_ptr + rows, scale, mask=rows < num_blocks)
+    noise_low = _noise(rows, low, key) if STOCHASTIC else low
+    noise_high = _noise(rows, high, key) if STOCHASTIC else high
+    x = tl.where(bad[:, None], 0.0, x)
+    y = tl.where(bad[:, None], 0.0, y)
+    first = _codes(x, inverse, noise_low, largest, E4M3, STOCHASTIC)
+    second = _codes(y, inverse, noise_high, largest, E4M3, STOCHASTIC)
+    if INT4:
+        second = tl.where(has_high, second, second * 0)
+        tl.store(codes_ptr + (rows * (BLOCK // 2))[:, None] + low, (first & 15) | (second << 4), mask=has_low)
+    else:
+        places = codes_ptr + (rows * BLOCK)[:, None]
+        tl.store(places + low, first, mask=has_low)
+        tl.store(places + high, second, mask=has_high)
+
+
+@jit
+def _number(code, scale, E4M3: tl.constexpr):
+    if E4M3:
+        wide = code.to(tl.int32)
+        bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * scale[:, None]  # 2^120
+    return code.to(tl.int8, bitcast=True).to(tl.float32) * scale[:, None]
+
+
+@jit
+def _dequantise_kernel(
+    scales_ptr, codes_ptr, values_ptr, numel, num_blocks, BLOCK: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    INT4: tl.constexpr, E4M3: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    width = tl.minimum(numel - rows * BLOCK, BLOCK)[:, None]
+    half = (width + 1) // 2
+    low = tl.arange(0, HALF)[None, :] + width * 0
+    high = low + half
+    has_low, has_high = low < half, (low < half) & (high < width)
+    scale = tl.load(scales_ptr + rows, mask=rows < num_blocks, other=0.0)
+    if INT4:
+        both = tl.load(codes_ptr + (rows * (BLOCK // 2))[:, None] + low, mask=has_low, other=0).to(tl.int32)
+        first = ((both << 28) >> 28).to(tl.uint8)
+        second = ((both << 24) >> 28).to(tl.uint8)
+    else:
+        first = tl.load(codes_ptr + (rows * BLOCK)[:, None] + low, mask=has_low, other=0)
+        second = tl.load(codes_ptr + (rows * BLOCK)[:, None] + high, mask=has_high, other=0)
+    places = values_ptr + (rows * BLOCK)[:, None]
+    dtype: tl.constexpr = values_ptr.dtype.element_ty
+    tl.store(places + low, _number(first, scale, E4M3).to(dtype), mask=has_low)
+    tl.store(places + high, _number(second, scale, E4M3).to(dtype), mask=has_high)
+
+
+# ---------------------------------------------------------------------------------------------------- launchers
+
+
+def _shape(numel: int, block: int) -> tuple[int, int, int]:
+    """Blocks, elements of half a block to a power of two, blocks of a program."""
+    half = next_power_of_2(block // 2)
+    return -(-numel // block), half, max(TILE // (2 * half), 1)
+
+
+@opaque("quantise_blocks", "packed")
+def quantise_blocks(
+    values: Tensor, packed: Tensor, name: str, block: int, largest: float, key: int, stochastic: bool
+) -> None:
+    """values [n], packed as `BlockFormat` says; ``key`` is looked at where ``stochastic``."""
+    num_blocks, half, rows = _shape(values.numel(), block)
+    scales, codes = packed[: 4 * num_blocks].view(torch.float32), packed[4 * num_blocks :]
+    _quantise_kernel[(-(-num_blocks // rows),)](
+        values, scales, codes, values.numel(), num_blocks, key or 2**62, largest, BLOCK=block, HALF=half, ROWS=rows,
+        INT4=name == "int4", E4M3=name == "e4m3", STOCHASTIC=stochastic, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@opaque("dequantise_blocks", "values")
+def dequantise_blocks(packed: Tensor, values: Tensor, name: str, block: int) -> None:
+    """packed as `BlockFormat` says, values [n]."""
+    num_blocks, half, rows = _shape(values.numel(), block)
+    scales, codes = packed[: 4 * num_blocks].view(torch.float32), packed[4 * num_blocks :]
+    _dequantise_kernel[(-(-num_blocks // rows),)](
+        scales, codes, values, values.numel(), num_blocks, BLOCK=block, HALF=half, ROWS=rows,
+        INT4=name == "int4", E4M3=name == "e4m3", enable_fp_fusion=False,
+    )  # fmt: skip
