@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zeroshard.comm import Communicator, ReduceOp, Work
+from zeroshard.comm import Communicator, ReduceOp, Work, all_to_all
 from zeroshard.comm.wrappers.wrapper import Wrapper
 
 
@@ -69,6 +69,19 @@ class LateCommunicator(Wrapper):
         def deliver() -> None:
             if reads is not None:
                 reads.wait()
+            output.view(-1).copy_(result.view(-1))
+
+        return LateWork(deliver)
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> Work:
+        """See `zeroshard.comm.all_to_all`: the input stays as it is."""
+        result = torch.empty_like(output)
+        all_to_all(self.inner, result, input.clone()).wait()
+        poison(output)
+        reads = self._reads(input, LateWork(lambda: None))
+
+        def deliver() -> None:
+            reads.wait()
             output.view(-1).copy_(result.view(-1))
 
         return LateWork(deliver)

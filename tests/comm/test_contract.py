@@ -24,6 +24,7 @@ from zeroshard.comm import (
     SharedMemoryCommunicator,
     ThrottledCommunicator,
     TorchCommunicator,
+    all_to_all,
     run_threads,
     split,
     thread_transports,
@@ -132,6 +133,22 @@ def all_gather_works_in_place(comm):
     assert torch.equal(whole, torch.cat([_sent(comm, rank, 5, torch.float32) for rank in range(comm.world_size)]))
 
 
+def all_to_all_is_everybodys_part_for_this_rank(comm):
+    size = comm.world_size
+    for dtype in [*DTYPES, torch.bool]:
+        for numel in [*SIZES, 300_000 // dtype.itemsize] if dtype is torch.uint8 else SIZES:
+            parts, whole = _sent(comm, comm.rank, size * numel, dtype), torch.zeros(size * numel, dtype=dtype)
+            before = parts.clone()
+            work = all_to_all(comm, whole, parts)
+            other = torch.empty_like(whole)
+            all_to_all(comm, other, parts).wait()
+            work.wait()
+            expected = torch.cat([_own(comm, _sent(comm, rank, size * numel, dtype)) for rank in range(size)])
+            assert torch.equal(whole, expected)
+            assert torch.equal(other, expected)
+            assert torch.equal(parts, before)
+
+
 def broadcast_sends_from_any_rank(comm):
     for src in range(comm.world_size):
         for dtype in [*DTYPES, torch.bool]:
@@ -170,6 +187,7 @@ def empty_tensors_are_nothing(comm):
     comm.all_reduce(torch.empty(0)).wait()
     comm.reduce_scatter(torch.empty(0), torch.empty(0)).wait()
     comm.all_gather(torch.empty(0), torch.empty(0)).wait()
+    all_to_all(comm, torch.empty(0), torch.empty(0)).wait()
     comm.broadcast(torch.empty(0, 3), src=0).wait()
     comm.barrier()
 
@@ -186,6 +204,12 @@ def arguments_that_do_not_fit_are_refused(comm):
         comm.all_gather(torch.zeros(2 * size), torch.zeros(3))
     with pytest.raises(ValueError, match=r"dtype: torch.float32 and torch.float64 differ"):
         comm.all_gather(torch.zeros(2 * size), torch.zeros(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match=f"numel: {2 * size} elements to {3 * size} are not {size} parts each"):
+        all_to_all(comm, torch.zeros(3 * size), torch.zeros(2 * size))
+    with pytest.raises(ValueError, match=r"dtype: torch.float32 and torch.float64 differ"):
+        all_to_all(comm, torch.zeros(2 * size), torch.zeros(2 * size, dtype=torch.float64))
+    with pytest.raises(ValueError, match="output: it is the input; an all-to-all needs a second tensor"):
+        all_to_all(comm, same := torch.zeros(2 * size), same)
     for src in (-1, size):
         with pytest.raises(ValueError, match=f"src: rank {src} is outside a world of {size}"):
             comm.broadcast(torch.zeros(2), src=src)
@@ -198,7 +222,8 @@ def parts_talk_among_themselves(comm):
         ranks = next(ranks for ranks in groups if rank in ranks)
         part = split(comm, groups)
         assert (part.rank, part.world_size) == (ranks.index(rank), len(ranks))
-        for case in (all_reduce_is_the_reduction, all_gather_works_in_place, several_operations_are_in_flight):
+        cases = (all_reduce_is_the_reduction, all_gather_works_in_place, several_operations_are_in_flight)
+        for case in (*cases, all_to_all_is_everybodys_part_for_this_rank):
             case(part)
         # What a part sends is its own, whatever else is under way.
         everyone, few = torch.ones(9), torch.ones(9)
@@ -242,6 +267,7 @@ CASES = {
         a_reduction_has_the_same_bits_on_every_rank_and_twice,
         all_gather_is_everybodys_shard_in_order,
         all_gather_works_in_place,
+        all_to_all_is_everybodys_part_for_this_rank,
         broadcast_sends_from_any_rank,
         several_operations_are_in_flight,
         empty_tensors_are_nothing,

@@ -1,4 +1,4 @@
-"""The interface between the engine and the network: five collectives, and a handle to wait on.
+"""The interface between the engine and the network: five collectives, where it is needed a sixth, and a handle.
 
 Everything that moves bytes between ranks implements `Communicator`; behaviour (observing, throttling) is stacked
 as wrappers around one, and the engine never knows which it talks to. The rules that every implementation keeps,
@@ -72,11 +72,12 @@ DONE = Done()
 class Communicator(Protocol):
     """Collectives among ``world_size`` ranks; see the module's docstring for the rules.
 
-    Three more members are used where a communicator has them:
+    Four more members are used where a communicator has them:
 
     * ``empty(numel, dtype) -> Tensor``: CPU memory that its collectives access without a copy. See `empty_for`.
     * ``buffer_bytes: int``: bytes of its own buffers on this rank, with those of its parts. See `buffer_bytes`.
     * ``split(groups) -> Communicator``: a communicator of some of the ranks. Call the function `split`.
+    * ``all_to_all(output, input) -> Work``: what wire formats are sent by. Call the function `all_to_all`.
     """
 
     @property
@@ -137,6 +138,24 @@ def buffer_bytes(comm: Any) -> int:
     return 0
 
 
+def all_to_all(comm: Communicator, output: Tensor, input: Tensor) -> Work:
+    """Part r of ``output`` becomes the part of rank r's ``input`` that is for this rank. Collective.
+
+    Args:
+        comm: among whom.
+        output: ``[world_size * n]``, in other memory than ``input``.
+        input: ``[world_size * n]``: part r is for rank r. It is only read.
+
+    Raises:
+        ValueError: the tensors are something else, or this kind of communicator has no such collective.
+    """
+    own: Callable[[Tensor, Tensor], Work] | None = getattr(comm, "all_to_all", None)
+    if own is None:
+        what = "gradients cannot travel in a wire format"
+        raise ValueError(f"comm: {what} over a {type(comm).__name__}; give it a method all_to_all(output, input)")
+    return own(output, input)
+
+
 def split(comm: Communicator, groups: Groups) -> Communicator:
     """The part of ``comm`` that this rank is in. Collective.
 
@@ -180,6 +199,17 @@ def check_shards(whole: Tensor, shard: Tensor, world_size: int) -> None:
         raise ValueError(
             f"numel: {whole.numel()} elements are not {world_size} shards of {shard.numel()}; pad the tensor"
         )
+
+
+def check_parts(output: Tensor, input: Tensor, world_size: int) -> None:
+    """Raise ValueError unless both tensors hold ``world_size`` equal parts, alike and in different memory."""
+    if output.dtype != input.dtype:
+        raise ValueError(f"dtype: {output.dtype} and {input.dtype} differ; a collective takes tensors of one dtype")
+    if output.numel() != input.numel() or input.numel() % world_size:
+        what = f"{input.numel()} elements to {output.numel()} are not {world_size} parts each"
+        raise ValueError(f"numel: {what}; give both {world_size} parts of one length")
+    if input.numel() and output.data_ptr() == input.data_ptr():
+        raise ValueError("output: it is the input; an all-to-all needs a second tensor")
 
 
 def check_rank(rank: int, world_size: int) -> None:

@@ -10,7 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, Groups, ReduceOp, Work, check_op, check_rank, check_shards, own_group
+from zeroshard.comm.base import (
+    DONE,
+    Groups,
+    ReduceOp,
+    Work,
+    check_op,
+    check_parts,
+    check_rank,
+    check_shards,
+    own_group,
+)
 
 
 class NullCommunicator:
@@ -54,6 +64,13 @@ class NullCommunicator:
         for row in output.view(self.world_size, -1):
             if row.data_ptr() != shard.data_ptr():
                 row.copy_(shard)
+        return DONE
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> Work:
+        """Take the part for this rank from each of ``world_size`` copies of ``input``."""
+        check_parts(output, input, self.world_size)
+        own = input.reshape(self.world_size, -1)[self.rank]
+        output.view(self.world_size, -1).copy_(own.expand(self.world_size, -1))
         return DONE
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:

@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 from torch.utils import _python_dispatch
 
-from zeroshard.comm.base import DONE, Groups, PeerError, ReduceOp, Work, check_op, check_rank, check_shards, own_group
+from zeroshard.comm.base import (
+    DONE,
+    Groups,
+    PeerError,
+    ReduceOp,
+    Work,
+    check_op,
+    check_parts,
+    check_rank,
+    check_shards,
+    own_group,
+)
 from zeroshard.comm.labels import current_scope
 
 T = TypeVar("T")
@@ -128,6 +139,15 @@ class ThreadCommunicator:
         for row, piece in zip(output.view(self.world_size, -1), pieces, strict=True):
             if row.data_ptr() != piece.data_ptr():
                 row.copy_(piece.reshape(-1))
+        self._leave()
+        return DONE
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> Work:
+        """Take every rank's part for this one; done on return."""
+        check_parts(output, input, self.world_size)
+        tensors = self._exchange(input, "all_to_all", input.numel(), input.dtype)
+        for row, theirs in zip(output.view(self.world_size, -1), tensors, strict=True):
+            row.copy_(theirs.reshape(self.world_size, -1)[self.rank])
         self._leave()
         return DONE
 

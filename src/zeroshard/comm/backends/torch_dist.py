@@ -16,7 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, Groups, PeerError, ReduceOp, Work, check_op, check_rank, check_shards, own_group
+from zeroshard.comm.base import (
+    DONE,
+    Groups,
+    PeerError,
+    ReduceOp,
+    Work,
+    check_op,
+    check_parts,
+    check_rank,
+    check_shards,
+    own_group,
+)
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -124,6 +135,19 @@ class TorchCommunicator:
         if self._is_gloo(input):
             whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
         return _TorchWork(_all_gather(whole, shard, group=self.group, async_op=True))
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> Work:
+        """Take every rank's part for this one; asynchronous."""
+        check_parts(output, input, self.world_size)
+        if input.numel() == 0:
+            return DONE
+        whole, parts = output.view(-1), input.view(-1)
+        if self.world_size == 1:
+            whole.copy_(parts)
+            return DONE
+        if self._is_gloo(input):
+            whole, parts = whole.view(torch.uint8), parts.view(torch.uint8)
+        return _TorchWork(dist.all_to_all_single(whole, parts, group=self.group, async_op=True))
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Take rank ``src``'s tensor; asynchronous."""

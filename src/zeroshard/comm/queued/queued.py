@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from zeroshard.comm.base import ReduceOp, Work, check_op, check_rank, check_shards
+from zeroshard.comm.base import ReduceOp, Work, check_op, check_parts, check_rank, check_shards
 from zeroshard.comm.queued.messages import CPU, require_cpu
 from zeroshard.comm.queued.pieces import Topics, on_flat
 from zeroshard.comm.queued.worker import Operation, Worker
@@ -49,6 +49,12 @@ class QueuedCommunicator(ABC):
         check_shards(output, input, self.world_size)
         whole, shard = output.detach().view(-1), input.detach().view(-1)
         return self._submit("all_gather", lambda: self._all_gather(whole, shard), output, input)
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> Work:
+        """Take every rank's part for this one."""
+        check_parts(output, input, self.world_size)
+        whole, parts = output.detach().view(-1), input.detach().view(-1)
+        return self._submit("all_to_all", lambda: self._all_to_all(whole, parts), input, output)
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Take rank ``src``'s tensor; any strides."""
@@ -99,6 +105,10 @@ class QueuedCommunicator(ABC):
     @abstractmethod
     def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
         """Every rank's shard goes into ``whole``; ``shard`` is this rank's, and may lie there already."""
+
+    @abstractmethod
+    def _all_to_all(self, whole: Tensor, parts: Tensor) -> None:
+        """Part r of ``whole`` becomes the part of rank r's ``parts`` that is for this rank."""
 
     @abstractmethod
     def _broadcast(self, flat: Tensor, src: int) -> None:

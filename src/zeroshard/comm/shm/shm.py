@@ -181,6 +181,32 @@ class SharedMemoryCommunicator(QueuedCommunicator):
 
         slots.exchange(whole.dtype, -(-intervals[0][1] // size), publish, read)
 
+    def _all_to_all(self, whole: Tensor, parts: Tensor) -> None:
+        mine, theirs = parts.view(self.world_size, -1), whole.view(self.world_size, -1)
+        theirs[self.rank].copy_(mine[self.rank])
+        if self.world_size == 1:
+            return
+        if (tensors := self._offer(parts, parts.nbytes)) is not None:
+            for peer in self._slots.peers:
+                theirs[peer].copy_(tensors[peer].view(self.world_size, -1)[self.rank])
+            self._slots.done()
+            return
+        size = self._slots.numel(parts.dtype) // (self.world_size - 1)  # of a piece of one part
+
+        def publish(piece: int, slot: Tensor) -> None:
+            for peer in self._slots.peers:
+                part = mine[peer, piece * size : (piece + 1) * size]
+                place = (peer - (peer > self.rank)) * size
+                slot[place : place + part.numel()].copy_(part)
+
+        def read(piece: int, published: list[Tensor]) -> None:
+            for peer in self._slots.peers:
+                target = theirs[peer, piece * size : (piece + 1) * size]
+                place = (self.rank - (self.rank > peer)) * size
+                target.copy_(published[peer][place : place + target.numel()])
+
+        self._slots.exchange(parts.dtype, -(-mine.shape[1] // size), publish, read)
+
     def _broadcast(self, flat: Tensor, src: int) -> None:
         size = self._slots.numel(flat.dtype)
 

@@ -24,10 +24,9 @@ class CommRecord:
     """One operation.
 
     Attributes:
-        op: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``broadcast`` or ``barrier``.
-        num_bytes: of the whole tensor (the input of a reduce-scatter, the output of an all-gather). What a rank
-            must send follows from it: ``(W-1)/W`` of it for a reduce-scatter or all-gather, twice that for an
-            all-reduce.
+        op: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``, ``broadcast`` or ``barrier``.
+        num_bytes: of the whole tensor (the input of a reduce-scatter or all-to-all, the output of an all-gather).
+            What a rank must send follows from it: ``(W-1)/W`` of it, for an all-reduce twice that.
         scope: the caller's label, see `scope`.
         world_size: W, how many ranks took part.
         issue_s: seconds spent in the call.

@@ -7,6 +7,7 @@ the network's. W ranks form a ring; links are full duplex, and each direction of
 
     reduce_scatter, all_gather    (W - 1) alpha       +  (W - 1) / W  N / B
     all_reduce                    2 (W - 1) alpha     +  2 (W - 1) / W  N / B
+    all_to_all                    alpha               +  (W - 1) / W  N / B          from each to each at once
     broadcast                     (W - 1) alpha       +  N / B                       a chain, in chunks
     barrier                       ceil(log2 W) alpha                                 dissemination
 
@@ -23,6 +24,7 @@ the bandwidth terms of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorit
     Operations of one communicator follow each other, as they do on a ring's thread and on a NCCL stream. Those of its
     parts share the rank's links with them, through a token bucket for each level. Between nodes a node has one link;
     where ranks of one node each have a ring that leaves it (the columns of a two-level world), these share it equally.
+    In an all-to-all each of a node's k ranks sends a part to each of the W - k outside: k (W - k) / W N leave the node.
 """
 
 from __future__ import annotations
@@ -78,12 +80,20 @@ class Link:
 def bytes_per_link(op: str, num_bytes: int, world_size: int) -> float:
     """Bytes in one direction of each link of a ring, for ``op`` on a whole tensor of ``num_bytes``."""
     once = num_bytes * (world_size - 1) / world_size
-    return {"reduce_scatter": once, "all_gather": once, "all_reduce": 2 * once, "broadcast": num_bytes}.get(op, 0)
+    return {
+        "reduce_scatter": once,
+        "all_gather": once,
+        "all_to_all": once,
+        "all_reduce": 2 * once,
+        "broadcast": num_bytes,
+    }.get(op, 0)
 
 
 def num_hops(op: str, world_size: int) -> int:
     """Messages that follow each other in ``op``: how often it pays a link's latency."""
     once = world_size - 1
+    if op == "all_to_all":
+        return min(once, 1)
     if op == "barrier":
         return once.bit_length()  # ceil(log2 W)
     return 2 * once if op == "all_reduce" else once
@@ -103,11 +113,15 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class _Level:
-    """The links of one kind that a ring passes: what they are, which bucket, and how many rings share each."""
+    """The links of one kind that a ring passes: what they are, which bucket, and how many rings share each.
+
+    ``exchanged``: how much of each rank's tensor leaves by one of them in an all-to-all.
+    """
 
     link: Link
     bucket: _Bucket
     num_rings: int
+    exchanged: float
 
 
 class ThrottledCommunicator(Wrapper):
@@ -138,7 +152,8 @@ class ThrottledCommunicator(Wrapper):
         """``names``: what the ranks are called in the whole world."""
         self._names, self._num_rings = names, num_rings
         self._levels = [
-            _Level(self._links[level], self._buckets[level], num_rings[level]) for level in sorted(self._passes(names))
+            _Level(self._links[level], self._buckets[level], num_rings[level], self._exchanged(level))
+            for level in sorted(self._passes(names))
         ]
         self._unresolved: deque[_Delayed] = deque()
         self._resolving = threading.Lock()
@@ -162,6 +177,12 @@ class ThrottledCommunicator(Wrapper):
         """The levels whose links a ring of ranks passes."""
         hops = zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ()
         return {"inside" if self._node_of(a) == self._node_of(b) else "between" for a, b in hops}
+
+    def _exchanged(self, level: str) -> float:
+        """Of a rank's tensor: what leaves this rank's node, or this rank for others of its node, in an all-to-all."""
+        node = self._node_of(self._names[self.rank])
+        here, size = sum(self._node_of(name) == node for name in self._names), len(self._names)
+        return here * (size - here) / size if level == "between" else (here - 1) / size
 
     def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
         """Issue an operation that is done when it would be over the links."""
@@ -192,7 +213,9 @@ class ThrottledCommunicator(Wrapper):
         passed = [
             level.bucket.take(
                 start_s,
-                num_bytes * level.num_rings / level.link.bytes_per_s,
+                (delayed.num_bytes * level.exchanged if delayed.op == "all_to_all" else num_bytes)
+                * level.num_rings
+                / level.link.bytes_per_s,
                 level.link.burst_bytes / level.link.bytes_per_s,
             )
             for level in self._levels

@@ -15,7 +15,17 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, Communicator, Groups, ReduceOp, Work, add_done_callback, empty_for, split
+from zeroshard.comm.base import (
+    DONE,
+    Communicator,
+    Groups,
+    ReduceOp,
+    Work,
+    add_done_callback,
+    all_to_all,
+    empty_for,
+    split,
+)
 
 
 class WrappedWork:
@@ -44,7 +54,8 @@ class Wrapper:
 
         Args:
             op: name of the method.
-            whole: the whole tensor: what a reduce-scatter is given, what an all-gather fills; None: a barrier has none.
+            whole: the whole tensor: what a reduce-scatter or all-to-all is given, what an all-gather fills; None: a
+                barrier has none.
             issue: has the inner communicator do it.
             detail: what else ranks must agree on: the reduction, or where a broadcast comes from.
         """
@@ -85,6 +96,10 @@ class Wrapper:
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Pass on."""
         return self._around("all_gather", output, lambda: self.inner.all_gather(output, input))
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> Work:
+        """Pass on."""
+        return self._around("all_to_all", input, lambda: all_to_all(self.inner, output, input))
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Pass on."""

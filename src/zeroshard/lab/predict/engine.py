@@ -110,6 +110,10 @@ class _Peers:
         """Write it down."""
         return self._log.issue(self, "all_gather", output)
 
+    def all_to_all(self, output: Tensor, input: Tensor) -> _Pending:
+        """Write it down."""
+        return self._log.issue(self, "all_to_all", input)
+
     def broadcast(self, tensor: Tensor, src: int) -> _Pending:
         """Write it down."""
         return self._log.issue(self, "broadcast", tensor)
