@@ -26,6 +26,7 @@ from zeroshard.checkpoint.store import TORCH_DTYPES
 from zeroshard.checkpoint.stream import StreamedTensor, drafted, intervals, write_streamed
 from zeroshard.checkpoint.verify import damages
 from zeroshard.zero.optimizers.ema import EMA
+from zeroshard.zero.state.named_shards import OUTER_KINDS, is_of_replica
 
 _METADATA = {"format": "pt"}
 
@@ -57,7 +58,7 @@ def consolidate(path: str | PathLike[str], out: str | PathLike[str] | None = Non
     folder, manifest = require_whole(path)
     with CheckpointReader(folder, manifest) as reader:
         if out is None:
-            tensors = {(entry.name, entry.kind): _read(reader, entry) for entry in manifest.tensors}
+            tensors = {(entry.name, entry.kind): _read(reader, entry) for entry in _of_one_process(manifest)}
         else:
             tensors = _write_and_map(reader, manifest, Path(out))
     return _state(manifest, tensors)
@@ -88,9 +89,14 @@ def _read(reader: CheckpointReader, entry: TensorEntry) -> Tensor:
     return reader.read(entry.name, entry.kind, (0, prod(entry.shape))).view(entry.shape)
 
 
+def _of_one_process(manifest: Manifest) -> list[TensorEntry]:
+    """What one process has: without what replicas keep for their meetings, and each for itself."""
+    return [entry for entry in manifest.tensors if entry.kind not in OUTER_KINDS and not is_of_replica(entry.name)]
+
+
 def _write_and_map(reader: CheckpointReader, manifest: Manifest, out: Path) -> dict[tuple[str, str], Tensor]:
     files: dict[str, dict[str, TensorEntry]] = {"model": {}}
-    for entry in manifest.tensors:
+    for entry in _of_one_process(manifest):
         if entry.kind in ("param", "buffer"):
             files["model"][entry.name] = entry
         elif entry.kind == EMA:

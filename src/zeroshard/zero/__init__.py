@@ -8,6 +8,8 @@ from zeroshard.zero.engine import Zero
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.optimizers.requirements import OptimizerKind, Scope, classify
 from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.replicas.local_steps import LocalSteps
+from zeroshard.zero.replicas.replicas import Meeting, Replicas
 from zeroshard.zero.sharded_optimizer.optimizer import ShardedOptimizer
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 from zeroshard.zero.strategy import STAGES, Placement, ShardingStrategy, resolve_strategy
@@ -17,11 +19,14 @@ __all__ = [
     "DrawsParts",
     "FlatLayout",
     "Levels",
+    "LocalSteps",
+    "Meeting",
     "MixedPrecision",
     "NamedShard",
     "OptimizerKind",
     "Piece",
     "Placement",
+    "Replicas",
     "Scope",
     "ShardReader",
     "ShardedOptimizer",

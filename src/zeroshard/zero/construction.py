@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.comm import Communicator, scope
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
-from zeroshard.zero.buffers.unit import Unit, build_groups
+from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.buffers.unit_choice import UnitChoice, told
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
@@ -87,3 +88,12 @@ def _default_device(device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def ordinary_weights(groups: Iterable[FlatGroup]) -> dict[nn.Parameter, Tensor]:
+    """Each parameter's own whole, current values, in the masters' dtype, for when there is no engine. Collective."""
+    weights: dict[nn.Parameter, Tensor] = {}
+    for group in groups:
+        views = group.params.layout.views(group.params.gather_master())
+        weights.update({param: view.clone() for param, view in zip(group.params.params, views, strict=True)})
+    return weights

@@ -18,22 +18,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
-from zeroshard.zero.buffers.holdings import Holding, holdings
+from zeroshard.zero.buffers.flat_params import loaded_later
+from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
 from zeroshard.zero.buffers.partition import Init
-from zeroshard.zero.buffers.unit import Unit, memory_of
+from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
-from zeroshard.zero.construction import build_units, check_arguments
-from zeroshard.zero.levels import Levels, check_row
+from zeroshard.zero.construction import build_units, check_arguments, ordinary_weights
+from zeroshard.zero.levels import Levels, check_levels, check_row
 from zeroshard.zero.optimizers import adoption
-from zeroshard.zero.optimizers.ema import EMA, Ema
+from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.optimizers.state_dict import whole_state
 from zeroshard.zero.optimizers.stepping import Stepping
 from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.replicas.local_steps import LocalSteps
+from zeroshard.zero.replicas.replicas import Replicas
 from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers, check_sync
 from zeroshard.zero.runtime.module_hooks import attach
 from zeroshard.zero.runtime.module_methods import Guard
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.state import full_state, training_state
+from zeroshard.zero.state import full_state
 from zeroshard.zero.state import restage as restaging
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader, named_group, restore_settings
 from zeroshard.zero.strategy import REPLICATE, ShardingStrategy, resolve_strategy
@@ -69,14 +72,17 @@ class Zero:
         buffers: what becomes of buffers that a forward changes, such as running statistics, at the end of each backward
             that reduces: every rank takes rank 0's (``"broadcast"``, as DDP does), or the mean over ranks
             (``"average"``; rank 0's of integers), or each keeps its own (``"keep"``), of which rank 0's are saved.
+        replicas: have the groups of ``shard_size`` ranks meet every so many steps instead of at each, at any stage:
+            `zeroshard.zero.replicas.local_steps`.
 
     Attributes:
         levels: the ranks that shard together, and those that hold the same shard.
+        replicas: those that take local steps, whose `step` follows each step of the optimizer; None where none do.
 
     Raises:
         ValueError: an unknown stage; a unit that is not the model's, or a name that occurs nowhere in it; a model that
             has an engine already; meta parameters without ``init``; a ``shard_size`` that does not divide the world, or
-            at stage 0.
+            at stage 0 without ``replicas``; ``replicas`` without a ``shard_size``.
         TypeError: ``model`` is not a module.
 
     Weights are unsharded and current inside the model's forward, its backward and `full_params`. Other methods of the
@@ -102,10 +108,10 @@ class Zero:
         device: torch.device | str | None = None,
         shard_size: int | None = None,
         buffers: BufferSync = "broadcast",
+        replicas: LocalSteps | None = None,
     ) -> None:
         self.strategy = resolve_strategy(stage)
-        if shard_size is not None:
-            check_row(self.strategy)
+        check_levels(self.strategy, shard_size, local_steps=replicas is not None)
         check_arguments(model, prefetch, accumulate)
         check_sync(buffers)
         if comm is None:
@@ -117,11 +123,14 @@ class Zero:
         self._accumulate = accumulate
 
         on_meta = [param for param in model.parameters() if param.is_meta]
-        root, others = build_units(model, units, self.strategy, self.levels, self.precision, init, device)
+        levels = self.levels if replicas is None else self.levels.inside
+        root, others = build_units(model, units, self.strategy, levels, self.precision, init, device)
         self._runtime = Runtime(
-            root, others, self.levels, self.strategy, prefetch, ModuleBuffers(model, self.comm, buffers)
+            root, others, levels, self.strategy, prefetch, ModuleBuffers(model, levels.world, buffers)
         )
-        self._stepping = Stepping(self._runtime, self.levels)
+        between = ModuleBuffers(model, self.levels.replicas, buffers)
+        self.replicas = None if replicas is None else Replicas(replicas, self._runtime, self.levels, between)
+        self._stepping = Stepping(self._runtime, levels, self.replicas)
         cast = self.precision.param_dtype if self.precision.cast_forward_inputs else None
         self._handles: list[Any] = []
         for unit in self._runtime.all_units():
@@ -129,6 +138,8 @@ class Zero:
         self._guard = Guard(model, self._runtime, self._stepping)
         adoption.replaced(on_meta)
         adoption.own(model.parameters(), self._stepping)
+        if self.replicas is not None and init is not loaded_later:
+            self.replicas.begin_alike()
 
     # -- the training step ------------------------------------------------------------------------------------
 
@@ -233,7 +244,7 @@ class Zero:
             RuntimeError: inside `full_params` or `Ema.weights`, or while gradients wait for a step.
         """
         strategy = resolve_strategy(stage)
-        if self.levels.shard is not self.comm:
+        if self.levels.shard is not self.comm and self.replicas is None:
             check_row(strategy)
         restaging.restage(self._runtime, strategy, self._stepping.state_holders("restage"))
         self.strategy = strategy
@@ -249,12 +260,15 @@ class Zero:
             write_back: whether what the block writes into them becomes the training state. Every rank must write
                 the same values.
         """
+        if write_back:
+            self._stepping.require_common("full_params(write_back=True)")
         with self._runtime.pinned():
             yield
             if write_back:
                 with torch.no_grad():
                     for group in self._runtime.groups():
                         group.params.write_back()
+                self._stepping.weights_replaced()
 
     def state_dict(self, *, rank0_only: bool = False) -> OrderedDict[str, Tensor]:
         """The model's whole state on the CPU, by its ordinary names, in the masters' dtype. Collective.
@@ -276,7 +290,9 @@ class Zero:
         """
         self._stepping.require_weights("load_state_dict")
         self._runtime.require_unpinned("load_state_dict")
-        return full_state.load_state_dict(self.model, self._runtime, state, strict=strict)
+        result = full_state.load_state_dict(self.model, self._runtime, state, strict=strict)
+        self._stepping.weights_replaced()
+        return result
 
     def optim_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """The whole state of an optimizer on the CPU, as the unsharded optimizer's ``state_dict()``. Collective.
@@ -318,7 +334,7 @@ class Zero:
         Raises:
             RuntimeError: inside `Ema.weights`.
         """
-        yield from training_state.named_shards(self.model, self._runtime, self._stepping.state_holders("named_shards"))
+        yield from self._stepping.named_shards(self.model)
 
     def named_param_groups(self) -> list[dict[str, Any]]:
         """Every optimizer's param groups as JSON can hold them, with the parameters' ordinary names; on every rank."""
@@ -338,12 +354,7 @@ class Zero:
             ValueError: a parameter that was not saved, or was saved with another shape.
             RuntimeError: inside `Ema.weights`.
         """
-        stepping = self._stepping
-        stepping.require_weights("load_named_shards")
-        self._runtime.require_unpinned("load_named_shards")
-        stepping.missed = training_state.load_named_shards(self.model, self._runtime, stepping.piecewise, reader)
-        if stepping.ema is not None:
-            stepping.ema.load(training_state.reader_of(self._runtime, reader, EMA))
+        self._stepping.load_named_shards(self.model, reader)
 
     # -- facts ------------------------------------------------------------------------------------------------
 
@@ -353,38 +364,28 @@ class Zero:
         return self._runtime.all_units()
 
     def memory_bytes(self) -> dict[str, int]:
-        """Resident bytes of training state on this rank, now: params, grads, master, optimizer; ema where there is one.
+        """Resident bytes of training state on this rank, now: params, grads, master, optimizer; ema, outer.
 
         ``master`` counts masters of another dtype than the weights that compute; a master of the same dtype is (a
-        shard of) the weights and counts as ``params``.
+        shard of) the weights and counts as ``params``. ``outer``: anchors and momentum of replicas with local steps.
         """
-        total = memory_of(self._runtime.groups())
-        total["optimizer"] = sum(
-            value.numel() * value.element_size()
-            for optimizer in self._stepping.optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
-        if self._stepping.ema is not None:
-            total["ema"] = self._stepping.ema.num_bytes
-        return total
+        return resident_bytes(self.units, self._stepping.optimizers, self._stepping.ema, self.replicas)
 
     def holdings(self) -> Iterator[Holding]:
         """Each tensor that the engine holds on this rank now, in the middle of a step too, and what it is for."""
-        return holdings(self.units, self._stepping.optimizers, self._stepping.ema)
+        return holdings(self.units, self._stepping.optimizers, self._stepping.ema, self.replicas)
 
     # -- the end ----------------------------------------------------------------------------------------------
 
     def remove(self) -> None:
         """Make the module an ordinary one again: unsharded, current weights of its own, no hooks. Collective.
 
-        Weights have the masters' dtype, the one that they had before the engine came.
+        Weights have the masters' dtype, the one that they had before the engine came. Of replicas that take local
+        steps they are the anchors.
         """
-        weights: dict[nn.Parameter, Tensor] = {}
-        for group in self._runtime.groups():
-            views = group.params.layout.views(group.params.gather_master())
-            weights.update({p: view.clone() for p, view in zip(group.params.params, views, strict=True)})
+        if self.replicas is not None:
+            self.replicas.keep_anchors()
+        weights = ordinary_weights(self._runtime.groups())
         for handle in self._handles:
             handle.remove()
         self._runtime.detach()

@@ -10,6 +10,8 @@ parameters, gradients and optimizer states among themselves, and the groups are 
 Along a row travels what a world of ``shard_size`` would send. Along a column travels one shard of the gradients, once
 for each reduction: ``1 / shard_size`` of the model is all that crosses from node to node.
 
+Where replicas take local steps (`zeroshard.zero.replicas`), nothing travels along a column but at their meetings.
+
 Zhang et al. 2022, "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud",
 https://arxiv.org/abs/2205.00119, section 3; FSDP calls it hybrid sharding.
 """
@@ -54,6 +56,11 @@ class Levels:
         return cls(world=comm, shard=split(comm, rows), replicas=split(comm, columns))
 
     @property
+    def inside(self) -> Levels:
+        """What one replica sees as its whole world: the levels of an engine whose replicas take local steps."""
+        return Levels(world=self.shard, shard=self.shard, replicas=LocalCommunicator())
+
+    @property
     def writes(self) -> bool:
         """Whether this rank is of the replica that speaks for all, where all hold the same."""
         return self.replicas.rank == 0
@@ -71,3 +78,11 @@ def check_row(strategy: ShardingStrategy) -> None:
     """Raise ValueError for a row of the table by which a ``shard_size`` would mean nothing."""
     if strategy.optim is not SHARD:
         raise ValueError("shard_size: stage 0 shards nothing; choose stage 1, 2 or 3, or leave it out")
+
+
+def check_levels(strategy: ShardingStrategy, shard_size: int | None, *, local_steps: bool) -> None:
+    """Raise ValueError for a ``shard_size`` that means nothing, and for local steps of no replicas."""
+    if local_steps and shard_size is None:
+        raise ValueError("replicas: local steps need replicas; give shard_size, the ranks of one of them")
+    if shard_size is not None and not local_steps:
+        check_row(strategy)

@@ -4,6 +4,7 @@ Between steps a rank holds what the stage table says it keeps. While a step runs
 few units come on top, where these are sharded:
 
     params, master, grads, optimizer, ema    what outlives its use
+    outer                                    of replicas with local steps: anchors, momentum, differences on their way
     unit_buffers                             whole weights of a unit that is in use, whole gradients not yet reduced
     prefetch                                 whole weights on their way, that nobody has waited for yet
 """
@@ -11,14 +12,14 @@ few units come on top, where these are sharded:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import FlatParams
-from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.buffers.unit import Unit, memory_of
 from zeroshard.zero.optimizers.ema import Ema
 
 
@@ -36,7 +37,42 @@ class Holding(NamedTuple):
     tensor: Tensor
 
 
-def holdings(units: Iterable[Unit], optimizers: Iterable[Optimizer], ema: Ema | None) -> Iterator[Holding]:
+class HoldsOuter(Protocol):
+    """Replicas that take local steps."""
+
+    @property
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """``(unit, tensor)`` of all that they hold now."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Of anchors and momentum."""
+        ...
+
+
+def resident_bytes(
+    units: Iterable[Unit], optimizers: Iterable[Optimizer], ema: Ema | None, replicas: HoldsOuter | None
+) -> dict[str, int]:
+    """See `Zero.memory_bytes`."""
+    total = memory_of(group for unit in units for group in unit.groups)
+    total["optimizer"] = sum(
+        value.numel() * value.element_size()
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+    if ema is not None:
+        total["ema"] = ema.num_bytes
+    if replicas is not None:
+        total["outer"] = replicas.num_bytes
+    return total
+
+
+def holdings(
+    units: Iterable[Unit], optimizers: Iterable[Optimizer], ema: Ema | None, replicas: HoldsOuter | None = None
+) -> Iterator[Holding]:
     """Every tensor that the engine keeps now; storages may be empty, and several tensors may share one."""
     for unit in units:
         for group in unit.groups:
@@ -48,6 +84,8 @@ def holdings(units: Iterable[Unit], optimizers: Iterable[Optimizer], ema: Ema | 
     if ema is not None:
         for state in ema.state.values():
             yield from (Holding("ema", "", value) for value in state.values())
+    if replicas is not None:
+        yield from (Holding("outer", unit, tensor) for unit, tensor in replicas.tensors)
 
 
 def _weights(unit: str, params: FlatParams) -> Iterator[Holding]:

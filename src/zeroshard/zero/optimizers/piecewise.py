@@ -236,6 +236,10 @@ class PiecewiseOptimizer:
         """The model's parameters that it updates."""
         return {param for chosen in self.by_group for param in chosen}
 
+    def made_of(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Another one of the same class and settings, over these param groups."""
+        return self._make(groups)
+
     # -- whose parameters -------------------------------------------------------------------------------------
 
     def show_pieces(self) -> None:

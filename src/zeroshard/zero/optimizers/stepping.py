@@ -8,7 +8,7 @@ whole tensors asks for; the average that no step may change.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,12 +18,17 @@ from torch.optim import Optimizer
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.optimizers import grad_norm
-from zeroshard.zero.optimizers.ema import Ema
+from zeroshard.zero.optimizers.ema import EMA, Ema
 from zeroshard.zero.optimizers.methods import put_in
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses, ShardedParams
 from zeroshard.zero.optimizers.state_dict import cut_states
+from zeroshard.zero.replicas import saved as of_replicas
+from zeroshard.zero.replicas.inner_optimizer import require_no_weights_in_state
+from zeroshard.zero.replicas.replicas import Replicas
 from zeroshard.zero.runtime import relayout
 from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.state import training_state
+from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 from zeroshard.zero.state.restage import Stateful
 
 
@@ -33,10 +38,11 @@ class Stepping:
     Attributes:
         ema: the moving average of the weights; None where there is none.
         missed: the parameters for which a checkpoint had states and no optimizer was there to take them.
+        replicas: those that take local steps; None where all ranks take every step together.
     """
 
-    def __init__(self, runtime: Runtime, levels: Levels) -> None:
-        self._runtime, self._levels = runtime, levels
+    def __init__(self, runtime: Runtime, levels: Levels, replicas: Replicas | None = None) -> None:
+        self._runtime, self._levels, self.replicas = runtime, levels, replicas
         self._params = ShardedParams(runtime.groups())
         self._known: list[PiecewiseOptimizer] = []
         self.missed: set[nn.Parameter] = set()
@@ -52,6 +58,7 @@ class Stepping:
     def optimizer(self, optimizer_cls: type[Optimizer], params: Iterable[Any], kwargs: dict[str, Any]) -> Optimizer:
         """See `Zero.optimizer`."""
         piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._params, self)
+        self._require_local(piecewise)
         put_in(piecewise)
         self._know(piecewise)
         return piecewise.optimizer
@@ -65,10 +72,17 @@ class Stepping:
             RuntimeError: it needs whole tensors.
         """
         piecewise = PiecewiseOptimizer.adopted(optimizer, self._params, self)
+        self._require_local(piecewise)
         cut_states(piecewise)
         put_in(piecewise)
         self._know(piecewise)
         piecewise.hold_pieces()
+
+    def _require_local(self, piecewise: PiecewiseOptimizer) -> None:
+        """Raise ValueError for an optimizer whose state could not live on after replicas have met."""
+        if self.replicas is not None:
+            name = type(piecewise.optimizer).__name__
+            require_no_weights_in_state(name, piecewise.made_of, piecewise.optimizer.param_groups)
 
     def _know(self, piecewise: PiecewiseOptimizer) -> None:
         self._known.append(piecewise)
@@ -99,19 +113,54 @@ class Stepping:
         """See `Zero.ema`."""
         if self.ema is not None:
             raise ValueError("ema: this engine keeps an average already")
+        if self.replicas is not None:
+            raise ValueError(
+                "ema: replicas with local steps have no weights in common to average; leave one of them out"
+            )
         masters = [shard for group in self._runtime.groups() for shard in group.shards]
         self.ema = Ema(masters, decay, self._runtime.masters_replaced)
         return self.ema
 
     def require_weights(self, what: str) -> None:
-        """Raise RuntimeError, in the name of ``what``, where the average stands in the weights' place."""
+        """Raise RuntimeError, in the name of ``what``, where the average or anchors stand in the weights' place."""
         if self.ema is not None:
             self.ema.require_away(what)
+        if self.replicas is not None:
+            self.replicas.require_local(what)
 
     def state_holders(self, what: str) -> list[Stateful]:
         """Whatever keeps state by shard: the optimizers, and the average; raises as `require_weights`."""
         self.require_weights(what)
         return [*self.optimizers, *([] if self.ema is None else [self.ema])]
+
+    def require_common(self, what: str) -> None:
+        """Raise RuntimeError, in the name of ``what``, where each replica has weights of its own."""
+        if self.replicas is not None:
+            self.replicas.require_rest(what)
+
+    def weights_replaced(self) -> None:
+        """All weights were replaced by others, the same on every rank."""
+        if self.replicas is not None:
+            self.replicas.begin_again()
+
+    def named_shards(self, model: nn.Module) -> Iterator[NamedShard]:
+        """See `Zero.named_shards`."""
+        shards = training_state.named_shards(model, self._runtime, self.state_holders("named_shards"))
+        yield from shards if self.replicas is None else of_replicas.named_shards(self.replicas, shards)
+
+    def load_named_shards(self, model: nn.Module, reader: ShardReader) -> None:
+        """See `Zero.load_named_shards`."""
+        self.require_weights("load_named_shards")
+        self._runtime.require_unpinned("load_named_shards")
+        own = reader
+        if self.replicas is not None:
+            self.replicas.unsent()
+            own = of_replicas.ReplicaReader(reader, self.replicas.comm.rank)
+        self.missed = training_state.load_named_shards(model, self._runtime, self._known, own)
+        if self.ema is not None:
+            self.ema.load(training_state.reader_of(self._runtime, reader, EMA))
+        if self.replicas is not None:
+            of_replicas.load(self.replicas, reader)
 
     def param_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Every optimizer's param groups, each with the names of its parameters."""
@@ -163,6 +212,8 @@ class Stepping:
                     f"optimizer: whole tensors need a new layout, but {type(known.optimizer).__name__} has state of "
                     "parameters beside them; make such optimizers and their groups before the first step"
                 )
+        if self.replicas is not None:
+            self.replicas.require_same_layout(moving=bool(moving))
         if moving and self.ema is not None:
             raise RuntimeError("optimizer: it needs a new layout, and an average has the old one; make ema() after it")
         if moving:
@@ -192,6 +243,8 @@ class Stepping:
         self._runtime.require_unpinned("step")
         self.require_weights("step")
         self._runtime.take_changes()
+        if self.replicas is not None:
+            self.replicas.before_update()
         buffers = self._reduced_buffers()
         factors = {id(buffer.factor): buffer.factor for buffer in buffers}
         if len(factors) == 1 and isinstance(optimizer, SavesPasses):
@@ -203,6 +256,8 @@ class Stepping:
     def after_update(self, optimizer: Optimizer) -> None:
         """Mark the weights that ``optimizer`` may have changed, the same on every rank."""
         self._runtime.forget_calls()
+        if self.replicas is not None:
+            self.replicas.after_update(optimizer)
         members = next((known.members for known in self._known if known.optimizer is optimizer), set())
         copied = isinstance(optimizer, SavesPasses)
         for group in self._runtime.groups():

@@ -17,7 +17,20 @@ from torch.optim import Optimizer
 
 from zeroshard.errors import UserError
 
-MODEL_KINDS = frozenset({"param", "buffer", "ema"})  # every other kind is a state of an optimizer
+# What replicas that take local steps keep beside their weights: see `zeroshard.zero.replicas.saved`.
+OUTER_KINDS = frozenset({"anchor", "outer_momentum", "outer_difference", "outer_steps", "outer_due", "outer_left"})
+MODEL_KINDS = frozenset({"param", "buffer", "ema"}) | OUTER_KINDS  # every other kind is a state of an optimizer
+_REPLICA = "@replica"  # in the name of what one replica has alone
+
+
+def of_replica(name: str, number: int) -> str:
+    """The name under which a checkpoint has what one replica alone has of a parameter."""
+    return f"{name}{_REPLICA}{number}"
+
+
+def is_of_replica(name: str) -> bool:
+    """Whether it is such a name."""
+    return _REPLICA in name
 
 
 @dataclass(frozen=True)

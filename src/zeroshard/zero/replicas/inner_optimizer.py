@@ -1,0 +1,79 @@
+"""Which optimizers may take local steps: those whose state knows gradients, and not where the weights are.
+
+A meeting puts other weights in the place of those that an optimizer has stepped to. Moments of gradients stay right. A
+state that holds weights itself (an average of them, as torch's ASGD keeps, the iterate of a schedule-free method, the
+slow weights of Lookahead) would belong to weights that are gone, and the next steps would go on from them.
+
+So the class is tried on tiny tensors: twice, with the same gradients, from weights that differ by a constant. A state
+that differs as well is one that holds weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+_SHIFT = 64.0  # far beyond what three steps move
+_TOLERANCE = 1.0
+
+
+def require_no_weights_in_state(
+    name: str, make: Callable[[list[dict[str, Any]]], Optimizer], groups: Sequence[dict[str, Any]]
+) -> None:
+    """Raise ValueError where the optimizer keeps weights in its state, or cannot be tried.
+
+    Args:
+        name: of the class.
+        make: from param groups to an optimizer.
+        groups: as it was given them; their parameters are replaced by tiny ones of as many dimensions.
+    """
+    try:
+        near, far = (_states(make, groups, shift) for shift in (0.0, _SHIFT))
+    except Exception as error:  # whatever a user's class raises
+        raise ValueError(
+            f"optimizer_cls: {name} could not be tried for local steps ({type(error).__name__}: {error}); "
+            "give another class, or leave out replicas"
+        ) from error
+    for one, other in zip(near, far, strict=True):
+        for kind, value in one.items():
+            there = other.get(kind)
+            if not isinstance(value, torch.Tensor) or not isinstance(there, torch.Tensor):
+                continue
+            if value.shape == there.shape and (value - there).abs().max() > _TOLERANCE:
+                raise ValueError(
+                    f"optimizer_cls: {name} keeps weights in its state ({kind!r}), which a meeting of replicas "
+                    "replaces; give one that keeps moments of gradients alone, such as AdamW, or leave out replicas"
+                )
+
+
+def _states(
+    make: Callable[[list[dict[str, Any]]], Optimizer], groups: Sequence[dict[str, Any]], shift: float
+) -> list[dict[str, Any]]:
+    """Of each tiny tensor after three steps from zeros plus ``shift``."""
+    generator = torch.Generator().manual_seed(0)
+    stand_ins = [
+        [nn.Parameter(torch.full([4] * min(param.dim(), 2) or [4], shift)) for param in group["params"][:2]]
+        for group in groups
+    ]
+    # Weight decay is a gradient that knows the weights, and moments of it stay right.
+    optimizer = make(
+        [
+            {**copy.copy(group), "params": params, **({"weight_decay": 0.0} if "weight_decay" in group else {})}
+            for group, params in zip(groups, stand_ins, strict=True)
+            if params
+        ]
+    )
+    for group in optimizer.param_groups:
+        group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
+        group.update({"lr": 1e-3} if isinstance(group.get("lr"), float) else {})
+    params = [param for group in stand_ins for param in group]
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+    return [dict(optimizer.state.get(param, {})) for param in params]

@@ -1,0 +1,107 @@
+"""When replicas meet, and by which numbers: settings, and the schedule that follows from them. Pure.
+
+Each replica takes ``every`` steps of its own (the *inner* optimizer). Then the mean over replicas of what these steps
+changed, ``anchor - local``, is the gradient of an *outer* optimizer, SGD with Nesterov momentum, which moves the
+*anchor*: the last weights that all replicas had in common::
+
+    step        1   2   3   4   5   6   7   8
+    replica 0   .   .   .   M   .   .   .   M       every=4: M is a meeting
+    replica 1   .   .   .   M   .   .   .   M
+
+Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models",
+https://arxiv.org/abs/2311.08105, algorithm 1; its numbers are the defaults here.
+
+With ``fragments`` the units of the model meet at different steps, each every ``every`` steps, and with
+``overlap_steps`` a fragment's difference travels while the next steps compute::
+
+    step        1   2   3   4   5   6   7   8
+    fragment 0  .   S   a   .   .   S   a   .       every=4, fragments=2, overlap_steps=1: sent at S, taken in at a
+    fragment 1  .   .   .   S   a   .   .   S
+
+Unit i (the root is unit 0) is in fragment ``i % fragments``, the paper's strided pattern. What arrives does not find
+the weights that left: they are mixed, ``local <- mixing * local + (1 - mixing) * anchor``. Douillard et al. 2025,
+"Streaming DiLoCo with overlapping communication", https://arxiv.org/abs/2501.18512, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """How the groups of ``shard_size`` ranks, the replicas, meet.
+
+    Attributes:
+        every: steps from one meeting of a unit to the next, 1 or more.
+        outer_lr: learning rate of the outer SGD; 1.0 with no momentum averages weights.
+        outer_momentum: its Nesterov momentum, in [0, 1); 0.0: none.
+        fragments: in how many parts, which meet at different steps, the units fall.
+        overlap_steps: steps that a difference may travel for; 0: the meeting waits for it.
+        mixing: share of the local weights that stays when a difference arrives ``overlap_steps`` late, in [0, 1). Not
+            used without overlap: the local weights become the anchor.
+        wire: the dtype in which differences travel and add up; None: the anchor's, fp32.
+
+    Raises:
+        ValueError: a number outside of its range.
+    """
+
+    every: int
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    fragments: int = 1
+    overlap_steps: int = 0
+    mixing: float = 0.5
+    wire: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every: {self.every!r} steps between meetings; give 1 or more")
+        if not (isfinite(self.outer_lr) and self.outer_lr > 0):
+            raise ValueError(f"outer_lr: {self.outer_lr} is not above 0; DiLoCo's is 0.7")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum: {self.outer_momentum} is outside [0, 1); DiLoCo's is 0.9")
+        if not 1 <= self.fragments <= self.every:
+            raise ValueError(
+                f"fragments: {self.fragments} fragments cannot meet at different steps of {self.every}; "
+                f"give 1 to {self.every}"
+            )
+        if not 0 <= self.overlap_steps < self.every:
+            raise ValueError(
+                f"overlap_steps: {self.overlap_steps} is outside 0 to {self.every - 1}: a fragment's difference must "
+                "have arrived before its next one leaves"
+            )
+        if not 0 <= self.mixing < 1:
+            raise ValueError(f"mixing: {self.mixing} is outside [0, 1); 0.5 is Streaming DiLoCo's")
+        if self.wire is not None and not self.wire.is_floating_point:
+            raise ValueError(f"wire: {self.wire} is not a floating-point dtype; use torch.bfloat16 or None")
+
+    @property
+    def stays(self) -> float:
+        """The share of the local weights that is left after a meeting: 0.0 without overlap."""
+        return self.mixing if self.overlap_steps else 0.0
+
+    def leaving(self, num_steps: int) -> list[int]:
+        """The fragments whose differences leave once ``num_steps`` steps are done."""
+        return [
+            fragment
+            for fragment in range(self.fragments)
+            if num_steps > 0 and (num_steps - self._offset(fragment)) % self.every == 0
+        ]
+
+    def _offset(self, fragment: int) -> int:
+        return (fragment + 1) * self.every // self.fragments
+
+    def fragment_of(self, unit: int) -> int:
+        """The fragment of the unit at this place, the root at 0."""
+        return unit % self.fragments
+
+    def check_units(self, num_units: int) -> None:
+        """Raise ValueError where there are more fragments than units, the root counted."""
+        if self.fragments > num_units:
+            raise ValueError(
+                f"fragments: {self.fragments} are more than the {num_units} units of the model; give at most that many"
+            )

@@ -1,0 +1,119 @@
+"""The outer optimizer of one flat group, on this rank's shard: the anchor, its momentum, a difference on its way.
+
+    difference  = mean over replicas of (anchor - local)
+    momentum   <- outer_momentum * momentum + difference
+    anchor     <- anchor - outer_lr * (difference + outer_momentum * momentum)          Nesterov, as `torch.optim.SGD`
+
+Anchor and momentum are sharded over the ranks of a replica at every stage, at stage 0 too, by the layout of the group:
+no stage changes where they lie or the bits that they have. They are fp32, or the masters' dtype where that is wider.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import Communicator, Work, empty_for, scope
+from zeroshard.zero.buffers.flat_params import FlatParams
+from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.replicas.local_steps import LocalSteps
+
+
+class Outer:
+    """What this rank keeps of one group for meetings; begins at the weights that the group has now.
+
+    Attributes:
+        anchor, momentum: ``[shard_numel]``, fp32 or wider.
+        due: after how many steps the difference on its way is taken in; None: there is none on its way.
+    """
+
+    def __init__(self, group: FlatGroup) -> None:
+        own = own_master(group.params)
+        self.anchor = own.to(torch.promote_types(own.dtype, torch.float32), copy=True)
+        self.momentum = torch.zeros_like(self.anchor)
+        self.due: int | None = None
+        self._difference: Tensor | None = None
+        self._work: Work | None = None
+
+    def begin_again(self, group: FlatGroup) -> None:
+        """The weights of now are the anchor, without momentum; a difference on its way is dropped."""
+        self.drop()
+        self.anchor.copy_(own_master(group.params))
+        self.momentum.zero_()
+
+    def drop(self) -> None:
+        """Wait for a difference on its way, and leave it out."""
+        self.difference()
+        self.due = self._difference = None
+
+    def send(self, group: FlatGroup, replicas: Communicator, wire: torch.dtype | None, due: int) -> int:
+        """Start to add up this shard's difference over the replicas; its bytes. Collective."""
+        group.params.take_changes()
+        own = own_master(group.params)
+        message = empty_for(replicas, own.numel(), wire or self.anchor.dtype, own.device)
+        if message.dtype == own.dtype == self.anchor.dtype:
+            torch.sub(self.anchor, own, out=message)
+            message.mul_(1.0 / replicas.world_size)
+        else:
+            message.copy_((self.anchor - own).mul_(1.0 / replicas.world_size))
+        with scope(f"{group.params.name}/difference"):
+            self._work = replicas.all_reduce(message)
+        self._difference, self.due = message, due
+        return message.nbytes
+
+    def difference(self) -> Tensor | None:
+        """``[shard_numel]``: the mean of what was sent, in the dtype that travelled; waits for it. None: none was."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._difference
+
+    def on_its_way(self, difference: Tensor, due: int) -> None:
+        """Go on with a mean that had arrived when it was saved."""
+        self._difference, self.due = difference, due
+
+    def step(self, settings: LocalSteps) -> None:
+        """Take the difference that has arrived into the anchor."""
+        arrived, self._difference, self.due = self.difference(), None, None
+        assert arrived is not None
+        difference = arrived.to(self.anchor.dtype, copy=True)  # a checkpoint may still read what arrived
+        self.momentum.mul_(settings.outer_momentum).add_(difference)
+        difference.add_(self.momentum * settings.outer_momentum)
+        self.anchor.sub_(difference.mul_(settings.outer_lr))
+
+    def show(self, group: FlatGroup, stays: float = 0.0) -> None:
+        """Make the group's weights ``stays * local + (1 - stays) * anchor``. Collective over the replica's ranks."""
+        params = group.params
+        anchor = self.anchor.to(params.master.dtype)
+        if params.shard_optim or params.comm.world_size == 1:
+            shards = [(own_master(params), anchor)]
+        else:
+            whole = torch.empty(params.layout.padded_numel, dtype=anchor.dtype, device=anchor.device)
+            with scope(f"{params.name}/anchor"):
+                params.comm.all_gather(whole, anchor).wait()
+            length = params.layout.shard_numel
+            # Shard by shard, as where each lies on its own rank: vector bodies and tails on the same elements.
+            shards = list(zip(params.master.split(length), whole.split(length), strict=True)) if length else []
+        for local, common in shards:
+            if stays:
+                local.mul_(stays).add_(common * (1.0 - stays))
+            else:
+                local.copy_(common)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of anchor and momentum."""
+        return self.anchor.nbytes + self.momentum.nbytes
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is held now."""
+        return [self.anchor, self.momentum, *([] if self._difference is None else [self._difference])]
+
+
+def own_master(params: FlatParams) -> Tensor:
+    """``[shard_numel]``: view of this rank's shard of the master."""
+    if params.shard_optim:
+        return params.master
+    start, stop = params.layout.interval(params.comm.rank)
+    return params.master[start:stop]

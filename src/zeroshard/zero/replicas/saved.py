@@ -1,0 +1,161 @@
+"""Replicas in checkpoints.
+
+What all have in common is saved once, under the ordinary names: the anchor in the weights' place (kind ``"param"``),
+``"outer_momentum"``, ``"outer_steps"``, and of a fragment on its way the mean that has arrived, ``"outer_difference"``
+with ``"outer_due"``. So whatever reads weights reads the anchors, the last weights that all replicas had in common.
+
+What each replica has alone, the states of its inner optimizer and between meetings its local weights (kind
+``"local"``), is saved for each: the first replica's states under the ordinary names, as an engine without local steps
+saves them, and all the rest as ``NAME@replica1`` and so on, which only `ReplicaReader` asks for.
+
+    loaded into as many replicas                 every replica has what it had, to the bit
+    fewer                                        the last ones' inner states and local steps are left out
+    more                                         a new one begins at the anchor, with the first one's inner states
+    no local steps, another strategy             the anchors, with the first one's inner states
+    replicas, from a checkpoint that has none    the weights are the anchors; no momentum; inner states for each
+
+Stage and ``shard_size`` may be others in each case: all of it is saved as intervals of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zeroshard.zero.buffers.layout import Piece
+from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.replicas.outer import Outer
+from zeroshard.zero.replicas.replicas import Replicas
+from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ShardReader, of_replica
+
+LOCAL = "local"
+
+
+def named_shards(replicas: Replicas, written: Iterator[NamedShard]) -> Iterator[NamedShard]:
+    """What this rank writes; ``written``: what it would write if its replica were the whole world."""
+    number = replicas.comm.rank
+    anchors = {
+        (slot, piece.interval): (group, outer, piece)
+        for _, group, outer in replicas.by_group()
+        for slot, piece in _owned(group)
+    }
+    for shard in written:
+        if shard.kind == "param" and (shard.name, shard.interval) in anchors:
+            group, outer, piece = anchors[shard.name, shard.interval]
+            if number == 0:
+                yield from _common(replicas, shard, group, outer, piece)
+            if not replicas.rests:
+                yield replace(shard, name=of_replica(shard.name, number), kind=LOCAL)
+        elif number == 0:
+            yield shard
+        elif shard.kind not in MODEL_KINDS:
+            yield replace(shard, name=of_replica(shard.name, number))
+
+
+def _owned(group: FlatGroup) -> Iterator[tuple[str, Piece]]:
+    for piece in group.params.layout.owned(group.params.comm.rank):
+        yield group.params.layout.slots[piece.slot].name, piece
+
+
+def _common(
+    replicas: Replicas, shard: NamedShard, group: FlatGroup, outer: Outer, piece: Piece
+) -> Iterator[NamedShard]:
+    """The anchor of one piece, with all that belongs to it."""
+    cut = _cut(group, piece)
+    anchor = outer.anchor[cut]
+    yield replace(shard, tensor=anchor.to(shard.tensor.dtype))
+    if anchor.dtype != shard.tensor.dtype:
+        yield replace(shard, kind="anchor", tensor=anchor)
+    yield replace(shard, kind="outer_momentum", tensor=outer.momentum[cut])
+    difference = outer.difference()
+    if difference is not None:
+        yield replace(shard, kind="outer_difference", tensor=difference[cut])
+    if shard.interval[0] == 0:
+        unit = next(key[0] for key, _, each in replicas.by_group() if each is outer)
+        left = replicas.left_at(replicas.fragment_of(unit))
+        yield _number(shard, "outer_steps", replicas.num_steps)
+        if difference is not None and outer.due is not None and left is not None:
+            yield _number(shard, "outer_due", outer.due)
+            yield _number(shard, "outer_left", left)
+
+
+def _number(shard: NamedShard, kind: str, value: int) -> NamedShard:
+    return NamedShard(shard.name, kind, (), (0, 1), torch.tensor([value]))
+
+
+def _cut(group: FlatGroup, piece: Piece) -> slice:
+    """Where a piece lies in this rank's shard."""
+    start = piece.offset - group.params.layout.interval(group.params.comm.rank)[0]
+    return slice(start, start + piece.numel)
+
+
+class ReplicaReader:
+    """A reader that shows one replica what it had: its own weights and inner states where they were saved.
+
+    Args:
+        reader: of a checkpoint.
+        number: of the replica.
+    """
+
+    def __init__(self, reader: ShardReader, number: int) -> None:
+        self._reader, self._number = reader, number
+
+    def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        """As `ShardReader.kinds`, of what this replica takes."""
+        found, own = dict(self._reader.kinds(name)), self._own(name)
+        if own:
+            found = {kind: shape for kind, shape in found.items() if kind in MODEL_KINDS} | own
+        return found
+
+    def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
+        """As `ShardReader.read`."""
+        mine = of_replica(name, self._number)
+        if kind == "param" and LOCAL in self._reader.kinds(mine):
+            return self._reader.read(mine, LOCAL, interval)
+        return self._reader.read(mine if kind in self._own(name) else name, kind, interval)
+
+    def _own(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Its inner optimizer's states, where they are saved apart from the first replica's."""
+        kinds = self._reader.kinds(of_replica(name, self._number))
+        return {kind: shape for kind, shape in kinds.items() if kind != LOCAL}
+
+
+def load(replicas: Replicas, reader: ShardReader) -> None:
+    """Take anchors, momentum and what is on its way from ``reader``, once the weights were loaded."""
+    num_steps, rests = 0, True
+    sent: dict[int, tuple[int, int]] = {}
+    for key, group in replicas.groups():
+        slots = [slot.name for slot in group.params.layout.slots]
+        facts = next((name for name in slots if "outer_steps" in reader.kinds(name)), None)
+        if facts is None and not group.trained:
+            continue
+        outer = replicas.outer_of(key, group)
+        outer.begin_again(group)
+        arrived = _read_into(group, outer, replicas.settings.wire, reader)
+        if facts is None:
+            continue
+        num_steps = int(reader.read(facts, "outer_steps", (0, 1)))
+        rests = rests and LOCAL not in reader.kinds(of_replica(facts, 0))
+        if "outer_due" in reader.kinds(facts):
+            due, left = (int(reader.read(facts, kind, (0, 1))) for kind in ("outer_due", "outer_left"))
+            fragment = replicas.fragment_of(key[0])
+            sent[fragment] = (left, sent.get(fragment, (left, 0))[1] + arrived.nbytes)
+            outer.on_its_way(arrived, due)
+    replicas.loaded(num_steps, sent, rests=rests)
+
+
+def _read_into(group: FlatGroup, outer: Outer, wire: torch.dtype | None, reader: ShardReader) -> Tensor:
+    """Read this rank's shard of anchor and momentum; returns that of a difference on its way, zeros where none is."""
+    arrived = torch.zeros_like(outer.anchor, dtype=wire)
+    for name, piece in _owned(group):
+        kinds, cut = reader.kinds(name), _cut(group, piece)
+        outer.anchor[cut] = reader.read(name, "anchor" if "anchor" in kinds else "param", piece.interval).to(
+            outer.anchor
+        )
+        for kind, place in (("outer_momentum", outer.momentum), ("outer_difference", arrived)):
+            if kind in kinds:
+                place[cut] = reader.read(name, kind, piece.interval).to(place)
+    return arrived

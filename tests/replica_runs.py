@@ -1,0 +1,74 @@
+"""A small model that replicas train by local steps, for the tests of meetings, of checkpoints and of refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zeroshard.zero import LocalSteps, Zero
+
+STAGES = (0, 1, 2, 3)
+AVERAGING = LocalSteps(every=1, outer_lr=1.0, outer_momentum=0.0)
+DILOCO = LocalSteps(every=3, outer_lr=0.7, outer_momentum=0.9)
+STREAMING = LocalSteps(every=4, outer_lr=0.4, outer_momentum=0.9, fragments=2, overlap_steps=1, mixing=0.5)
+SOAK = pytest.mark.soak
+KINDS = pytest.mark.parametrize("settings", [DILOCO, STREAMING], ids=["diloco", "streaming"])
+
+
+class Net(nn.Module):
+    """Two units and a root."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7, bias=False)])
+        self.last = nn.Linear(7, 3)
+        numbers = torch.Generator().manual_seed(seed)  # thread ranks share torch's own
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(0.3 * torch.randn(param.shape, generator=numbers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.last(x)
+
+
+def loss_of(model: nn.Module, step: int, rank: int, world_size: int) -> Tensor:
+    rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+    mine = rows[rank::world_size]
+    return (model(mine) - mine[:, :3].sin()).square().mean()
+
+
+def engine_of(comm, stage, settings, shard_size=1, cls=torch.optim.AdamW, lr=0.03, **kwargs):
+    net = Net(comm.rank)  # the first replica's weights are everybody's
+    zero = Zero(net, stage, comm=comm, shard_size=shard_size, replicas=settings, **kwargs)
+    return net, zero, zero.optimizer(cls, lr=lr)
+
+
+def train(comm, engine, steps):
+    net, zero, optim = engine
+    met = []
+    for step in steps:
+        loss_of(net, step, comm.rank, comm.world_size).backward()
+        optim.step()
+        optim.zero_grad()
+        met += zero.replicas.step()
+    return met
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def near(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-5, atol=2e-6)
+
+
+def both(zero):
+    with zero.replicas.anchors():
+        anchors = zero.state_dict()
+    return anchors, zero.state_dict()

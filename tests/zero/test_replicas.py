@@ -1,0 +1,202 @@
+"""Replicas that take local steps, against the paper's algorithm in one process, and stages against each other."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from late import late
+from replica_runs import (
+    AVERAGING,
+    DILOCO,
+    KINDS,
+    SOAK,
+    STAGES,
+    STREAMING,
+    Net,
+    engine_of,
+    loss_of,
+    near,
+    same,
+    train,
+)
+from zeroshard.comm import ObservedCommunicator, run_threads
+from zeroshard.zero import LocalSteps, MixedPrecision, Zero
+
+
+@functools.cache
+def _by_hand(settings: LocalSteps, num_replicas: int, num_steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Algorithm 1 of DiLoCo, and Streaming's: the anchors and the first replica's weights, in one process."""
+    models = [Net() for _ in range(num_replicas)]
+    inner = [torch.optim.AdamW(model.parameters(), lr=0.03) for model in models]
+    anchor = Net()
+    units = [["first", "last"], ["blocks.0"], ["blocks.1"]]
+    parts = [
+        [name for unit, names in enumerate(units) if unit % settings.fragments == f for name in names]
+        for f in range(settings.fragments)
+    ]
+    members = [[n for n, _ in anchor.named_parameters() if n.startswith(tuple(part))] for part in parts]
+    params = dict(anchor.named_parameters())
+    outer = [
+        torch.optim.SGD(
+            [params[name] for name in names],
+            lr=settings.outer_lr,
+            momentum=settings.outer_momentum,
+            nesterov=settings.outer_momentum > 0,
+        )
+        for names in members
+    ]
+    on_its_way: dict[int, tuple[int, dict[str, Tensor]]] = {}
+    for step in range(num_steps):
+        for rank, (model, optim) in enumerate(zip(models, inner, strict=True)):
+            loss_of(model, step, rank, num_replicas).backward()
+            optim.step()
+            optim.zero_grad()
+        with torch.no_grad():
+            local = [dict(model.named_parameters()) for model in models]
+            for f, names in enumerate(members):
+                if (step + 1 - (f + 1) * settings.every // settings.fragments) % settings.every == 0:
+                    mean = {n: sum(params[n] - each[n] for each in local) / num_replicas for n in names}
+                    on_its_way[f] = (step + 1 + settings.overlap_steps, mean)
+            for f in [f for f, (due, _) in on_its_way.items() if due == step + 1]:
+                for name, difference in on_its_way.pop(f)[1].items():
+                    params[name].grad = difference
+                outer[f].step()
+                for each in local:
+                    for name in members[f]:
+                        each[name].mul_(settings.stays).add_(params[name] * (1 - settings.stays))
+    return ({n: p.detach() for n, p in params.items()}, {n: p.detach() for n, p in models[0].named_parameters()})
+
+
+@KINDS
+def test_it_is_the_algorithm_of_the_paper(settings):
+    def rank_main(comm):
+        engine = engine_of(comm, 2, settings)
+        met = train(comm, engine, range(9))
+        local = engine[1].state_dict()
+        with engine[1].replicas.anchors():
+            return met, engine[1].state_dict(), local
+
+    anchors, local = _by_hand(settings, 2, 9)
+    (met, ours, mine), (_, theirs, _) = run_threads(rank_main, 2)
+    near(anchors, ours)
+    near(local, mine)
+    assert same(ours, theirs)
+    assert [meeting.num_replicas for meeting in met] == [2] * len(met)
+    expected = {DILOCO: [(3, 0), (6, 0), (9, 0)], STREAMING: [(2, 0), (4, 1), (6, 0), (8, 1)]}[settings]
+    assert [(meeting.step, meeting.fragment) for meeting in met] == expected
+    assert all(meeting.difference_norm > 0 for meeting in met)
+
+
+def test_meeting_at_each_step_with_sgd_is_plain_data_parallel_training():
+    def rank_main(comm):
+        engine = engine_of(comm, 2, AVERAGING, cls=torch.optim.SGD)
+        train(comm, engine, range(4))
+        net = Net()
+        zero = Zero(net, 2, comm=comm)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.03)
+        for step in range(4):
+            loss_of(net, step, comm.rank, comm.world_size).backward()
+            optim.step()
+            optim.zero_grad()
+        return engine[1].state_dict(), zero.state_dict()
+
+    for ours, plain in run_threads(rank_main, 2):
+        near(plain, ours)
+
+
+def test_meeting_at_each_step_averages_weights():
+    def rank_main(comm):
+        net, zero, optim = engine = engine_of(comm, 1, AVERAGING)
+        for step in range(3):
+            loss_of(net, step, comm.rank, comm.world_size).backward()
+            optim.step()
+            optim.zero_grad()
+            local = zero.state_dict()
+            zero.replicas.step()
+            for name, tensor in zero.state_dict().items():
+                mean = local[name].clone()
+                comm.all_reduce(mean).wait()
+                torch.testing.assert_close(tensor, mean / comm.world_size, rtol=1e-6, atol=1e-7)
+        return engine is not None
+
+    assert all(run_threads(rank_main, 2))
+
+
+@pytest.mark.parametrize("delivery", ["late", pytest.param("on_time", marks=SOAK)])
+@KINDS
+@pytest.mark.parametrize("shard_size", [1, 2])
+def test_stages_inside_a_replica_have_the_same_bits_and_replicas_the_same_anchors(settings, shard_size, delivery):
+    def rank_main(comm):
+        comm = late(comm) if delivery == "late" else comm
+        found = []
+        for stage in STAGES:
+            engine = engine_of(comm, stage, settings, shard_size)
+            train(comm, engine, range(9))
+            with engine[1].replicas.anchors():
+                anchors = engine[1].state_dict()
+            found.append((anchors, engine[1].state_dict()))
+        return found
+
+    by_rank = run_threads(rank_main, 4)
+    for found in by_rank:
+        for anchors, local in found:
+            assert same(anchors, by_rank[0][0][0])
+            assert same(local, found[0][1])
+            assert settings is STREAMING or same(anchors, local)  # the ninth step was a meeting
+
+
+def test_weights_of_another_dtype_follow_their_masters_through_a_meeting():
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+
+    def rank_main(comm):
+        found = []
+        for stage in STAGES:
+            net, zero, _ = engine = engine_of(comm, stage, DILOCO, 2, precision=precision)
+            train(comm, engine, range(3))
+            with zero.full_params():
+                shown = {name: param.detach().clone() for name, param in net.named_parameters()}
+            whole = zero.state_dict()
+            assert all(torch.equal(shown[name], whole[name].bfloat16()) for name in shown)
+            found.append(whole)
+        return found
+
+    first, *others = [whole for found in run_threads(rank_main, 4) for whole in found]
+    assert all(same(first, other) for other in others)
+
+
+def test_only_differences_cross_replicas_once_in_so_many_steps():
+    def rank_main(comm):
+        observed = ObservedCommunicator(comm)
+        engine = engine_of(observed, 3, LocalSteps(every=4), 2)
+        observed.drain()
+        met = train(observed, engine, range(8))
+        crossing = [r for r in observed.records if r.world_size == 3]
+        assert not [r for r in observed.records if r.world_size == 6]
+        assert {r.op for r in crossing} == {"all_reduce"}
+        assert {r.scope.rpartition("/")[2] for r in crossing} == {"difference"}
+        shard_bytes = sum(4 * g.params.layout.shard_numel for u in engine[1].units for g in u.groups)
+        assert [meeting.num_bytes for meeting in met] == [shard_bytes] * 2
+        assert engine[1].memory_bytes()["outer"] == 2 * shard_bytes
+        return sum(r.num_bytes for r in crossing) == 2 * shard_bytes
+
+    assert all(run_threads(rank_main, 6))
+
+
+def test_a_narrow_wire_halves_the_bytes_and_keeps_anchors_alike():
+    def rank_main(comm):
+        found = {}
+        for wire in (None, torch.bfloat16):
+            engine = engine_of(comm, 2, LocalSteps(every=2, wire=wire))
+            (met,) = train(comm, engine, range(2))
+            found[wire] = met.num_bytes, engine[1].state_dict()
+        return found
+
+    first, second = run_threads(rank_main, 2)
+    assert 2 * first[torch.bfloat16][0] == first[None][0]
+    assert same(first[torch.bfloat16][1], second[torch.bfloat16][1])
+    for name, exact in first[None][1].items():
+        torch.testing.assert_close(first[torch.bfloat16][1][name], exact, rtol=0, atol=2e-3)

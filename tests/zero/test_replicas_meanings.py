@@ -1,0 +1,219 @@
+"""What else may be done with replicas that take local steps, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from replica_runs import (
+    DILOCO,
+    STREAMING,
+    Net,
+    both,
+    engine_of,
+    loss_of,
+    same,
+    train,
+)
+from zeroshard.comm import LocalCommunicator, ObservedCommunicator, run_threads
+from zeroshard.zero import LocalSteps, Zero
+
+
+def test_a_last_meeting_may_be_called_for_and_the_model_taken_back():
+    def rank_main(comm):
+        engine = engine_of(comm, 3, STREAMING)
+        train(comm, engine, range(2))
+        met = engine[1].replicas.meet()
+        anchors, local = both(engine[1])
+        assert same(anchors, local)
+        train(comm, engine, range(2, 3))
+        anchors = both(engine[1])[0]
+        engine[1].remove()
+        assert same(anchors, engine[0].state_dict())
+        return [meeting.fragment for meeting in met], anchors
+
+    (fragments, anchors), (_, theirs) = run_threads(rank_main, 2)
+    assert fragments == [0, 0, 1]  # the one on its way, then both
+    assert same(anchors, theirs)
+
+
+def test_a_replica_that_skips_a_step_goes_on_with_the_others():
+    def rank_main(comm):
+        observed = ObservedCommunicator(comm)
+        net, zero, optim = engine = engine_of(observed, 2, DILOCO, 2)
+        observed.drain()
+        for step in range(6):
+            loss_of(net, step, comm.rank, comm.world_size).backward()
+            taken = not (step == 1 and comm.rank < 2)
+            if taken:
+                optim.step()
+            optim.zero_grad()
+            zero.replicas.step(taken=taken)
+        return [(r.op, r.num_bytes, r.scope) for r in observed.records], both(engine[1])[0]
+
+    (issued, anchors), *others = run_threads(rank_main, 4)
+    assert all(theirs == issued and same(anchors, other) for theirs, other in others)
+
+
+def test_another_stage_between_meetings_keeps_anchors_and_what_is_on_its_way():
+    def rank_main(comm):
+        found = []
+        for restaged in (False, True):
+            engine = engine_of(comm, 3, STREAMING, 2)
+            train(comm, engine, range(4))
+            if restaged:
+                engine[1].restage(0)
+            train(comm, engine, range(4, 9))
+            found.append(both(engine[1]))
+        return found
+
+    for (anchors, local), (anchors_then, local_then) in run_threads(rank_main, 4):
+        assert same(anchors, anchors_then)
+        assert same(local, local_then)
+
+
+def test_whole_tensors_and_parameters_that_are_trained_later():
+    def rank_main(comm):
+        net = Net()
+        net.blocks.requires_grad_(False)
+        zero = Zero(net, 2, comm=comm, shard_size=2, replicas=LocalSteps(every=2, outer_lr=1.0, outer_momentum=0.0))
+        optim = zero.optimizer(torch.optim.Adafactor, lr=0.1)
+        for step in range(4):
+            if step == 2:
+                assert zero.memory_bytes()["outer"] < 8 * sum(p.numel() for p in net.parameters())
+                net.blocks.requires_grad_(True)
+            loss_of(net, step, comm.rank, comm.world_size).backward()
+            optim.step()
+            optim.zero_grad()
+            zero.replicas.step()
+        return zero.state_dict()
+
+    first, *others = run_threads(rank_main, 4)
+    assert all(same(first, other) for other in others)
+    assert not same({"w": first["blocks.0.weight"]}, {"w": Net().blocks[0].weight.detach()})
+
+
+def test_statistics_of_modules_are_made_alike_at_meetings():
+    def rank_main(comm):
+        net = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+        settings = LocalSteps(every=2)
+        zero = Zero(net, 2, comm=comm, shard_size=1, replicas=settings, buffers="average")
+        optim = zero.optimizer(torch.optim.AdamW, lr=0.01)
+        for step in range(2):
+            loss_of(net, step, comm.rank, comm.world_size).backward()
+            optim.step()
+            optim.zero_grad()
+            before = net[1].running_mean.clone()
+            zero.replicas.step()
+        return before, net[1].running_mean.clone()
+
+    (one, mean), (other, theirs) = run_threads(rank_main, 2)
+    assert not torch.equal(one, other)
+    assert torch.equal(mean, theirs)
+    torch.testing.assert_close(mean, (one + other) / 2)
+
+
+def test_loaded_weights_are_the_anchors_on_every_replica():
+    def rank_main(comm):
+        engine = engine_of(comm, 2, DILOCO)
+        train(comm, engine, range(2))
+        engine[1].load_state_dict(Net(5).state_dict())
+        anchors, local = both(engine[1])
+        assert same(anchors, local)
+        with engine[1].full_params(write_back=True):
+            engine[0].last.bias.data.zero_()
+        return both(engine[1])[0]
+
+    for anchors in run_threads(rank_main, 2):
+        assert not anchors.pop("last.bias").any()
+        assert same(anchors, Net(5).state_dict())
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"every": 0}, "every: 0"),
+        ({"every": 2.5}, "every: 2.5"),
+        ({"every": 4, "outer_lr": 0.0}, "outer_lr: 0.0 is not above 0"),
+        ({"every": 4, "outer_lr": math.nan}, "outer_lr: nan"),
+        ({"every": 4, "outer_momentum": 1.0}, "outer_momentum: 1.0 is outside"),
+        ({"every": 4, "fragments": 5}, "fragments: 5 fragments cannot meet at different steps of 4"),
+        ({"every": 4, "fragments": 0}, "fragments: 0"),
+        ({"every": 4, "overlap_steps": 4}, "overlap_steps: 4 is outside 0 to 3"),
+        ({"every": 4, "mixing": 1.0}, "mixing: 1.0 is outside"),
+        ({"every": 4, "wire": torch.int8}, "wire: torch.int8 is not a floating-point dtype"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        LocalSteps(**given)
+
+
+def test_local_steps_without_replicas_and_more_fragments_than_units_are_refused():
+    with pytest.raises(ValueError, match="replicas: local steps need replicas; give shard_size"):
+        Zero(Net(), 2, comm=LocalCommunicator(), replicas=DILOCO)
+    settings = LocalSteps(every=8, fragments=4)
+    with pytest.raises(ValueError, match="fragments: 4 are more than the 3 units"):
+        Zero(Net(), 2, comm=LocalCommunicator(), shard_size=1, replicas=settings)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.ASGD])
+def test_an_optimizer_that_keeps_weights_in_its_state_is_refused(cls):
+    zero = Zero(Net(), 2, comm=LocalCommunicator(), shard_size=1, replicas=DILOCO)
+    with pytest.raises(ValueError, match=f"{cls.__name__} keeps weights in its state"):
+        zero.optimizer(cls)
+
+
+@pytest.mark.parametrize(
+    "name", ["AdamW", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "Rprop", "Adafactor", "Muon"]
+)
+def test_optimizers_of_moments_alone_are_taken(name):
+    net = Net()
+    zero = Zero(net, 2, comm=LocalCommunicator(), shard_size=1, replicas=DILOCO)
+    params = [p for p in net.parameters() if p.dim() == 2] if name == "Muon" else None
+    zero.optimizer(getattr(torch.optim, name), params)
+
+
+def test_who_never_calls_step_of_the_replicas_is_told():
+    net, _zero, optim = engine_of(LocalCommunicator(), 2, DILOCO)
+    for refused in (False, True):
+        loss_of(net, 0, 0, 1).backward()
+        if refused:
+            with pytest.raises(RuntimeError, match=r"call zero.replicas.step\(\) after each step"):
+                optim.step()
+        else:
+            optim.step()
+            optim.zero_grad()
+
+
+def test_what_would_change_anchors_for_weights_is_refused():
+    net, zero, optim = engine = engine_of(LocalCommunicator(), 2, DILOCO)
+    train(zero.comm, engine, range(1))
+    loss_of(net, 0, 0, 1).backward()
+    with zero.replicas.anchors():
+        for act in (optim.step, zero.replicas.step, zero.replicas.meet, lambda: list(zero.named_shards())):
+            with pytest.raises(RuntimeError, match=r"leave replicas.anchors\(\) first"):
+                act()
+    with pytest.raises(RuntimeError, match="each replica has weights of its own between meetings"):
+        zero.full_params(write_back=True).__enter__()
+    with pytest.raises(ValueError, match="ema: replicas with local steps have no weights in common"):
+        zero.ema()
+
+
+def test_a_replica_that_has_diverged_is_told_of_on_every_rank():
+    def rank_main(comm):
+        net, _zero, _ = engine = engine_of(comm, 2, DILOCO)
+        train(comm, engine, range(2))
+        if comm.rank == 1:
+            with torch.no_grad():
+                net.last.bias.fill_(math.inf)
+        with pytest.raises(RuntimeError, match="after step 3 the difference of fragment 0 has norm"):
+            train(comm, engine, range(2, 3))
+
+    run_threads(rank_main, 2)

@@ -1,0 +1,123 @@
+"""Replicas that take local steps in checkpoints: the same bits after a restart, and what others read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from replica_runs import (
+    DILOCO,
+    KINDS,
+    SOAK,
+    Net,
+    both,
+    engine_of,
+    loss_of,
+    same,
+    train,
+)
+from zeroshard import checkpoint
+from zeroshard.comm import run_threads
+from zeroshard.zero import Zero
+
+
+def _saved(path, settings, at, stage=2, shard_size=1, world_size=2):
+    """What a run of 9 steps ends with, by rank, that was saved after ``at`` steps: anchors, local weights."""
+
+    def rank_main(comm):
+        engine = engine_of(comm, stage, settings, shard_size)
+        train(comm, engine, range(at))
+        checkpoint.save(path, engine[1], step=at)
+        train(comm, engine, range(at, 9))
+        return both(engine[1])
+
+    return run_threads(rank_main, world_size)
+
+
+@pytest.mark.parametrize("now", [3, pytest.param(0, marks=SOAK), pytest.param(2, marks=SOAK)])
+@pytest.mark.parametrize("at", [2, 3, pytest.param(0, marks=SOAK), pytest.param(4, marks=SOAK)])
+@KINDS
+def test_a_restart_has_the_same_bits_at_any_stage(settings, at, now, tmp_path):
+    """Saved before all steps, between meetings, at one, and with a difference on its way (streaming: 2 and 4)."""
+
+    def rank_main(comm):
+        engine = engine_of(comm, now, settings)
+        train(comm, engine, range(1))  # another past
+        checkpoint.load(tmp_path / "c", engine[1])
+        train(comm, engine, range(at, 9))
+        return both(engine[1])
+
+    expected = _saved(tmp_path / "c", settings, at)
+    for (anchors, local), (anchors_now, local_now) in zip(expected, run_threads(rank_main, 2), strict=True):
+        assert same(anchors, anchors_now)
+        assert same(local, local_now)
+
+
+def test_another_number_of_replicas_begins_at_the_anchors(tmp_path):
+    expected = _saved(tmp_path / "c", DILOCO, 5, shard_size=2, world_size=4)
+
+    def rank_main(comm):
+        engine = engine_of(comm, 1, DILOCO)
+        checkpoint.load(tmp_path / "c", engine[1])
+        before = both(engine[1])
+        states = engine[1].optim_state_dict()["state"]
+        train(comm, engine, range(5, 9))
+        return before, states, both(engine[1])[0]
+
+    assert expected
+    by_rank = run_threads(rank_main, 3)
+    (anchors, local), *_ = by_rank[0]
+    assert not same(anchors, local)  # the first two replicas go on where they were
+    (anchors_of_third, third), states, _ = by_rank[2]
+    assert same(anchors, anchors_of_third)
+    assert same(anchors, third)
+    first_states = by_rank[0][1]
+    assert all(torch.equal(states[k]["exp_avg"], first_states[k]["exp_avg"]) for k in states)
+    assert all(same(after, by_rank[0][2]) for _, _, after in by_rank)
+
+
+def test_whoever_reads_weights_reads_the_anchors(tmp_path):
+    _saved(tmp_path / "c", DILOCO, 4)
+
+    def rank_main(comm):
+        replicas = engine_of(comm, 1, DILOCO)
+        checkpoint.load(tmp_path / "c", replicas[1])
+        net = Net(7)
+        plain = Zero(net, 3, comm=comm)
+        optim = plain.optimizer(torch.optim.AdamW, lr=0.1)
+        checkpoint.load(tmp_path / "c", plain)
+        loss_of(net, 0, 0, 1).backward()
+        kinds = {kind for state in optim.state.values() for kind in state}
+        optim.step()
+        return both(replicas[1])[0], kinds
+
+    anchors, kinds = run_threads(rank_main, 2)[0]
+    assert kinds == {"step", "exp_avg", "exp_avg_sq"}
+    whole = checkpoint.consolidate(tmp_path / "c")
+    assert same(anchors, whole["model"])
+    assert set(whole["optimizer"]["state"]) == set(anchors)
+    assert {kind for state in whole["optimizer"]["state"].values() for kind in state} == kinds
+
+
+def test_replicas_may_begin_at_a_checkpoint_that_knows_of_none(tmp_path):
+    def save(comm):
+        net = Net()
+        zero = Zero(net, 1, comm=comm)
+        optim = zero.optimizer(torch.optim.AdamW, lr=0.03)
+        loss_of(net, 0, comm.rank, comm.world_size).backward()
+        optim.step()
+        checkpoint.save(tmp_path / "c", zero, step=1)
+        return zero.state_dict()
+
+    def load(comm):
+        engine = engine_of(comm, 3, DILOCO)
+        train(comm, engine, range(4))
+        checkpoint.load(tmp_path / "c", engine[1])
+        found = both(engine[1])
+        return found, len(train(comm, engine, range(1, 4)))
+
+    expected = run_threads(save, 2)[0]
+    for (anchors, local), num_met in run_threads(load, 2):
+        assert same(expected, anchors)
+        assert same(expected, local)
+        assert num_met == 1
