@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from zeroshard.errors import UserError
 from zeroshard.train.config.validate import fields_by_name, nearest, no_text
 
-# What other trainers call it, which no spelling is near to: nanoGPT, transformers, torchtitan, Lightning.
+# What other trainers call it, which no spelling is near to: nanoGPT, transformers, peft, torchtitan, Lightning.
 ELSEWHERE = {
     **dict.fromkeys(("--learning-rate", "--max-lr"), "--lr"),
     **dict.fromkeys(("--batch-size", "--per-device-train-batch-size", "--device-batch-size"), "--micro-batch-size"),
@@ -34,6 +34,10 @@ ELSEWHERE = {
     **dict.fromkeys(("--precision", "--bf16", "--fp16"), "--dtype"),
     **dict.fromkeys(("--gradient-checkpointing", "--ac-mode"), "--model.activation-checkpointing"),
     "--warmup-iters": "--warmup-steps",
+    **dict.fromkeys(("--lora-rank", "--lora-r", "--lora.r"), "--lora.rank"),
+    **dict.fromkeys(("--lora-alpha", "--lora.lora-alpha"), "--lora.alpha"),
+    **dict.fromkeys(("--lora-dropout", "--lora.lora-dropout"), "--lora.dropout"),
+    **dict.fromkeys(("--lora-target-modules", "--lora.target-modules", "--target-modules"), "--lora.targets"),
 }
 
 

@@ -184,6 +184,11 @@ def test_overlap_is_ours_to_turn_off_only_where_we_communicate(strategy):
     assert not validate(TrainConfig, {"strategy": "zero3", "overlap": False}).overlap
 
 
+def test_a_rank_alone_joins_the_table_of_adapters():
+    assert merge({"lora": 16}, {"lora": {"alpha": 8}}) == {"lora": {"rank": 16, "alpha": 8}}
+    assert validate(TrainConfig, {"lora": 16}).lora.rank == 16
+
+
 @pytest.mark.parametrize(
     ("said", "flag"), [({"track": ["wandb"]}, "track"), ({"optim": "muon"}, "optim"), ({"data": 5}, "data")]
 )

@@ -28,8 +28,10 @@ from zeroshard.data import Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.portable import portable
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop import hf_folder_export
+from zeroshard.interop.adapter_export import base_of, write_adapters
 from zeroshard.interop.hf_config import HFWeight, hf_config, hf_weights, published
 from zeroshard.models import GPT2Config, LlamaConfig, model_config
+from zeroshard.models.adapters import Lora, base_name
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.hugging_face.model import HuggingFaceModel
 from zeroshard.train.config.command_settings import ExportConfig
@@ -37,9 +39,11 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sizes import parse_size
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.run import checkpoint_folder
-from zeroshard.train.setup.assemble import model_overrides
+from zeroshard.train.setup.assemble import lora_of, model_overrides
 from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.train.state.merged_weights import MergedWeights, transposed_weights
 from zeroshard.zero.optimizers.ema import EMA
+from zeroshard.zero.state.named_shards import ShardReader
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _EMBEDDINGS = ("wte.weight", "embed_tokens.weight")
@@ -55,6 +59,8 @@ class _Source:
     run: Path
     tokenizer: Tokenizer | None
     kind: str  # of the weights
+    lora: Lora | None = None
+    transposed: frozenset[str] = frozenset()
 
 
 def run_export(config: ExportConfig) -> int:
@@ -67,10 +73,13 @@ def run_export(config: ExportConfig) -> int:
     source = _open(config)
     out, dtype = Path(config.out), _DTYPES[config.dtype]
     with checkpoint.CheckpointReader(source.folder, source.manifest) as reader, drafted(out) as draft:
+        if isinstance(source.model, HuggingFaceModel) and source.lora and not config.merged:
+            return _export_adapters(config, source, source.model, reader, draft)
+        merged = MergedWeights(reader, source.lora.scale, source.transposed) if source.lora else reader
         if isinstance(source.model, HuggingFaceModel):
-            tensors = hf_folder_export.streamed_tensors(source.model, reader, source.kind, dtype)
+            tensors = hf_folder_export.streamed_tensors(source.model, merged, source.kind, dtype)
         else:
-            tensors = [_streamed(reader, weight, source.kind, dtype) for weight in hf_weights(source.model)]
+            tensors = [_streamed(merged, weight, source.kind, dtype) for weight in hf_weights(source.model)]
         files = split_by_size(tensors, parse_size("max_shard_size", config.max_shard_size))
         for name, members in files.items():
             write_streamed(draft / name, members, {"format": "pt"})
@@ -83,6 +92,16 @@ def run_export(config: ExportConfig) -> int:
     what = f"{config.dtype}, {num_bytes:,} bytes in {len(files)} file{'s' if len(files) > 1 else ''}"
     text = f"tokenizer {source.tokenizer.name}" if source.tokenizer else "no tokenizer: the run has no text"
     print(f"step {source.manifest.step} of {config.source} in {out}: {what}, {text}")
+    return int(ExitStatus.OK)
+
+
+def _export_adapters(
+    config: ExportConfig, source: _Source, model: HuggingFaceModel, reader: checkpoint.CheckpointReader, draft: Path
+) -> int:
+    num_bytes = write_adapters(draft, model, reader, source.kind, _DTYPES[config.dtype])
+    hf_folder_export.copy_text_files(source.run, draft, source.tokenizer)
+    what = f"adapters of {base_of(model)}, {config.dtype}, {num_bytes:,} bytes"
+    print(f"step {source.manifest.step} of {config.source} in {config.out}: {what}; --merged writes the whole model")
     return int(ExitStatus.OK)
 
 
@@ -125,12 +144,19 @@ def _open(config: ExportConfig) -> _Source:
         raise UserError("source", f"{path} does not say which model it is", "export a checkpoint of `zeroshard train`")
     trained = validate(TrainConfig, manifest.extra["config"])
     kind = EMA if config.weights == "ema" else "param"
-    shapes = {tensor.name: tensor.shape for tensor in manifest.tensors if tensor.kind == kind}
+    shapes = {base_name(tensor.name): tensor.shape for tensor in manifest.tensors if tensor.kind == kind}
     if not shapes:
         raise UserError("weights", f"{path} holds no moving average", "train with --ema-decay, or use --weights last")
+    lora = lora_of(trained.lora)
+    if config.merged and lora is None:
+        raise UserError("merged", f"{path} has no adapters", "leave it out")
     if is_hugging_face(trained.model.name):
         folder, manifest = require_whole(path)
-        return _Source(folder, manifest, hf_folder_export.model_of(trained), run, _tokenizer(run), kind)
+        built = hf_folder_export.model_of(trained)
+        return _Source(folder, manifest, built, run, _tokenizer(run), kind, lora, transposed_weights(built))
+    if lora is not None and not config.merged:
+        what = f"the model under the adapters of {path} is a checkpoint's, which peft does not open"
+        raise UserError("merged", what, "add --merged, which writes the whole model")
     vocab_size = next((shapes[name][0] for name in _EMBEDDINGS if name in shapes), None)
     overrides = model_overrides(trained.model)
     model = published(model_config(trained.model.name, vocab_size=vocab_size, overrides=overrides))
@@ -139,7 +165,7 @@ def _open(config: ExportConfig) -> _Source:
             what = f"{path} has {weight.name} as {shapes.get(weight.name)}, its configuration as {weight.shape}"
             raise UserError("source", what, "export a checkpoint of `zeroshard train`")
     folder, manifest = require_whole(path)
-    return _Source(folder, manifest, model, run, _tokenizer(run), kind)
+    return _Source(folder, manifest, model, run, _tokenizer(run), kind, lora)
 
 
 def _checkpoint_of(source: Path) -> tuple[Path, Path]:
@@ -159,7 +185,7 @@ def _tokenizer(run: Path) -> Tokenizer | None:
     return load_tokenizer(folder)
 
 
-def _streamed(reader: checkpoint.CheckpointReader, weight: HFWeight, kind: str, dtype: torch.dtype) -> StreamedTensor:
+def _streamed(reader: ShardReader, weight: HFWeight, kind: str, dtype: torch.dtype) -> StreamedTensor:
     numel = prod(weight.shape)
 
     def parts() -> Iterator[Tensor]:

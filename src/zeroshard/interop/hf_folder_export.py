@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard import checkpoint
 from zeroshard.checkpoint.stream import StreamedTensor, intervals
 from zeroshard.data import Tokenizer
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, read_tokenizer
@@ -29,6 +28,7 @@ from zeroshard.models.hugging_face.weights import FilePart, file_layout
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.assemble import make_model
 from zeroshard.train.setup.hugging_face import kept_folder
+from zeroshard.zero.state.named_shards import ShardReader
 
 
 def model_of(trained: TrainConfig) -> HuggingFaceModel:
@@ -39,7 +39,7 @@ def model_of(trained: TrainConfig) -> HuggingFaceModel:
 
 
 def streamed_tensors(
-    model: HuggingFaceModel, reader: checkpoint.CheckpointReader, kind: str, dtype: torch.dtype
+    model: HuggingFaceModel, reader: ShardReader, kind: str, dtype: torch.dtype
 ) -> list[StreamedTensor]:
     """The tensors of the new files, read when they are written.
 
@@ -57,7 +57,7 @@ def streamed_tensors(
     return tensors
 
 
-def _streamed(reader: checkpoint.CheckpointReader, part: FilePart, kind: str, dtype: torch.dtype) -> StreamedTensor:
+def _streamed(reader: ShardReader, part: FilePart, kind: str, dtype: torch.dtype) -> StreamedTensor:
     def parts() -> Iterator[Tensor]:
         for first, last in intervals(prod(part.shape)):
             yield reader.read(INNER + part.source, kind, (part.start + first, part.start + last))

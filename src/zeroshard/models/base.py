@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice, cross_entropy, linear_cross_entropy
+from zeroshard.models.adapters import Lora, base_name, is_adapter, starts_at_zero
 from zeroshard.models.cache import KVCache
 from zeroshard.models.config import ModelConfig
 from zeroshard.models.recompute import recomputed_blocks
@@ -67,6 +68,10 @@ class LanguageModel(nn.Module, ABC):
         smooths: whether it gives its loss the `loss_options`.
         label_smoothing, z_loss: of the loss in training mode, as `zeroshard.kernels.cross_entropy` takes them; in
             evaluation mode it is without.
+        lora: the adapters that alone are trained, see `zeroshard.models.lora`; None: there are none.
+        lora_config: `peft`'s configuration of these.
+        num_frozen_multiplied_params: of ``num_multiplied_params``, those that are not trained.
+        architecture: as `transformers` calls the model; empty: it knows none.
     """
 
     blocks: nn.ModuleList
@@ -78,6 +83,15 @@ class LanguageModel(nn.Module, ABC):
     eos_id: int | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    lora: Lora | None = None
+    lora_config: Any = None
+    num_frozen_multiplied_params: int = 0
+    architecture: str = ""
+
+    @property
+    def adapted(self) -> nn.Module:
+        """The module whose layers adapters are added to; it has them by their published names."""
+        return self
 
     @property
     def loss_options(self) -> dict[str, float]:
@@ -114,6 +128,22 @@ class LanguageModel(nn.Module, ABC):
             part: which elements of the parameter ``param`` is; None: all of them.
         """
 
+    def initial_value(self, name: str, param: Tensor, part: Part | None = None) -> None:
+        """`init_parameter` with the model's own seed, of adapters too."""
+        if self.lora is None:
+            self.init_parameter(name, param, part=part)
+        elif not is_adapter(name):
+            self.init_parameter(base_name(name), param, part=part)
+        elif starts_at_zero(name):
+            fill_constant_(param, 0.0)
+        else:
+            bound = self.get_parameter(name).shape[1] ** -0.5  # peft's, which is that of torch's `nn.Linear`
+
+            def draw(drawn: Tensor, generator: torch.Generator) -> Tensor:
+                return drawn.uniform_(-bound, bound, generator=generator)
+
+            fill_drawn_(param, draw, self.seed, name, part)
+
     def check_initial_values(self) -> None:
         """Raise UserError where `init_parameter` could not be answered: weights that lie in files may be missing."""
 
@@ -124,7 +154,8 @@ class LanguageModel(nn.Module, ABC):
     def num_flops_per_token(self, seq_len: int) -> int:
         """Forward and backward FLOPs a token, in sequences of ``seq_len`` tokens: :func:`flops_per_token`."""
         config = self.config
-        return flops_per_token(self.num_multiplied_params, config.n_layer, config.n_embd, seq_len)
+        saved = 2 * self.num_frozen_multiplied_params  # whose own gradients nobody computes
+        return flops_per_token(self.num_multiplied_params, config.n_layer, config.n_embd, seq_len) - saved
 
     def num_recomputed_flops_per_token(self, seq_len: int) -> int:
         """FLOPs a token that activation checkpointing adds: one more forward of each block that runs again.
@@ -249,11 +280,11 @@ class InitialValues:
 
     def __call__(self, name: str, param: Tensor) -> None:
         """Write the whole of a parameter; see `LanguageModel.init_parameter`."""
-        self._model.init_parameter(name, param)
+        self._model.initial_value(name, param)
 
     def part(self, name: str, values: Tensor, start: int, numel: int) -> None:
         """Write ``values [n]``, the elements from ``start`` of a flattened parameter of ``numel``."""
-        self._model.init_parameter(name, values, part=Part(start, numel))
+        self._model.initial_value(name, values, Part(start, numel))
 
 
 class _NothingDrawn(TorchFunctionMode):
@@ -289,7 +320,7 @@ def materialize(model: LanguageModel, device: torch.device | str, *, draw: bool 
                 made[param] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
                 name = f"{module_name}.{key}" if module_name else key
                 if draw:
-                    model.init_parameter(name, made[param])
+                    model.initial_value(name, made[param])
                 else:
                     fill_constant_(made[param], float("nan"))
             setattr(module, key, made[param])

@@ -146,6 +146,7 @@ class GPT2(LanguageModel):
 
     operations = ("layer_norm", "linear_cross_entropy")
     smooths = True
+    architecture = "gpt2"
 
     def __init__(self, config: GPT2Config, seed: int = 0, kernels: Choice = "auto") -> None:
         super().__init__()

@@ -205,6 +205,7 @@ class Llama(LanguageModel):
 
     operations = ("rms_norm", "rope", "swiglu", "linear_cross_entropy")
     smooths = True
+    architecture = "llama"
 
     def __init__(self, config: LlamaConfig, seed: int = 0, kernels: Choice = "auto") -> None:
         super().__init__()

@@ -20,12 +20,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.errors import UserError
-from zeroshard.lazily import is_address, made_at
+from zeroshard.lazily import is_address, loaded, made_at
 from zeroshard.models.config import ModelConfig
 from zeroshard.models.hugging_face.folder import is_hugging_face
 
 if TYPE_CHECKING:
     from zeroshard.kernels import Choice
+    from zeroshard.models.adapters import Lora
     from zeroshard.models.base import LanguageModel
 
 
@@ -138,13 +139,17 @@ def build_model(
     overrides: Mapping[str, object] = MappingProxyType({}),
     seed: int = 0,
     kernels: Choice = "auto",
+    lora: Lora | None = None,
 ) -> LanguageModel:
     """A preset's model on the default device, or without values under ``torch.device("meta")``.
 
     Arguments and errors are :func:`model_config`'s; ``seed`` is that of the initial values, ``kernels`` says who
-    computes what has a kernel.
+    computes what has a kernel, ``lora`` which adapters are trained in the place of the model's own weights.
     """
-    return model_config(name, vocab_size=vocab_size, seq_len=seq_len, overrides=overrides).build(seed, kernels)
+    config = model_config(name, vocab_size=vocab_size, seq_len=seq_len, overrides=overrides)
+    if lora is None:
+        return config.build(seed, kernels)
+    return loaded("zeroshard.models.lora", "built_with_lora")(lambda: config.build(seed, kernels), lora)
 
 
 def _given(vocab_size: int | None, seq_len: int | None, overrides: Mapping[str, object]) -> dict[str, object]:

@@ -28,7 +28,7 @@ from zeroshard.lab.planner.show import seconds, size, text
 from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.hardware import find_device, this_machine
 from zeroshard.models import LanguageModel
-from zeroshard.train.setup.assemble import model_overrides
+from zeroshard.train.setup.assemble import lora_of, model_overrides
 from zeroshard.zero import STAGES
 
 
@@ -102,6 +102,7 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         "impl": None if config.impl == "auto" else config.impl,
         "attention": config.attention,
         "document_mask": config.document_mask,
+        "lora": lora_of(config.lora),
         "headroom": config.headroom,
     }
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from zeroshard.errors import UserError
 from zeroshard.lab.predict.hardware import find_device, find_link
-from zeroshard.train.config.sections import Config, ModelConfig
+from zeroshard.train.config.sections import Config, LoraConfig, ModelConfig
 
 Question = Literal[
     "none", "largest-model", "largest-micro-batch", "fewest-gpus", "lowest-bandwidth", "crossover", "crossover-filled"
@@ -24,6 +24,7 @@ class PlanConfig(Config):
     """What is to be trained, and on what."""
 
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     gpus: int = Field(1, ge=1, le=999_999, description="GPUs, one rank each.")
     gpu: str = Field("h100-80gb", min_length=1, description="Device by name, or a file of `zeroshard bench device`.")
     gpus_per_node: int = Field(8, ge=1, description="GPUs of a full node.")

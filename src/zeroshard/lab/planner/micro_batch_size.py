@@ -9,7 +9,7 @@ from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.predict.hardware import this_machine
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.setup.assemble import model_overrides
+from zeroshard.train.setup.assemble import lora_of, model_overrides
 from zeroshard.train.setup.numbers import automatic_dtype
 
 
@@ -34,6 +34,7 @@ def largest_micro_batch(config: TrainConfig, num_bytes: int) -> int:
         reshard_after_forward=config.reshard_after_forward,
         kernels=config.kernels,
         document_mask=config.data.document_mask,
+        lora=lora_of(config.lora),
         headroom=0.0,
     )
     return int(inverse.largest_micro_batch(planner, strategy_entry(config.strategy).stage).value or 1)

@@ -21,6 +21,7 @@ from zeroshard.lab.planner.planner import HEADROOM, Planner, planner_for
 from zeroshard.lab.predict.actions import Accumulate
 from zeroshard.lab.predict.hardware import Calibration, Device, Link
 from zeroshard.lab.predict.rates import Attention, Impl
+from zeroshard.models.adapters import Lora
 from zeroshard.zero import STAGES, ShardingStrategy
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 
@@ -48,6 +49,7 @@ def plan(
     impl: Impl | None = None,
     attention: Attention = "flash-2",
     document_mask: bool = False,
+    lora: Lora | None = None,
     headroom: float = HEADROOM,
     units: UnitChoice | None = None,
     inputs: Callable[[int], tuple[Any, ...]] | None = None,
@@ -77,6 +79,7 @@ def plan(
             None: as ``kernels`` says.
         attention: which fused kernel a GPU runs: ``flash-1``, ``flash-2``, ``flash-3`` or ``cudnn``.
         document_mask: whether attention stays inside a document, of our models; it costs a mask.
+        lora: adapters that alone are trained, of a preset or a Hugging Face model by name.
         headroom: share of memory that must stay free for a row to fit.
         units: as `zeroshard.Zero` takes them; None: the model's blocks.
         inputs: for a module that is no language model of ours: from rows to the arguments of one micro-batch.
@@ -104,6 +107,7 @@ def plan(
         impl=impl,
         attention=attention,
         document_mask=document_mask,
+        lora=lora,
         headroom=headroom,
         units=units,
         inputs=inputs,

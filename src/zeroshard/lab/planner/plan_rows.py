@@ -122,6 +122,7 @@ class Plan:
         return {
             "model": self.workload.name,
             "num_params": self.workload.num_params,
+            "num_trained_params": self.workload.num_trained_params,
             "dtype": self.workload.dtype,
             "optimizer": self.workload.optimizer,
             "seq_len": self.workload.seq_len,

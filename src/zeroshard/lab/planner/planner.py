@@ -19,6 +19,7 @@ from zeroshard.lab.predict.rates import Attention, Impl, Software, spread
 from zeroshard.lab.predict.step import step_of
 from zeroshard.lab.predict.timeline import Cluster, simulate
 from zeroshard.lab.predict.workload import DTYPES, Workload, workload_of
+from zeroshard.models.adapters import Lora
 from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 
@@ -155,6 +156,7 @@ def planner_for(
     impl: Impl | None = None,
     attention: Attention = "flash-2",
     document_mask: bool = False,
+    lora: Lora | None = None,
     headroom: float = HEADROOM,
     units: UnitChoice | None = None,
     inputs: Callable[[int], tuple[Any, ...]] | None = None,
@@ -181,6 +183,7 @@ def planner_for(
         optimizer=optimizer,
         kernels=kernels,
         document_mask=document_mask,
+        lora=lora,
         units=units,
         inputs=inputs,
         overrides=overrides,

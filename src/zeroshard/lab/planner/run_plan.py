@@ -14,7 +14,7 @@ from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, state_byte
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.step import Settings, Step, step_of
 from zeroshard.lab.predict.timeline import Cluster, Timing, simulate
-from zeroshard.lab.predict.traffic import messages
+from zeroshard.lab.predict.traffic import flows_of, messages
 from zeroshard.models import LanguageModel
 from zeroshard.train.records.plan_contract import Job, Planned, Sent
 from zeroshard.train.setup.links import Links
@@ -55,6 +55,7 @@ def predict(job: Job) -> Planned:
         prefetch=job.prefetch,
         uniform_order=job.uniform_order,
         num_replicas=num_replicas,
+        flows=None if job.model.lora is None else flows_of(buffers),
     )
     sent = [Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in found]
     if not job.estimates:

@@ -7,6 +7,7 @@ from operator import add
 from zeroshard.columns import columns
 from zeroshard.lab.planner.advice import GIB
 from zeroshard.lab.planner.plan_rows import Plan, Row
+from zeroshard.lab.predict.workload import Workload
 
 COLUMNS = (
     "stage",
@@ -33,7 +34,8 @@ def heading(plan: Plan) -> str:
     workload, cluster, device = plan.workload, plan.cluster, plan.device
     lines = [
         f"{workload.name}: {workload.num_params / 1e9:.3g}B parameters, {workload.dtype}, {workload.optimizer}, "
-        f"{workload.num_bytes_of_states} bytes of state for each unsharded; sequences of {workload.seq_len}",
+        f"{workload.num_bytes_of_states} bytes of state for each{_trained(workload)} unsharded; "
+        f"sequences of {workload.seq_len}",
         f"{cluster.world_size:,} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each ({device.source})",
     ]
     if cluster.world_size > 1:
@@ -45,6 +47,13 @@ def heading(plan: Plan) -> str:
     if cluster.world_size > cluster.ranks_per_node:
         lines.append(f"nodes over {cluster.between.bytes_per_s / 1e9:g} GB/s for each GPU ({cluster.between.source})")
     return "\n".join(lines)
+
+
+def _trained(workload: Workload) -> str:
+    """Of how many parameters that is, where some are frozen."""
+    if workload.num_trained_params == workload.num_params:
+        return ""
+    return f" of the {workload.num_trained_params / 1e6:.3g}M that are trained"
 
 
 def table(plan: Plan) -> str:

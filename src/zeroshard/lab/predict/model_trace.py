@@ -32,6 +32,7 @@ from zeroshard.lab.predict.on_meta import on_meta, serves
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.work import Work, bytes_read, dtype_name, work_of, work_of_projected_loss
 from zeroshard.models import LanguageModel, build_model
+from zeroshard.models.adapters import Lora, is_adapter
 from zeroshard.models.presets import nearest_preset
 from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.partition import UnitSpec, partition
@@ -53,7 +54,7 @@ def trace_language_model(
         precision: the dtype policy.
         device_type: ``"cpu"``, or ``"cuda"`` for the kernels that a GPU would run.
     """
-    if any(not param.requires_grad or param.dtype != torch.float32 for param in model.parameters()):
+    if not _is_as_built(model):
         inputs = tokens_and_targets(seq_len)
         return trace_model(model, micro_batch, list(model.blocks), inputs, precision, device_type=device_type)
     name, changes = nearest_preset(cast("Any", model.config))
@@ -62,6 +63,7 @@ def trace_language_model(
         name,
         tuple(sorted(changes.items())),
         model.kernels,
+        model.lora,
         model.eos_id,
         micro_batch,
         seq_len,
@@ -75,11 +77,19 @@ def trace_language_model(
     return of_depth(num_blocks) if deeper is None else deeper
 
 
+def _is_as_built(model: LanguageModel) -> bool:
+    """Whether its parameters are what its configuration and its adapters make them."""
+    trained = [is_adapter(name) or model.lora is None for name, _ in model.named_parameters()]
+    params = zip(model.parameters(), trained, strict=True)
+    return all(param.requires_grad == trains and param.dtype == torch.float32 for param, trains in params)
+
+
 @lru_cache(maxsize=256)  # a plan, and a page of plans, ask for the same micro-batch again and again
 def _traced(
     name: str,
     changes: tuple[tuple[str, Any], ...],
     kernels: Any,
+    lora: Lora | None,
     eos_id: int | None,
     micro_batch: int,
     seq_len: int,
@@ -88,7 +98,7 @@ def _traced(
     depth: int,
 ) -> Trace:
     with torch.device("meta"):
-        model = build_model(name, overrides={**dict(changes), "n_layer": depth}, kernels=kernels)
+        model = build_model(name, overrides={**dict(changes), "n_layer": depth}, kernels=kernels, lora=lora)
     model.eos_id = eos_id  # a mask, and what each block's attention makes of it
     inputs, units = tokens_and_targets(seq_len), list(model.blocks)
     without_values = on_meta() if serves(model, precision, device_type) else _fakes()

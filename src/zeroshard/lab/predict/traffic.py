@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate as accumulated
+from operator import or_
 
 from zeroshard.lab.predict.actions import Accumulate, Message, Settings
 from zeroshard.lab.predict.buffers import Buffer
@@ -37,10 +39,11 @@ def messages(
     prefetch: int = 1,
     uniform_order: bool = True,
     num_replicas: int = 1,
+    flows: Sequence[bool] | None = None,
 ) -> list[Message]:
     """The collectives of a step that follows another, in the order of issue.
 
-    It holds for a model that calls each unit once, in the order of ``buffers``, and trains each parameter.
+    It holds for a model that calls each unit once, in the order of ``buffers``.
 
     Args:
         buffers: of the model, root first, laid out for the world size in question, or the ``shard_size`` where there
@@ -52,6 +55,7 @@ def messages(
         prefetch: as `Zero` takes it; it moves messages and adds none.
         uniform_order: of the communicator.
         num_replicas: ranks that hold the same shard: the world size by ``shard_size``.
+        flows: for each unit but the root, whether a backward goes through it; None: through all of them.
     """
     units = tuple(dict.fromkeys(buffer.unit for buffer in buffers if buffer.unit != "root"))
     settings = Settings(
@@ -63,21 +67,32 @@ def messages(
         num_replicas,
         uniform_order,
     )
-    trace = Trace(units, tuple(map(Span, _events(len(units)))), input_bytes=0, tokens=0)
+    events = _events([True] * len(units) if flows is None else flows)
+    trace = Trace(units, tuple(map(Span, events)), input_bytes=0, tokens=0)
     return step_of(trace, buffers, OptimizerState(0), settings).messages()
 
 
-def _events(num_units: int) -> Iterator[Event]:
+def flows_of(buffers: Iterable[Buffer]) -> list[bool]:
+    """`messages`' ``flows`` where nothing that runs before the units is trained: from the first unit that is."""
+    trained: dict[str, bool] = {}
+    for buffer in buffers:
+        if buffer.unit != "root":
+            trained[buffer.unit] = trained.get(buffer.unit, False) or buffer.trained
+    return list(accumulated(trained.values(), or_))
+
+
+def _events(flows: Sequence[bool]) -> Iterator[Event]:
     """Of a micro-batch in which each unit runs once; a reduction needs no gradient."""
     yield Event("forward_begins")
-    for place in range(num_units):
+    for place, flow in enumerate(flows):
         yield Event("forward_begins", place)
-        yield Event("forward_ends", place, grads_flow=True)
+        yield Event("forward_ends", place, grads_flow=flow)
     yield Event("forward_ends", grads_flow=True)
     yield Event("backward_begins")
-    for place in reversed(range(num_units)):
-        yield Event("backward_begins", place)
-        yield Event("backward_ends", place)
+    for place in reversed(range(len(flows))):
+        if flows[place]:
+            yield Event("backward_begins", place)
+            yield Event("backward_ends", place)
     yield Event("backward_over")
 
 

@@ -17,6 +17,7 @@ from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState
 from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.model_trace import Inputs, tokens_and_targets, trace_language_model, trace_model
 from zeroshard.models import LanguageModel, build_model
+from zeroshard.models.adapters import Lora
 from zeroshard.models.presets import model_config, nearest_preset
 from zeroshard.train.config.validate import nearest
 from zeroshard.zero import MixedPrecision
@@ -58,6 +59,11 @@ class Workload:
     def num_params(self) -> int:
         """Each parameter once."""
         return sum(param.numel() for param in self.model.parameters())
+
+    @property
+    def num_trained_params(self) -> int:
+        """Those that take gradients, each once."""
+        return sum(param.numel() for param in self.model.parameters() if param.requires_grad)
 
     @property
     def num_flops_per_token(self) -> int:
@@ -129,6 +135,7 @@ class Workload:
             optimizer=self.optimizer,
             kernels=self.kernels,
             document_mask=self.model.eos_id is not None,
+            lora=self.model.lora,
             label=self.name,
         )
 
@@ -142,11 +149,12 @@ def language_model(
     optimizer: str = "AdamW",
     kernels: Choice = "auto",
     document_mask: bool = False,
+    lora: Lora | None = None,
     label: str = "",
 ) -> Workload:
     """A preset, with fields changed; ``seq_len`` None: the longest that it is made for.
 
-    ``document_mask``: attention stays inside a document.
+    ``document_mask``: attention stays inside a document. ``lora``: the adapters that alone are trained.
 
     Raises:
         UserError: no such preset or field, or values that do not go together.
@@ -156,7 +164,7 @@ def language_model(
     if length > config.seq_len and name.startswith("llama"):  # no table of positions
         config = model_config(name, overrides={**overrides, "seq_len": length})
     with torch.device("meta"):
-        model = build_model(name, overrides={**overrides, "seq_len": config.seq_len}, kernels=kernels)
+        model = build_model(name, overrides={**overrides, "seq_len": config.seq_len}, kernels=kernels, lora=lora)
     model.eos_id = 0 if document_mask else None
     model.check_seq_len(length)
     make, known = tokens_and_targets(length), known_optimizer(optimizer)
@@ -171,6 +179,7 @@ def workload_of(
     optimizer: str,
     kernels: Choice,
     document_mask: bool = False,
+    lora: Lora | None = None,
     units: UnitChoice | None,
     inputs: Callable[[int], tuple[Any, ...]] | None,
     overrides: Mapping[str, object] = MappingProxyType({}),
@@ -185,10 +194,13 @@ def workload_of(
             optimizer=optimizer,
             kernels=kernels,
             document_mask=document_mask,
+            lora=lora,
         )
     _require_trainable(model)
     if document_mask:
         raise UserError("document_mask", "a module is what it is", "set its eos_id, or give a preset's name")
+    if lora is not None:
+        raise UserError("lora", "a module is what it is", "give it adapters with peft, or give a preset's name")
     if overrides:
         raise UserError("overrides", "a module is what it is", "build it so, or give a preset's name")
     chosen = None if units is None else choose_units(model, units)

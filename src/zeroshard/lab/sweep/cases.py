@@ -182,7 +182,7 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
 def _spelled_out(raw: Mapping[str, Any]) -> dict[str, Any]:
     """``model = "NAME"`` as ``model.name = "NAME"``, so that a name replaces no table."""
     return {
-        key: {SHORTHANDS[key]: value} if key in SHORTHANDS and isinstance(value, str) else value
+        key: {SHORTHANDS[key]: value} if key in SHORTHANDS and isinstance(value, str | int) else value
         for key, value in raw.items()
     }
 

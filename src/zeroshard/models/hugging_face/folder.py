@@ -17,6 +17,7 @@ from zeroshard.regular_files import read_text
 
 PREFIX = "hf:"
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"  # of peft
 # What says how text becomes tokens and how a model is asked for text; nothing of it is executed.
 TEXT_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -50,9 +51,21 @@ def config_text(source: str) -> str:
         UserError: there is no such folder or model, it has no such file, or the file is damaged.
     """
     path = _found(source, CONFIG)
+    if path is None or path.with_name(ADAPTER_CONFIG).is_file():
+        _refuse_adapters(source)
     if path is None:
         raise UserError("model", f"{source} has no {CONFIG}", "give the folder of a Hugging Face model")
     return json.dumps(read_json(path), separators=(",", ":"))
+
+
+def _refuse_adapters(source: str) -> None:
+    """Raise UserError where ``source`` holds adapters of `peft` in the place of a model."""
+    path = _found(source, ADAPTER_CONFIG)
+    if path is None:
+        return
+    base = read_json(path).get("base_model_name_or_path") or "their base model"
+    todo = "write both as one model: peft's merge_and_unload() and save_pretrained(), then give that folder"
+    raise UserError("model", f"{source} holds adapters of {base}, and no whole model", todo)
 
 
 def weight_folder(source: str) -> Path:

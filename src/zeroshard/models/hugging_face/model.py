@@ -74,6 +74,7 @@ class HuggingFaceModel(LanguageModel):
         self.hf, self._rules = _built(config)
         self._blocks_at = _find_blocks(self.hf, config.n_layer)
         theirs: Any = self.hf.config
+        self.architecture = theirs.model_type
         self._has_router_loss = bool(getattr(theirs, "output_router_logits", False))
         self._head = _plain_head(self.hf)
         self.operations = ("cross_entropy",) if self._head is None else ("linear_cross_entropy",)  # ty: ignore[invalid-attribute-access]
@@ -87,6 +88,11 @@ class HuggingFaceModel(LanguageModel):
     def config(self) -> HuggingFaceConfig:
         """The configuration that the model was built from."""
         return self._config
+
+    @property
+    def adapted(self) -> nn.Module:
+        """The model of `transformers`."""
+        return self.hf
 
     @property
     def blocks(self) -> nn.ModuleList:  # ty: ignore[incompatible-property-override]
@@ -149,9 +155,9 @@ class HuggingFaceModel(LanguageModel):
         """Forward and backward FLOPs a token; attention as if each layer saw all that came before."""
         theirs: Any = self.hf.config
         head_dim = getattr(theirs, "head_dim", None) or self._config.n_embd // self._config.n_head
-        return flops_per_token(
-            self.num_multiplied_params, self._config.n_layer, self._config.n_head * head_dim, seq_len
-        )
+        saved = 2 * self.num_frozen_multiplied_params  # whose own gradients nobody computes
+        width = self._config.n_head * head_dim
+        return flops_per_token(self.num_multiplied_params, self._config.n_layer, width, seq_len) - saved
 
     @cached_property
     def _weights(self) -> FileWeights:

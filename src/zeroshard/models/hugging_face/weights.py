@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UserError
+from zeroshard.models.adapters import base_name, is_adapter
 from zeroshard.models.hugging_face.folder import read_json
 from zeroshard.regular_files import open_binary, open_regular
 
@@ -195,8 +196,8 @@ def match(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
         UserError: as `FileWeights`.
     """
     model_any: Any = model
-    state = model.state_dict()
-    names = _names(model)
+    state = _state(model)
+    names = _names(state)
     renamed, operations = _renamed(model_any, shapes, state)
     runs: dict[str, list[str]] = {}
     rest: list[str] = []
@@ -223,11 +224,16 @@ def match(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
     return {name: runs[name] for name in names if name in runs}
 
 
-def _names(model: nn.Module) -> dict[str, list[str]]:
-    """Parameters and persistent buffers by their first names, with all the names that each has."""
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by all their names, as they are without adapters."""
+    state = model.state_dict(keep_vars=True)
+    return {base_name(name): tensor for name, tensor in state.items() if not is_adapter(name)}
+
+
+def _names(state: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Tensors by their first names, with all the names that each has."""
     by_id: dict[int, list[str]] = {}
-    persistent = model.state_dict(keep_vars=True)
-    for name, tensor in persistent.items():
+    for name, tensor in state.items():
         by_id.setdefault(id(tensor), []).append(name)
     return {aliases[0]: aliases for aliases in by_id.values()}
 
@@ -322,8 +328,8 @@ def file_layout(model: nn.Module) -> list[FilePart]:
     Raises:
         UserError: it writes a parameter in a form that is no part of it.
     """
-    state = model.state_dict(keep_vars=True)
-    meta = {name: torch.empty(state[name].shape, device="meta") for name in _names(model)}
+    state = _state(model)
+    meta = {name: torch.empty(state[name].shape, device="meta") for name in _names(state)}
     try:
         revert: Any = import_module("transformers.core_model_loading").revert_weight_conversion
     except ImportError:  # before release 5: names are the model's

@@ -25,6 +25,9 @@ class ExportConfig(Config):
     out: str = Field(min_length=1, description="New folder for the Hugging Face model.")
     weights: Literal["last", "ema"] = Field("last", description="The last step's, or their moving average.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the weights in the files.")
+    merged: bool = Field(
+        False, description="Of a run with adapters: the whole model with these added to it; else the adapters alone."
+    )
     max_shard_size: str = Field("5GB", min_length=1, description="Largest weights file, as 5GB or 512MiB.")
 
     @model_validator(mode="after")

@@ -28,6 +28,7 @@ from zeroshard.train.config.sections import (
     ContractConfig,
     DataConfig,
     LinkConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     ProfileConfig,
@@ -38,6 +39,8 @@ from zeroshard.train.config.validate import validate
 
 # Of an imported run: what LLaMA's first public fine-tunings took, https://github.com/tatsu-lab/stanford_alpaca
 FINE_TUNING: Mapping[str, float] = MappingProxyType({"lr": 2e-5, "min_lr": 2e-6})
+# Of adapters: Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314, table 9
+LORA_RATE = 2e-4
 MOST_NODES = 65_536
 WARMUP_STEPS = 20  # unless something else is said
 CompileBackend = Literal["inductor", "aot_eager", "eager"]
@@ -47,6 +50,7 @@ class TrainConfig(Config):
     """One training run. After construction `out` is always filled in."""
 
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     profile: ProfileConfig = ProfileConfig()
@@ -122,7 +126,7 @@ class TrainConfig(Config):
         1e-3,
         gt=0,
         allow_inf_nan=False,
-        description="Peak learning rate; where it is not given and weights of hf: go on, 2e-5.",
+        description="Peak learning rate; where it is not given and weights of hf: go on, 2e-5, of adapters 2e-4.",
     )
     min_lr: float = Field(
         1e-4, ge=0, allow_inf_nan=False, description="Learning rate at the end of its decay; not given: a tenth of lr."
@@ -222,7 +226,7 @@ class TrainConfig(Config):
         """Learning rates that nobody gave."""
         trained_before = is_hugging_face(self.model.name) and not self.model.from_config
         if trained_before and "lr" not in self.model_fields_set:
-            object.__setattr__(self, "lr", FINE_TUNING["lr"])
+            object.__setattr__(self, "lr", LORA_RATE if self.lora.rank else FINE_TUNING["lr"])
         if "min_lr" not in self.model_fields_set:
             object.__setattr__(self, "min_lr", self.lr / 10)
         return self
@@ -257,6 +261,9 @@ class TrainConfig(Config):
             what = f"muon needs whole matrices, and {self.strategy} cuts them or cannot tell its groups apart"
             todo = f"use adamw, or --strategy {', '.join(strategies_with('our_optimizers'))}"
             raise UserError("optimizer", what, todo)
+        if self.lora.rank and self.optimizer != "adamw":
+            what = f"{self.optimizer} is made for whole matrices, and lora.rank = {self.lora.rank} trains narrow ones"
+            raise UserError("optimizer", what, "use adamw")
         for name in ("keep_best", "early_stop"):
             if getattr(self, name) and not self.eval_interval:
                 raise UserError(name, "there is one evaluation, at the end", "set eval_interval, or leave it out")
@@ -338,7 +345,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        if isinstance(old, str) and isinstance(value, Mapping):
+        if isinstance(old, int if key == "lora" else str) and isinstance(value, Mapping):
             old = {SHORTHANDS[key]: old} if key in SHORTHANDS else old
         if isinstance(value, Mapping) and old is not None:
             merged[key] = merge(old, value) if isinstance(old, Mapping) else old  # no table: for `validate` to refuse

@@ -20,7 +20,7 @@ from zeroshard.train.config.registered import ModelName, SourceName
 from zeroshard.train.config.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
 
 # `model = "NAME"` stands for `model.name = "NAME"`
-SHORTHANDS = {"model": "name", "data": "source", "track": "to"}
+SHORTHANDS = {"model": "name", "data": "source", "track": "to", "lora": "rank"}
 TRACKERS = ("tensorboard", "wandb", "trackio")
 HUGGING_FACE = ("attention", "from_config", "trust_remote_code", "config_json")  # settings of hf: models alone
 UNNAMED = "unnamed"  # the data of an imported run: only its user knows which they are
@@ -108,6 +108,45 @@ class ModelConfig(Config):
                 f"{self.n_kv_head} key heads do not divide {self.n_head} heads",
                 "choose n_kv_head so that n_head is a multiple of it",
             )
+        return self
+
+
+class LoraConfig(Config):
+    """Adapters that are trained in the place of the model's own weights, by the names of the package peft."""
+
+    rank: int = Field(
+        0,
+        ge=0,
+        le=2**20,
+        description="LoRA: train adapters of this rank and nothing else; 0: train the model's weights.",
+    )
+    alpha: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="Adapters are scaled by alpha / rank; 0: twice the rank."
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="Probability that an input of an adapter is dropped.")
+    targets: tuple[str, ...] = Field(
+        (),
+        description="Linear layers that get adapters, by name or its end, as q_proj v_proj; all-linear: all in the "
+        "blocks; none: those that peft takes for the architecture.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_rank(cls, raw: Any) -> Any:
+        if isinstance(raw, str | int | float) and not isinstance(raw, bool):
+            return {SHORTHANDS["lora"]: raw}
+        if isinstance(raw, Mapping) and isinstance(raw.get("targets"), str):
+            return {**raw, "targets": [raw["targets"]]}
+        return raw
+
+    @model_validator(mode="after")
+    def _of_adapters_alone(self) -> Self:
+        fields = type(self).model_fields
+        given = [name for name in ("alpha", "dropout", "targets") if getattr(self, name) != fields[name].default]
+        if given and not self.rank:
+            raise UserError(f"lora.{given[0]}", "is given, and lora.rank is 0", "add --lora.rank 16, or leave it out")
+        if "" in self.targets:
+            raise UserError("lora.targets", "one of them is empty", "name linear layers, as q_proj v_proj")
         return self
 
 

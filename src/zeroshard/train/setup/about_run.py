@@ -66,7 +66,7 @@ def about_run(
         "run": f"{folder}, {config.max_steps:,} steps{resumed}",
         "strategy": strategy_in_words(config.strategy, world_size, config.shard_size, chosen=chosen),
         "comm": communicator_in_words(comm, config.strategy),
-        "model": f"{config.model.name}, {_num_params(model):,} parameters",
+        "model": f"{config.model.name}, {_num_params(model)}",
         "data": corpus_in_words(config, corpus),
         "batch": f"{config.micro_batch_size:,} sequences x {micro_batches} x {_ranks(world_size)} x "
         f"{config.seq_len:,} tokens = {tokens:,} tokens a step",
@@ -120,8 +120,11 @@ def corpus_in_words(config: TrainConfig, corpus: Corpus) -> str:
     return f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids"
 
 
-def _num_params(model: LanguageModel) -> int:
-    return sum(param.numel() for param in model.parameters())
+def _num_params(model: LanguageModel) -> str:
+    total = sum(param.numel() for param in model.parameters())
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    adapters = f", of which {trained:,} of adapters are trained" if model.lora is not None else ""
+    return f"{total:,} parameters{adapters}"
 
 
 def _ranks(count: int) -> str:

@@ -23,13 +23,14 @@ from zeroshard.models import (
     materialize,
     nearest_preset,
 )
+from zeroshard.models.adapters import Lora
 from zeroshard.models.base import place_buffers
 from zeroshard.models.hugging_face.model import require_document_mask
 from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.sections import ModelConfig
+from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.setup.agree import agree_on, model_facts
 from zeroshard.train.setup.compiled import compile_blocks
 from zeroshard.zero import loaded_later
@@ -43,6 +44,12 @@ def check_model(config: TrainConfig) -> None:
     if config.seq_len > longest:
         what = f"{config.seq_len} is above the {longest} of {config.model.name}"
         raise UserError("seq_len", what, f"use {longest} or less, or a model with longer sequences")
+
+
+def check_adapters(config: TrainConfig) -> None:
+    """Raise UserError where the model cannot be given the adapters that ``config`` asks for; data need not be there."""
+    if config.lora.rank:
+        make_model(config, max(config.model.vocab_size, 1), "meta")
 
 
 def check_shard_size(config: TrainConfig, world_size: int) -> None:
@@ -68,12 +75,18 @@ def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str)
             overrides=model_overrides(config.model),
             seed=config.seed,
             kernels=config.kernels,
+            lora=lora_of(config.lora),
         )
     for name in ("label_smoothing", "z_loss"):
         if getattr(config.optim, name) and not model.smooths:
             raise UserError(f"optim.{name}", f"{config.model.name} computes a loss of its own", "leave it out")
     model.label_smoothing, model.z_loss = config.optim.label_smoothing, config.optim.z_loss
     return model
+
+
+def lora_of(config: LoraConfig) -> Lora | None:
+    """The adapters that settings ask for; None where the model's own weights are trained."""
+    return Lora(**config.model_dump()) if config.rank else None
 
 
 def model_overrides(model: ModelConfig) -> dict[str, object]:

@@ -42,6 +42,7 @@ from zeroshard.train.records.trackers import require_trackers, trackers
 from zeroshard.train.setup.about_run import about_run
 from zeroshard.train.setup.agree import first_rank_does, start_facts
 from zeroshard.train.setup.assemble import (
+    check_adapters,
     check_model,
     check_shard_size,
     make_model,
@@ -110,6 +111,7 @@ def build_run(
     """
     config = on_device(with_model_files(with_initial_run(config)), device)
     check_model(config)
+    check_adapters(config)
     require_trackers(config.track)
     check_shard_size(config, comm.world_size)
     describe(device, config.kernels)  # refuses what cannot be had
@@ -153,7 +155,7 @@ def _build_in(
     draw = resume_from is None and not config.init_from
     model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=draw)
     if resume_from is None and config.init_from:
-        load_initial_weights(Path(config.init_from), strategy, comm)
+        load_initial_weights(Path(config.init_from), model, strategy, comm)
     scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
     run = Run(
         strategy=strategy,

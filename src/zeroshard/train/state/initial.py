@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from functools import partial
 from pathlib import Path
 
 from zeroshard import checkpoint
@@ -11,12 +12,19 @@ from zeroshard.comm import Communicator
 from zeroshard.data.meta import DataMeta, read_meta
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, make_tokenizer
 from zeroshard.errors import UserError
+from zeroshard.models import LanguageModel
+from zeroshard.models.hugging_face.folder import is_hugging_face
+from zeroshard.models.lora import initial_adapters
 from zeroshard.parallel import Strategy
 from zeroshard.train.config.config import TrainConfig, load_config
+from zeroshard.train.config.sections import LoraConfig
 from zeroshard.train.loop.run import checkpoint_folder
+from zeroshard.train.setup.assemble import lora_of
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state import resume
+from zeroshard.train.state.merged_weights import MergedWeights, NewAdapters, transposed_weights
 from zeroshard.train.state.weights_alone import WeightsAlone
+from zeroshard.zero.state.named_shards import ShardReader
 
 
 def with_initial_run(config: TrainConfig) -> TrainConfig:
@@ -36,7 +44,8 @@ def with_initial_run(config: TrainConfig) -> TrainConfig:
     theirs = load_config(run / "config.toml").model
     kept = tokenizer_folder(run)
     meta = read_meta(kept) if kept.is_dir() else None
-    if meta is not None and not theirs.vocab_size:
+    # A model of transformers may have more ids than its tokenizer.
+    if meta is not None and not theirs.vocab_size and not is_hugging_face(theirs.name):
         theirs = theirs.model_copy(update={"vocab_size": meta.vocab_size})
     named = {name: getattr(config.model, name) for name in config.model.model_fields_set}
     model = theirs.model_copy(update=named)
@@ -54,8 +63,16 @@ def with_initial_run(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"data": data.model_copy(update={"tokenizer": own})})
 
 
-def load_initial_weights(run: Path, strategy: Strategy, comm: Communicator) -> None:
+def load_initial_weights(run: Path, model: LanguageModel, strategy: Strategy, comm: Communicator) -> None:
     """Give ``strategy`` the weights of the newest good checkpoint of ``run``, and no optimizer state. Collective.
+
+    Adapters of that run are added to its weights; those of ``model`` begin as in a new run.
+
+    Args:
+        run: its folder.
+        model: the strategy's, with its names.
+        strategy: is loaded.
+        comm: the ranks.
 
     Raises:
         UserError: there is none, or it is of another model.
@@ -67,13 +84,22 @@ def load_initial_weights(run: Path, strategy: Strategy, comm: Communicator) -> N
     if path is None:
         raise UserError("init_from", f"{run} has no complete checkpoint yet", "let it train up to one first")
     try:
-        checkpoint.load(path, WeightsAlone(strategy, ("param", "buffer")), verified=True, settings=False)
+        seen_as = partial(_as_initial, load_config(run / "config.toml").lora, model)
+        checkpoint.load(path, WeightsAlone(strategy, ("param", "buffer"), seen_as), verified=True, settings=False)
     except UserError:
         raise
     except ValueError as error:
         raise UserError("init_from", f"{path}: {error}", "name the model of that run, or none") from None
     if comm.rank == 0:
         print(f"init-from: the weights of {path}", file=sys.stderr, flush=True)
+
+
+def _as_initial(lora: LoraConfig, model: LanguageModel, reader: ShardReader) -> ShardReader:
+    """A checkpoint with adapters as ``lora`` says, seen as one of ``model`` before its first step."""
+    saved = lora_of(lora)
+    if saved is not None:
+        reader = MergedWeights(reader, saved.scale, transposed_weights(model))
+    return reader if model.lora is None else NewAdapters(reader, initial_adapters(model))
 
 
 def _is_of(meta: DataMeta, tokenizer: str) -> bool:

@@ -36,7 +36,9 @@ FREE = frozenset(
         *("data.dir", "data.path", "model.activation_checkpointing", "init_from"),
     }
 )
-REFUSED = frozenset({"optimizer"})
+REFUSED = frozenset({"optimizer", "lora.rank", "lora.alpha", "lora.targets"})
+# What a checkpoint from before there was a setting was saved with, of those that are refused.
+_EARLIER = {"lora.rank": 0}
 
 
 def choose(comm: Communicator, resume: str, folder: Path) -> Path | None:
@@ -89,6 +91,7 @@ def check_changes(
         UserError: the model, the optimizer or the data are others.
     """
     before, now = by_dotted_name(saved.get("config", {})), by_dotted_name(config)
+    before = {**_EARLIER, **before} if before else before
     if "model" in saved.get("config", {}):
         check_model(saved["config"]["model"], config["model"])
     old_data = saved.get("data_sha256")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from torch import Tensor
 
@@ -16,10 +16,16 @@ class WeightsAlone:
     Args:
         strategy: is loaded.
         kinds: of tensors: weights, buffers, averages.
+        seen_as: what the checkpoint is seen as: from its reader to another.
     """
 
-    def __init__(self, strategy: Strategy, kinds: Collection[str] = MODEL_KINDS) -> None:
-        self._strategy, self._kinds = strategy, kinds
+    def __init__(
+        self,
+        strategy: Strategy,
+        kinds: Collection[str] = MODEL_KINDS,
+        seen_as: Callable[[ShardReader], ShardReader] = lambda reader: reader,
+    ) -> None:
+        self._strategy, self._kinds, self._seen_as = strategy, kinds, seen_as
         self.comm = strategy.comm
 
     def named_shards(self) -> Iterable[NamedShard]:
@@ -28,7 +34,7 @@ class WeightsAlone:
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read what is of the model."""
-        self._strategy.load_named_shards(_Reader(reader, self._kinds))
+        self._strategy.load_named_shards(_Reader(self._seen_as(reader), self._kinds))
 
 
 class _Reader:

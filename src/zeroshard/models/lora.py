@@ -1,0 +1,153 @@
+"""LoRA: a model's matrices stay as they are, and each of some has a product of two narrow ones added to it.
+
+    y = x W^T + (alpha / rank) x A^T B^T        A [rank, in], B [out, rank]
+
+A and B alone are trained, so gradients, fp32 master weights and optimizer states are those of a few parameters in a
+hundred. The layers are `peft`'s, unchanged, and so are the names of A and B in a checkpoint. B starts at zero, A
+uniformly in +-1 / sqrt(in), each element by its name and place alone, as all initial values here.
+
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", https://arxiv.org/abs/2106.09685
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import UserError
+from zeroshard.models.adapters import ADAPTER, Lora, is_adapter
+from zeroshard.models.base import LanguageModel, materialize, shapes_only
+from zeroshard.models.recompute import keep_random_state
+
+ALL_LINEAR = "all-linear"
+
+
+def built_with_lora(build: Callable[[], LanguageModel], lora: Lora) -> LanguageModel:
+    """What ``build`` makes, with adapters; on the default device, or without values where that is ``"meta"``.
+
+    Raises:
+        UserError: as `add_lora`.
+    """
+    device = torch.get_default_device()
+    with torch.device("meta"):
+        model = build()
+    add_lora(model, lora)
+    materialize(model, device)
+    return model
+
+
+def add_lora(model: LanguageModel, lora: Lora) -> None:
+    """Give ``model``, which lies on the meta device, adapters, and freeze all else; in place.
+
+    Raises:
+        UserError: `peft` is not installed, or a target is no linear layer of the model.
+    """
+    peft = _peft()
+    named = dict(model.adapted.named_modules())
+    targets = list(lora.targets) or list(_default_targets(model))
+    chosen = _layers(model, named, targets)
+    transposed = {type(named[name]).__name__ == "Conv1D" for name in chosen}
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.scale * lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=chosen if ALL_LINEAR in targets else targets,
+        fan_in_fan_out=True in transposed,
+        task_type="CAUSAL_LM",
+    )
+    with shapes_only():  # and not peft's own way, which replaces a method of all modules of the process
+        peft.inject_adapter_in_model(config, model.adapted, ADAPTER)
+    model.lora, model.lora_config = lora, config
+    added = [param for name, param in model.named_parameters() if is_adapter(name)]
+    model.num_frozen_multiplied_params = model.num_multiplied_params
+    model.num_multiplied_params += sum(param.numel() for param in added)
+    if lora.dropout:
+        keep_random_state(model.blocks)
+
+
+def initial_adapters(model: LanguageModel) -> dict[str, Tensor]:
+    """The initial values of all adapters by name, in fp32 on the CPU: a few parameters in a hundred."""
+    found = {}
+    for name, param in model.named_parameters():
+        if is_adapter(name):
+            found[name] = torch.empty(param.shape)
+            model.initial_value(name, found[name])
+    return found
+
+
+def _peft() -> Any:
+    try:
+        with _quiet():
+            return import_module("peft")
+    except ImportError:
+        raise UserError("lora.rank", "adapters need the package peft", "pip install 'zeroshard[peft]'") from None
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """What `peft` looks for at its import, and does not find, is no news of a run."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _default_targets(model: LanguageModel) -> Iterable[str]:
+    kind = model.architecture
+    known = import_module("peft.utils.constants").TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    if not isinstance(known.get(kind), list | tuple):
+        names = ", ".join(_last_parts(_linear_in_blocks(model)))
+        what = f"peft has no targets of its own for {kind or type(model).__name__}"
+        raise UserError("lora.targets", what, f"name some of {names}; or {ALL_LINEAR}")
+    return known[kind]
+
+
+def _layers(model: LanguageModel, named: dict[str, nn.Module], targets: list[str]) -> list[str]:
+    """The full names of the layers that ``targets`` mean."""
+    chosen: list[str] = []
+    for target in targets:
+        if target == ALL_LINEAR:
+            chosen += _linear_in_blocks(model)
+            continue
+        found = [name for name in named if name == target or name.endswith(f".{target}")]
+        if not found:
+            known = _last_parts(_linear_in_blocks(model))
+            close = get_close_matches(target, known, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}? " if close else ""
+            what = f"{target!r} is no layer of the model"
+            raise UserError("lora.targets", what, f"{hint}known: {', '.join(known)}; or {ALL_LINEAR}")
+        for name in found:
+            _require_linear(model, name, named[name])
+        chosen += found
+    return sorted(set(chosen))
+
+
+def _require_linear(model: LanguageModel, name: str, layer: nn.Module) -> None:
+    todo = f"name linear layers: {', '.join(_last_parts(_linear_in_blocks(model)))}; or {ALL_LINEAR}"
+    if not _is_linear(layer):
+        raise UserError("lora.targets", f"{name} is a {type(layer).__name__}, and no linear layer", todo)
+    every = [param for _, param in model.adapted.named_parameters(remove_duplicate=False)]
+    if sum(param is layer.weight for param in every) > 1:
+        raise UserError("lora.targets", f"{name} shares its matrix with another layer", todo)
+
+
+def _linear_in_blocks(model: LanguageModel) -> list[str]:
+    inside = {id(module) for module in model.blocks.modules()}
+    return [name for name, each in model.adapted.named_modules() if id(each) in inside and _is_linear(each)]
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return type(layer) is nn.Linear or type(layer).__name__ == "Conv1D"
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})

@@ -1,0 +1,85 @@
+"""The weights of a checkpoint with its adapters added to them: those of the model that computes the same without any.
+
+W' = W + scale * B A        of a `Conv1D`, which keeps W transposed: W + scale * (B A)^T
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.models.adapters import adapted_name, adapters_of, base_name
+from zeroshard.zero.optimizers.ema import EMA
+from zeroshard.zero.state.named_shards import ShardReader
+
+
+class MergedWeights:
+    """A `ShardReader` of the model without adapters, over one of a checkpoint that may have them.
+
+    Args:
+        reader: of the checkpoint.
+        scale: of the adapters; of a checkpoint without any it is not asked for.
+        transposed: the weights that are kept as [in, out]; see `transposed_weights`.
+    """
+
+    def __init__(self, reader: ShardReader, scale: float, transposed: Collection[str] = ()) -> None:
+        self._reader, self._scale, self._transposed = reader, scale, transposed
+
+    def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        """Every saved kind of the weight with its shape."""
+        return self._reader.kinds(self._saved(name))
+
+    def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
+        """The piece ``[start, stop)`` of the flattened weight: 1-D, on the CPU; float32 where adapters were added."""
+        saved = self._saved(name)
+        values = self._reader.read(saved, kind, interval)
+        if saved == name or not name.endswith(".weight") or kind not in ("param", EMA):
+            return values
+        start, stop = interval
+        num_rows, width = self._reader.kinds(saved)[kind]
+        first, last = start // width, -(-stop // width)
+        a_name, b_name = adapters_of(saved)
+        a, b = self._whole(a_name, kind), self._whole(b_name, kind)  # [rank, in], [out, rank]
+        rows = a[:, first:last].t() @ b.t() if name in self._transposed else b[first:last] @ a
+        assert rows.shape == (last - first, width), f"{name}: {num_rows} x {width}"
+        return values.float() + self._scale * rows.flatten()[start - first * width : stop - first * width]
+
+    def _saved(self, name: str) -> str:
+        return name if self._reader.kinds(name) else adapted_name(name)
+
+    def _whole(self, name: str, kind: str) -> Tensor:
+        shape = self._reader.kinds(name)[kind]
+        return self._reader.read(name, kind, (0, shape[0] * shape[1])).view(shape).float()
+
+
+def transposed_weights(model: nn.Module) -> frozenset[str]:
+    """The names, without adapters, of weights kept as [in, out]: those of `transformers`' ``Conv1D``."""
+    return frozenset(
+        base_name(f"{name}.weight") for name, module in model.named_modules() if type(module).__name__ == "Conv1D"
+    )
+
+
+class NewAdapters:
+    """A `ShardReader` for a model with adapters over weights without any: adapters begin as they do in a new run.
+
+    Args:
+        reader: of the weights.
+        adapters: initial values of each adapter by name, on the CPU.
+    """
+
+    def __init__(self, reader: ShardReader, adapters: Mapping[str, Tensor]) -> None:
+        self._reader, self._adapters = reader, adapters
+
+    def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        """Every kind that there is of the parameter, with its shape."""
+        if name in self._adapters:
+            return {"param": tuple(self._adapters[name].shape)}
+        return self._reader.kinds(base_name(name))
+
+    def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
+        """The piece ``[start, stop)`` of the flattened parameter: 1-D, on the CPU."""
+        if name in self._adapters:
+            return torch.flatten(self._adapters[name])[slice(*interval)]
+        return self._reader.read(base_name(name), kind, interval)

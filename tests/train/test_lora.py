@@ -1,0 +1,358 @@
+"""Adapters of `peft` on sharded models: trained as in one process, resumed elsewhere, opened by others."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_models import SEQ_LEN, VOCAB_SIZE, hf_folder, make_model, require_transformers  # noqa: F401
+from zeroshard import checkpoint
+from zeroshard.cli import main
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.data.tokenizer import train_bpe
+from zeroshard.errors import UserError
+from zeroshard.inference.evaluation import local_score
+from zeroshard.inference.generate import load_for_text
+from zeroshard.interop.hf_export import run_export
+from zeroshard.lab.planner.run_plan import predict
+from zeroshard.models import build_model
+from zeroshard.models.adapters import Lora, base_name, is_adapter
+from zeroshard.train.config.command_settings import EvalConfig, ExportConfig
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.loop.loop import run_training, train
+from zeroshard.train.setup.assemble import sharded
+from zeroshard.train.setup.build import build_run
+from zeroshard.train.setup.hugging_face import with_model_files
+
+pytest.importorskip("peft")
+CPU, WORLD_SIZE, RANK = torch.device("cpu"), 2, 4
+OURS = {
+    "gpt2-demo": {"n_layer": 2, "n_embd": 16, "n_head": 2, "seq_len": 16},
+    "llama-tiny": {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_kv_head": 1, "seq_len": 16},
+}
+
+
+def batches(num_steps=4):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        tokens, targets = (torch.randint(3, VOCAB_SIZE, (4, SEQ_LEN), generator=generator) for _ in range(2))
+        targets[:, 2:4] = -100
+        yield tokens, targets
+
+
+TOKENS = next(batches())[0]
+
+
+@pytest.fixture(scope="module")
+def byte_model(tmp_path_factory):
+    """A folder of a model with as many ids as there are bytes, and more."""
+    folder = tmp_path_factory.mktemp("bytes")
+    make_model("llama", vocab_size=300).save_pretrained(folder)
+    return folder
+
+
+def config_of(model, strategy="zero3", **changes):
+    settings = {"data": {"source": "synthetic"}, "lr": 1e-2, "fused": False, "device": "cpu", "dtype": "float32"}
+    lora = {"rank": RANK, **changes.pop("lora", {})}
+    found = {"model": model, "lora": lora, "strategy": strategy, "seq_len": SEQ_LEN, "out": "x", **settings, **changes}
+    return with_model_files(TrainConfig.model_validate(found))
+
+
+def trained(comm, config, steps=4):
+    """Losses and norms of steps, and the strategy."""
+    _, strategy = sharded(config, VOCAB_SIZE, None, comm, CPU)
+    strategy.model.train()
+    found = []
+    for tokens, targets in batches(steps):
+        rows = slice(comm.rank * 4 // comm.world_size, (comm.rank + 1) * 4 // comm.world_size)
+        loss = strategy.model(tokens[rows], targets[rows])
+        loss.backward()
+        norm = float(strategy.clip_grad_norm_(1.0))
+        strategy.optimizer.step()
+        strategy.optimizer.zero_grad()
+        mean = loss.detach().clone()
+        comm.all_reduce(mean).wait()
+        found.append((float(mean) / comm.world_size, norm))
+    return found, strategy
+
+
+def trained_by_peft(folder):
+    """Losses and norms of one process with `transformers`, `peft` and torch alone."""
+    import peft
+
+    model = require_transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, task_type="CAUSAL_LM")).train()
+    ours = build_model(f"hf:{folder}", lora=Lora(RANK)).adapted.state_dict()
+    missing, unexpected = model.base_model.model.load_state_dict(ours, strict=False)
+    assert not missing
+    assert not unexpected
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    found = []
+    for tokens, targets in batches():
+        loss = model(input_ids=tokens, labels=targets, shift_labels=targets).loss
+        loss.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(params, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((float(loss.detach()), norm))
+    return found
+
+
+def test_every_stage_trains_adapters_to_the_same_bits_and_as_peft_does_in_one_process(hf_folder):  # noqa: F811
+    folder = hf_folder("llama")
+    expected = trained_by_peft(folder)
+    before = build_model(f"hf:{folder}").state_dict()
+    by_stage = []
+    for stage in range(4):
+        config = config_of(f"hf:{folder}", f"zero{stage}")
+
+        def rank_main(comm, config=config):
+            found, strategy = trained(comm, config)
+            return found, strategy.state_dict(), strategy.memory_bytes()
+
+        (found, state, held), _ = run_threads(rank_main, WORLD_SIZE)
+        by_stage.append((found, state))
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+        moved = {name for name, value in state.items() if is_adapter(name) and "lora_B" in name and value.any()}
+        assert len(moved) == 4  # q_proj and v_proj of two blocks
+        assert all(torch.equal(value, before[base_name(n)]) for n, value in state.items() if not is_adapter(n))
+        assert held["optimizer"] < 0.2 * held["params"]
+    for found, state in by_stage[1:]:
+        assert found == by_stage[0][0]
+        assert all(torch.equal(value, by_stage[0][1][name]) for name, value in state.items())
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    """This process alone, for those that stand on torch.distributed."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_every_strategy_trains_adapters_alike(hf_folder, process_group):  # noqa: F811
+    expected = trained(LocalCommunicator(), config_of(f"hf:{hf_folder('llama')}", "zero0"), 3)[0]
+    for strategy in ("ddp", "fsdp2", "zero1-torch"):
+        found = trained(LocalCommunicator(), config_of(f"hf:{hf_folder('llama')}", strategy), 3)[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("recomputed", ["full", "selective"])
+def test_dropout_of_adapters_is_drawn_again_where_blocks_run_again(hf_folder, recomputed):  # noqa: F811
+    found = []
+    for how in ("none", recomputed):
+        model = {"name": f"hf:{hf_folder('llama')}", "activation_checkpointing": how}
+        torch.manual_seed(3)
+        found.append(trained(LocalCommunicator(), config_of(model, lora={"dropout": 0.5}), 3)[0])
+    assert found[0] == found[1]
+
+
+def test_a_checkpoint_goes_on_at_another_stage_and_world(hf_folder, tmp_path):  # noqa: F811
+    name = f"hf:{hf_folder('llama')}"
+
+    def save(comm):
+        _, strategy = trained(comm, config_of(name, "zero3"))
+        checkpoint.save(tmp_path / "saved", strategy, step=4)
+        return strategy.state_dict()
+
+    def load(comm):
+        _, strategy = sharded(config_of(name, "zero1"), VOCAB_SIZE, None, comm, CPU, draw=False)
+        checkpoint.load(tmp_path / "saved", strategy)
+        checkpoint.save(tmp_path / f"again-{comm.world_size}", strategy, step=4)
+        return strategy.state_dict()
+
+    expected = run_threads(save, WORLD_SIZE)[0]
+    for world_size in (1, 3):
+        found = run_threads(load, world_size)[0]
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+        states = [checkpoint.consolidate(tmp_path / each)["optimizer"] for each in ("saved", f"again-{world_size}")]
+        assert states[0]["state"].keys() == states[1]["state"].keys()
+        for key, state in states[0]["state"].items():
+            assert is_adapter(key)
+            assert all(torch.equal(value, states[1]["state"][key][kind]) for kind, value in state.items())
+
+
+def save_gpt2(folder):
+    transformers = require_transformers()
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("llama", ()), ("gpt2", ("c_attn", "c_fc")), ("mixtral", ()), ("phi3", ("all-linear",))]
+)
+def test_peft_opens_the_adapters_and_transformers_the_merged_model(hf_folder, tmp_path, kind, targets):  # noqa: F811
+    import peft
+
+    folder = save_gpt2(tmp_path / "gpt2") if kind == "gpt2" else hf_folder(kind)
+    config = config_of(f"hf:{folder}", lora={"targets": targets})
+
+    def rank_main(comm):
+        _, strategy = trained(comm, config, 2)
+        checkpoint.save(tmp_path / "saved", strategy, step=2, extra={"config": config.model_dump(mode="json")})
+        with strategy.full_params(), torch.no_grad():
+            return strategy.model.eval()(TOKENS)
+
+    logits = run_threads(rank_main, WORLD_SIZE)[0]
+    for name, merged in (("adapters", False), ("merged", True)):
+        run_export(ExportConfig(source=str(tmp_path / "saved"), out=str(tmp_path / name), merged=merged))
+    auto = require_transformers().AutoModelForCausalLM
+    opened = peft.PeftModel.from_pretrained(auto.from_pretrained(folder, dtype=torch.float32), tmp_path / "adapters")
+    whole, report = auto.from_pretrained(tmp_path / "merged", dtype=torch.float32, output_loading_info=True)
+    assert not any(report.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    base = auto.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(opened.eval()(TOKENS).logits, logits, rtol=0, atol=1e-6)
+        torch.testing.assert_close(whole.eval()(TOKENS).logits, logits, rtol=0, atol=1e-5)
+        assert not torch.allclose(base.eval()(TOKENS).logits, logits, atol=1e-3)
+    written = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert (written["base_model_name_or_path"], written["r"]) == (str(folder), RANK)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_own_models_take_adapters_and_are_exported_merged(tmp_path, name):
+    config = config_of({"name": name, **OURS[name]}, lora={"targets": ["all-linear"]})
+
+    def rank_main(comm):
+        found, strategy = trained(comm, config, 2)
+        checkpoint.save(tmp_path / "saved", strategy, step=2, extra={"config": config.model_dump(mode="json")})
+        with strategy.full_params(), torch.no_grad():
+            return found, strategy.model.eval()(TOKENS)
+
+    found, logits = run_threads(rank_main, WORLD_SIZE)[0]
+    alone = trained(LocalCommunicator(), config.model_copy(update={"strategy": "zero0"}), 2)[0]
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
+    run_export(ExportConfig(source=str(tmp_path / "saved"), out=str(tmp_path / "merged"), merged=True))
+    opened = require_transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(opened.eval()(TOKENS).logits, logits, rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def text_model(tmp_path):
+    """A folder with a tokenizer, and a text."""
+    folder = tmp_path / "model"
+    make_model("llama", vocab_size=300).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(train_bpe(270, ["the quick brown fox jumps over\n" * 20]).to_json())
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over\n" * 300)
+    return folder
+
+
+def test_a_run_of_adapters_evaluates_writes_and_is_begun_from(text_model, tiny_config, tmp_path):
+    text = {"source": "text", "path": (str(tmp_path / "text.txt"),), "dir": str(tmp_path / "tokens")}
+    common = {"data": text, "seq_len": 12, "max_steps": 4, "strategy": "zero3", "plan": {"enforce": True}}
+    first = {"model": {"name": f"hf:{text_model}"}, "lora": {"rank": RANK, "dropout": 0.1}, "lr": 1e-2, **common}
+    run_training(tiny_config(**first), predict=predict)
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "the quick", "--max-new-tokens", "4"]) == 0
+    loss = local_score(EvalConfig(run=str(tmp_path / "run"))).loss
+    logits = load_for_text(tmp_path / "run")[0](TOKENS)
+    for lora in ({}, {"rank": 2}):  # all weights, or new adapters, from the model as the first run left it
+        out = str(tmp_path / f"second-{len(lora)}")
+        config = tiny_config(model={}, **common, lora=lora, init_from=str(tmp_path / "run"), out=out)
+        run = build_run(config, LocalCommunicator(), CPU)
+        with torch.no_grad():
+            torch.testing.assert_close(run.strategy.model.eval()(TOKENS), logits, rtol=0, atol=1e-5)
+        train(run)
+        run.close()
+    assert local_score(EvalConfig(run=str(tmp_path / "second-1"))).loss < loss + 1
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("targets", [(), ("layers.1.self_attn.q_proj",)])
+def test_a_run_holds_and_sends_what_was_planned(byte_model, tiny_config, tmp_path, stage, targets):
+    """Frozen weights are gathered, adapters reduced; blocks before the first adapter have no backward."""
+    model, lora = {"name": f"hf:{byte_model}"}, {"rank": RANK, "targets": targets}
+    data = {"source": "synthetic", "dir": str(tmp_path / "tokens"), "max_tokens": 3000}
+    changes = {"model": model, "lora": lora, "strategy": f"zero{stage}", "seq_len": SEQ_LEN, "dtype": "bfloat16"}
+
+    def rank_main(comm):
+        config = tiny_config(**changes, data=data, max_steps=4, eval_interval=0, plan={"enforce": True})
+        run = build_run(config, comm, CPU, predict=predict)
+        status = train(run)
+        run.close()
+        return status, run.contract.num_checked, run.contract.num_broken, run.contract.difference
+
+    for found in run_threads(rank_main, WORLD_SIZE):
+        assert found == (0, 3, 0, "")
+
+
+@pytest.fixture
+def refusal(capsys, tmp_path, byte_model):
+    """`refusal(*words)`: the one line that a training run ends with."""
+
+    def ask(*words, verb=("train",), name=""):
+        capsys.readouterr()
+        out = ["--out", str(tmp_path / "run"), "--device", "cpu", "--data", "synthetic", "--seq-len", "12"]
+        given = ["--model", name or f"hf:{byte_model}", *out] if verb == ("train",) else []
+        assert main([*verb, *given, *map(str, words)]) == 2
+        found = capsys.readouterr()
+        assert re.fullmatch(r"error: [^\n]+: [^\n]+; [^\n]+\n", found.err), found.err
+        assert not (tmp_path / "out").exists()
+        return found.err
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--lora.rank", "-1"), "lora.rank: -1 is below 0"),
+        (("--lora", "many"), "lora.rank: 'many' is not a whole number"),
+        (("--lora.alpha", "8"), "lora.alpha: is given, and lora.rank is 0; add --lora.rank 16"),
+        (("--lora.rank", "0", "--lora.targets", "q_proj"), "lora.targets: is given, and lora.rank is 0"),
+        (("--lora", "4", "--lora.alpha", "-1"), "lora.alpha: -1 is below 0"),
+        (("--lora", "4", "--lora.dropout", "1"), "lora.dropout: 1 is not below 1"),
+        (("--lora", "4", "--lora.targets", "q_prj"), "lora.targets: 'q_prj' is no layer of the model; did you mean"),
+        (("--lora", "4", "--lora.targets", "wholly-other"), "known: down_proj, gate_proj, k_proj, o_proj, q_proj"),
+        (("--lora", "4", "--lora.targets", "embed_tokens"), "is a Embedding, and no linear layer; name linear"),
+        (("--lora", "4", "--lora.targets", "lm_head"), "lm_head shares its matrix with another layer"),
+        (("--lora", "4", "--lora.targets", "self_attn"), "is a LlamaAttention, and no linear layer"),
+        (("--lora", "4", "--optimizer", "muon"), "optimizer: muon is made for whole matrices"),
+        (("--lora.r", "4"), "--lora.r: there is no such flag; here it is --lora.rank"),
+        (("--lora-alpha", "4"), "here it is --lora.alpha"),
+        (("--lora.target-modules", "q_proj"), "here it is --lora.targets"),
+    ],
+)
+def test_what_cannot_be_adapted_is_one_line(refusal, words, said):
+    assert said in refusal(*words)
+
+
+def test_an_architecture_that_peft_has_no_targets_for_asks_for_names(refusal, hf_folder):  # noqa: F811
+    said = refusal("--lora", "4", name=f"hf:{hf_folder('phi3')}")
+    assert "lora.targets: peft has no targets of its own for phi3; name some of" in said
+
+
+def test_a_folder_of_adapters_is_no_model(refusal, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    said = refusal(name=f"hf:{tmp_path / 'adapter'}")
+    assert "holds adapters of owner/base, and no whole model; write both as one model: peft's merge" in said
+
+
+def test_a_run_goes_on_with_its_own_adapters_alone(refusal, tiny_config, tmp_path):
+    short = {"max_steps": 2, "warmup_steps": 0}
+    run_training(tiny_config(lora={"rank": 2}, **short))
+    for lora, said in [
+        ({"rank": 4}, "lora.rank: the checkpoint was saved with 2, now it is 4; use 2"),
+        ({}, "lora.rank: the checkpoint was saved with 2, now it is 0; use 2"),
+        ({"rank": 2, "alpha": 2}, "lora.alpha: the checkpoint was saved with 0.0, now it is 2.0; use 0.0"),
+        ({"rank": 2, "targets": ["c_fc"]}, "lora.targets: the checkpoint was saved with "),
+    ]:
+        with pytest.raises(UserError, match=re.escape(said)):
+            build_run(tiny_config(lora=lora, resume="auto", max_steps=3), LocalCommunicator(), CPU)
+    said = refusal(tmp_path / "run", tmp_path / "out", verb=("export",))
+    assert "merged: the model under the adapters of" in said
+    assert "add --merged, which writes the whole model" in said
+    run_training(tiny_config(**short, out=str(tmp_path / "plain")))
+    again = tiny_config(lora={"rank": 2}, resume="auto", max_steps=3, out=str(tmp_path / "plain"))
+    with pytest.raises(UserError, match=r"lora.rank: the checkpoint was saved with 0, now it is 2; use 0"):
+        build_run(again, LocalCommunicator(), CPU)
+    said = refusal(tmp_path / "plain", tmp_path / "out", "--merged", verb=("export",))
+    assert "has no adapters; leave it out" in said
