@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -95,7 +95,7 @@ FEATURES: dict[str, Feature] = {
 
 
 def _ddp_with_sharded_optimizer(setup: Setup) -> Strategy:
-    strategy = Ddp(setup)
+    strategy = Ddp(replace(setup, optimizer_cls=torch.optim.SGD, optimizer_kwargs={}))  # whose own is not used
     groups = setup.param_groups(setup.model)
     strategy.optimizer = ShardedOptimizer(groups, setup.optimizer_cls, comm=strategy.comm, **setup.optimizer_kwargs)
     return strategy
