@@ -83,6 +83,34 @@ def test_a_loss_is_the_mean_over_what_counts_of_the_whole_batch_however_it_is_sp
             assert found[key] == pytest.approx(values, rel=2e-5), (spread, key)
 
 
+def test_packed_rows_are_spread_and_gone_on_with_as_others_are_and_validate_alike(chat_config, tmp_path):
+    """One process with the whole batch, two ranks at stage 3, and a run that stopped on the way."""
+
+    path = chats.write_rows(tmp_path / "pairs.jsonl", chats.pairs(80))
+
+    def config(name, **changes):
+        data = {"packing": True, "format": "prompt", "template": "", "path": (str(path),), **changes.pop("data", {})}
+        sizes = {"seq_len": 64, "micro_batch_size": 4, "decay_steps": 4, "max_steps": 4, "eval_rows": 100}
+        return chat_config(data, out=str(tmp_path / name), **{**sizes, **changes})
+
+    whole = trained(config("whole"))
+    spread = trained(config("spread", strategy="zero3", micro_batch_size=1, grad_accum_steps=2), 2)
+    for key, values in whole.items():
+        assert spread[key] == pytest.approx(values, rel=2e-5), key
+    trained(config("half", max_steps=2))
+    assert trained(config("half", resume="auto")) == {key: whole[key] for key in (3, 4, "val")}
+    alone = config("half", resume="auto", max_steps=5, data={"packing": False})
+    with pytest.raises(UserError, match=r"data\.packing: the prepared tokens are not those"):
+        build_run(alone, LocalCommunicator(), torch.device("cpu"))
+    start = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[0])
+    assert start["rows"]["filled"] > 0.7
+    assert start["rows"]["examples"] > start["rows"]["rows"]
+    no_change = {"max_steps": 1, "lr": 1e-9, "min_lr": 1e-9, "warmup_steps": 0}
+    single = config("single", init_from=str(tmp_path / "whole"), data={"packing": False}, **no_change)
+    assert trained(single)["val"] == pytest.approx(whole["val"], rel=1e-5)
+    assert local_score(EvalConfig(run=str(tmp_path / "whole"))).loss == pytest.approx(whole["val"][0], rel=1e-5)
+
+
 def test_a_loss_is_that_of_the_answers_alone(chat_config):
     run = build_run(chat_config(micro_batch_size=4, model="gpt2-demo"), LocalCommunicator(), torch.device("cpu"))
     try:
@@ -163,6 +191,11 @@ REFUSALS = [
     (["--data.template", "chatml"], "data.template: is given, and data.format is text; .* --data.format chat"),
     (["--data.format", "chat", "--data.prompt", "x"], "data.prompt: is given, and data.format is chat"),
     (["--data.too-long", "drop"], "data.too_long: is given, and data.format is text"),
+    (["--data.packing", "--data.streaming"], "data.packing: is given, and a stream is not packed"),
+    (
+        ["--data.packing", "--data.document-mask"],
+        "data.document_mask: is given, and data.packing keeps documents apart",
+    ),
     (["--data.format", "talk"], "data.format: 'talk' is not a choice"),
     (["--data.format", "chat", "--data.template", "chatml", "--data.messages", "talk"], "no column 'talk'"),
     (["--data.format", "prompt"], "has no column 'prompt'"),

@@ -13,7 +13,7 @@ same shifted by one as targets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,12 +24,24 @@ from torch import Tensor
 from zeroshard.data import order
 from zeroshard.errors import UserError
 
+# Tokens, targets, weight, and of packed rows positions.
+EvalBatch = tuple[Tensor, Tensor, int, *tuple[Tensor, ...]]
+
+
+def as_arguments(positions: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What a model is called with beside tokens and targets: ``positions`` are what a batch has behind these."""
+    return {"positions_BT": positions[0]} if positions else {}
+
 
 class Batches(Protocol):
     """Training batches: to resume is to call with a later step."""
 
-    def __call__(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        """``(tokens_BT, targets_BT)``, int64, on the CPU; the same for the same arguments, always."""
+    def __call__(self, step: int, micro_step: int) -> tuple[Tensor, ...]:
+        """``(tokens_BT, targets_BT)``, int64, on the CPU; the same for the same arguments, always.
+
+        Where rows hold several examples that must not see each other, a third tensor is ``positions_BT``, int64, which
+        counts from 0 in each of them: see `as_arguments`.
+        """
         ...
 
 

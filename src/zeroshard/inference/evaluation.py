@@ -18,14 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data import EvalBatches, TokenDataset, Tokenizer, load_tokenizer, num_rows, read_meta, require_enough
+from zeroshard.data.base import EvalBatch
 from zeroshard.data.examples.batches import ExampleEvalBatches
-from zeroshard.data.examples.row_plan import rows_of_length
-from zeroshard.data.examples.store import Examples
+from zeroshard.data.examples.row_plan import rows_in
 from zeroshard.data.joining import num_text_bytes
 from zeroshard.data.prepared import rule_of, say
 from zeroshard.errors import ExitStatus, UserError
@@ -38,7 +37,7 @@ from zeroshard.train.config.config import TrainConfig, load_config
 from zeroshard.train.config.sections import UNNAMED
 from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.records.log_files import finite_or_null
-from zeroshard.train.setup.assemble import sharded
+from zeroshard.train.setup.assemble import separating_id, sharded
 from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.hugging_face import with_kept_tokenizer
 from zeroshard.train.setup.prepare_data import data_folder
@@ -107,7 +106,8 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     most_rows = config.batches * config.micro_batch_size
     if meta.examples:
         cut = trained is None or trained.data.too_long == "cut"
-        rows = rows_of_length(Examples(tokens_folder, config.split), seq_len, split=config.split, cut=cut)
+        packed = trained is not None and trained.data.packing
+        rows = rows_in(tokens_folder, config.split, seq_len, cut=cut, packed=packed)
         sizes = config.micro_batch_size, most_rows or rows.num_rows
         batches = ExampleEvalBatches(rows, *sizes, comm.rank, comm.world_size)
         num_tokens, num_bytes = batches.num_targets, 0
@@ -157,7 +157,7 @@ def _model(
     meta = read_meta(tokenizer_folder(folder)) if tokenizer_folder(folder).is_dir() else None
     vocab_size = meta.vocab_size if meta else trained.model.vocab_size
     step = checkpoint.read_manifest(path).step
-    eos_id = meta.eos_id if meta and trained.data.document_mask else None
+    eos_id = separating_id(trained, meta.eos_id) if meta else None
     if config.strategy == "none":
         model = load_weights(trained, vocab_size, path, config.weights, config.dtype)
         model.eos_id = eos_id
@@ -240,9 +240,7 @@ def _warn_of_overlap(folder: Path, tokens_folder: Path) -> None:
         say(f"{tokens_folder} may hold for validation what the run was trained on: {why}")
 
 
-def _known_ids(
-    batches: Iterable[tuple[Tensor, Tensor, int]], vocab_size: int, folder: Path
-) -> Iterator[tuple[Tensor, Tensor, int]]:
+def _known_ids(batches: Iterable[EvalBatch], vocab_size: int, folder: Path) -> Iterator[EvalBatch]:
     """The batches; a UserError at the first that holds an id beyond the model's, as a damaged file does."""
     for batch in batches:
         largest = max(int(tokens_BT.max()) for tokens_BT in batch[:2])

@@ -65,6 +65,8 @@ class LanguageModel(nn.Module, ABC):
         operations: what it has kernels for, as in `zeroshard.kernels.OPERATIONS`.
         eos_id: the id between documents that attention does not cross, see `zeroshard.models.documents`; None: it
             sees all that came before.
+        packs: whether ``forward`` also takes ``positions_BT`` [B, T], int64, from 0 in each of several examples in a
+            row, and keeps attention inside each: see `zeroshard.models.documents.mask_of`.
         smooths: whether it gives its loss the `loss_options`.
         label_smoothing, z_loss: of the loss in training mode, as `zeroshard.kernels.cross_entropy` takes them; in
             evaluation mode it is without.
@@ -79,6 +81,7 @@ class LanguageModel(nn.Module, ABC):
     seed: int
     kernels: Choice
     operations: ClassVar[tuple[str, ...]]
+    packs: ClassVar[bool] = False
     smooths: ClassVar[bool] = False
     eos_id: int | None = None
     label_smoothing: float = 0.0

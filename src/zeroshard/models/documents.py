@@ -2,7 +2,8 @@
 
 Documents are told apart by the id that ends one and so begins the next: a position attends to that id and what came
 after it. The id's own target is the first token of what it begins, so no position loses its target, and a text that
-is written after that id alone (as GPT-2's are) is what was trained on.
+is written after that id alone (as GPT-2's are) is what was trained on. Examples that were packed into a row say by
+their positions where they begin: 0.
 
 Shape legend: B batch, T sequence.
 """
@@ -24,9 +25,17 @@ def separate(tokens_BT: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
         Positions [B, T], int64, from 0 in each document; and a mask [B, 1, T, T], true where a query (row) may see a
         key (column): causal, and of the same document.
     """
-    document_BT = (tokens_BT == eos_id).cumsum(1)
-    mask_BTT = (document_BT[:, :, None] == document_BT[:, None, :]).tril()
-    return positions(tokens_BT, eos_id), mask_BTT[:, None]
+    return positions(tokens_BT, eos_id), _mask(tokens_BT == eos_id)
+
+
+def mask_of(positions_BT: Tensor) -> Tensor:
+    """Who attends to whom where positions begin at 0 in each example: [B, 1, T, T] as of `separate`."""
+    return _mask(positions_BT == 0)
+
+
+def _mask(begins_BT: Tensor) -> Tensor:
+    document_BT = begins_BT.cumsum(1)
+    return (document_BT[:, :, None] == document_BT[:, None, :]).tril()[:, None]
 
 
 def positions(tokens_BT: Tensor, eos_id: int) -> Tensor:

@@ -33,7 +33,7 @@ from zeroshard.models.base import (
 )
 from zeroshard.models.cache import KVCache, LayerCache
 from zeroshard.models.config import check_counts, check_divides, check_types
-from zeroshard.models.documents import separate
+from zeroshard.models.documents import mask_of, separate
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
 
 INIT_STD = 0.02
@@ -145,6 +145,7 @@ class GPT2(LanguageModel):
     """
 
     operations = ("layer_norm", "linear_cross_entropy")
+    packs = True
     smooths = True
     architecture = "gpt2"
 
@@ -170,7 +171,13 @@ class GPT2(LanguageModel):
         """The configuration that the model was built from."""
         return self._config
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions_BT: Tensor | None = None,
+    ) -> Tensor:
         """Loss where targets are given, else logits; see :meth:`LanguageModel.forward`.
 
         Raises:
@@ -180,7 +187,9 @@ class GPT2(LanguageModel):
         num_tokens = num_seen + tokens_BT.shape[1]
         self.check_seq_len(num_tokens)
         positions, masks = torch.arange(num_seen, num_tokens, device=tokens_BT.device), ()
-        if self.eos_id is not None and cache is None:
+        if positions_BT is not None:
+            positions, masks = positions_BT, (mask_of(positions_BT),)
+        elif self.eos_id is not None and cache is None:
             positions, mask = separate(tokens_BT, self.eos_id)
             masks = (mask,)
         x = self.drop(self.wte(tokens_BT) + self.wpe(positions))  # [B, T, C]: (8, 1024, 768)

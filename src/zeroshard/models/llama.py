@@ -33,7 +33,7 @@ from zeroshard.models.base import (
 )
 from zeroshard.models.cache import KVCache, LayerCache
 from zeroshard.models.config import check_counts, check_divides, check_most, check_types
-from zeroshard.models.documents import separate
+from zeroshard.models.documents import mask_of, separate
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
 
 INIT_STD = 0.02
@@ -204,6 +204,7 @@ class Llama(LanguageModel):
     """
 
     operations = ("rms_norm", "rope", "swiglu", "linear_cross_entropy")
+    packs = True
     smooths = True
     architecture = "llama"
 
@@ -229,13 +230,23 @@ class Llama(LanguageModel):
         """The configuration that the model was built from."""
         return self._config
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions_BT: Tensor | None = None,
+    ) -> Tensor:
         """Loss where targets are given, else logits; see :meth:`LanguageModel.forward`."""
         config = self._config
         num_seen = cache.num_tokens if cache is not None else 0
         cos, sin = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device, num_seen)
         # Rotary positions are differences, so those of a document may begin anywhere.
-        masks = () if self.eos_id is None or cache is not None else (separate(tokens_BT, self.eos_id)[1],)
+        masks: tuple[Tensor, ...] = ()
+        if positions_BT is not None:
+            masks = (mask_of(positions_BT),)
+        elif self.eos_id is not None and cache is None:
+            masks = (separate(tokens_BT, self.eos_id)[1],)
         x = self.embed_tokens(tokens_BT)  # [B, T, C]: (8, 2048, 1152)
         for layer, block in enumerate(self.blocks):
             x = block(x, cos, sin, *masks) if cache is None else block(x, cos, sin, None, cache.layers[layer])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import chats
-from zeroshard.data.examples.batches import read_rows
 from zeroshard.data.examples.row_plan import rows_of_length
 from zeroshard.data.examples.store import Examples
 from zeroshard.data.meta import read_meta
@@ -106,7 +105,7 @@ def test_targets_are_what_follows_where_it_counts(tmp_path):
     path = chats.write_rows(tmp_path / "rows.jsonl", rows)
     folder = prepare(spec_of(path, format="prompt", template="", val_fraction=0.0), tmp_path / "out")
     rows = rows_of_length(Examples(folder, "train"), 5, split="train")
-    tokens, targets = read_rows(rows, np.arange(2))
+    tokens, targets = rows.read(np.arange(2))
     a, b, c, d, end, x, y = *b"abcd\n", *b"xy"
     assert tokens.tolist() == [[a, b, c, d, 0], [x, y, 0, 0, 0]]
     no = -100

@@ -1,4 +1,4 @@
-"""Batches of examples: as `zeroshard.data.base`, with targets of -100 where nothing counts.
+"""Batches of rows that have different numbers of targets: as `zeroshard.data.base`, with -100 where nothing counts.
 
 [Note: The mean over what counts]
     A step's loss is the mean over all targets that count, of all ranks and micro-batches together, as one process that
@@ -18,16 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from zeroshard.data import order
-from zeroshard.data.base import check_sizes, eval_turns
-from zeroshard.data.examples.row_plan import ExampleRows
+from zeroshard.data.base import EvalBatch, check_sizes, eval_turns
+from zeroshard.data.row_sets import Rows
 from zeroshard.errors import UserError
-
-IGNORED = -100  # as in torch's cross_entropy
 
 
 class ExampleBatches:
@@ -40,7 +37,7 @@ class ExampleBatches:
 
     def __init__(
         self,
-        rows: ExampleRows,
+        rows: Rows,
         micro_batch_size: int,
         grad_accum_steps: int = 1,
         rank: int = 0,
@@ -57,16 +54,16 @@ class ExampleBatches:
         """Of all ranks in a step."""
         return self.grad_accum_steps * self.world_size
 
-    def __call__(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        """``(tokens_BT, targets_BT)``, int64, on the CPU. A ValueError where ``micro_step`` is out of range."""
-        return read_rows(self.rows, self._rows(step, micro_step))
+    def __call__(self, step: int, micro_step: int) -> tuple[Tensor, ...]:
+        """As `zeroshard.data.Batches`. A ValueError where ``micro_step`` is out of range."""
+        return self.rows.read(self._rows(step, micro_step))
 
     def weight(self, step: int, micro_step: int) -> float:
         """What this rank's loss is multiplied by: [Note: The mean over what counts]."""
         first = step * self.num_micro_batches * self.micro_batch_size
         positions = np.arange(first, first + self.num_micro_batches * self.micro_batch_size)
-        total = self.rows.num_targets[order.rows(self.seed, positions, self.rows.num_rows)].sum()
-        own = self.rows.num_targets[self._rows(step, micro_step)].sum()
+        total = self.rows.targets_in(order.rows(self.seed, positions, self.rows.num_rows)).sum()
+        own = self.rows.targets_in(self._rows(step, micro_step)).sum()
         return float(own * self.num_micro_batches / total)
 
     def _rows(self, step: int, micro_step: int) -> NDArray[np.int64]:
@@ -85,9 +82,7 @@ class ExampleEvalBatches:
         micro_batch_size, max_rows, rank, world_size: as there.
     """
 
-    def __init__(
-        self, rows: ExampleRows, micro_batch_size: int, max_rows: int, rank: int = 0, world_size: int = 1
-    ) -> None:
+    def __init__(self, rows: Rows, micro_batch_size: int, max_rows: int, rank: int = 0, world_size: int = 1) -> None:
         check_sizes(rank, world_size, micro_batch_size=micro_batch_size, max_rows=max_rows)
         self.rows, self.rank, self.world_size = rows, rank, world_size
         self.num_rows = min(max_rows, rows.num_rows)
@@ -98,36 +93,19 @@ class ExampleEvalBatches:
     @property
     def num_targets(self) -> int:
         """That count, of all ranks together."""
-        return int(self.rows.num_targets[self._rows].sum())
+        return int(self.rows.targets_in(self._rows).sum())
 
     def __len__(self) -> int:
         """Batches that each rank yields, those of weight 0 included."""
         return -(-self.num_batches // self.world_size)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+    def __iter__(self) -> Iterator[EvalBatch]:
         for rows, counts in eval_turns(self._rows, self.micro_batch_size, self.rank, self.world_size):
-            yield *read_rows(self.rows, rows), int(self.rows.num_targets[rows].sum()) if counts else 0
+            tokens_BT, targets_BT, *positions = self.rows.read(rows)
+            yield tokens_BT, targets_BT, int(self.rows.targets_in(rows).sum()) if counts else 0, *positions
 
 
-def read_rows(rows: ExampleRows, wanted: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """``(tokens_BT, targets_BT)``: what is behind the last example of a row is id 0 without a target."""
-    tokens = np.zeros((wanted.size, rows.seq_len), dtype=np.int64)
-    targets = np.full((wanted.size, rows.seq_len), IGNORED, dtype=np.int64)
-    examples, begins = rows.examples, rows.examples.begins
-    for index, row in enumerate(wanted.tolist()):
-        at = 0
-        for example in rows.members[rows.first[row] : rows.first[row + 1]].tolist():
-            begin = int(begins[example])
-            length = min(int(examples.ends[example]) - begin - 1, rows.seq_len - at)
-            ids = examples.tokens.window(begin, length + 1).astype(np.int64)
-            counts = examples.counts[begin + 1 : begin + 1 + length] != 0
-            tokens[index, at : at + length] = ids[:-1]
-            targets[index, at : at + length][counts] = ids[1:][counts]
-            at += length
-    return torch.from_numpy(tokens), torch.from_numpy(targets)
-
-
-def require_rows(rows: ExampleRows, wanted: int, *, split: str = "train") -> None:
+def require_rows(rows: Rows, wanted: int, *, split: str = "train") -> None:
     """See that a split feeds one batch of ``wanted`` rows; else a UserError with both counts."""
     if rows.num_rows < wanted:
         what = f"the {split} split has {rows.num_rows:,} rows of examples, but one batch needs {wanted:,}"

@@ -33,7 +33,7 @@ def largest_micro_batch(config: TrainConfig, num_bytes: int) -> int:
         prefetch=config.prefetch,
         reshard_after_forward=config.reshard_after_forward,
         kernels=config.kernels,
-        document_mask=config.data.document_mask,
+        document_mask=config.data.document_mask or config.data.packing,
         lora=lora_of(config.lora),
         headroom=0.0,
     )

@@ -11,6 +11,7 @@ Shape legend: B batch, T sequence, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -67,6 +68,8 @@ class HuggingFaceModel(LanguageModel):
         UserError: `transformers` cannot build it so, such as with an attention that it lacks or is not installed.
     """
 
+    packs = True
+
     def __init__(self, config: HuggingFaceConfig, seed: int = 0, kernels: Choice = "auto") -> None:
         super().__init__()
         self._config, self.seed, self.kernels = config, seed, kernels
@@ -101,15 +104,23 @@ class HuggingFaceModel(LanguageModel):
         assert isinstance(found, nn.ModuleList)
         return found
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions_BT: Tensor | None = None,
+    ) -> Tensor:
         """Loss where targets are given, else logits; see :meth:`LanguageModel.forward`."""
         hf: Any = self.hf
         given: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": cache is not None}
         if isinstance(cache, HuggingFaceCache):
             given["past_key_values"] = cache.inner
-        apart = self.eos_id is not None and cache is None
+        if positions_BT is None and self.eos_id is not None and cache is None:
+            positions_BT = positions(tokens_BT, self.eos_id)
+        apart = positions_BT is not None
         if apart:
-            given["position_ids"] = positions(tokens_BT, self.eos_id)
+            given["position_ids"] = positions_BT
         with _one_document(not apart):
             if targets_BT is None:
                 output = hf(**given)
@@ -231,13 +242,19 @@ def _num_multiplied(hf: Any) -> int:
     return total
 
 
-def require_document_mask(model: LanguageModel) -> None:
-    """Raise UserError where a model of `transformers` cannot keep documents apart by their positions."""
-    if isinstance(model, HuggingFaceModel):
-        modelling = sys.modules[type(model.hf).__module__]
-        if not hasattr(modelling, "create_causal_mask") or not _finds_documents():
-            what = f"{model.config.source} does not take positions for documents in this transformers"
-            raise UserError("data.document_mask", what, "leave it out")
+def require_positions(model: LanguageModel, setting: str) -> None:
+    """Raise UserError, which names ``setting``, where a model is not told by positions to keep documents apart."""
+    if not isinstance(model, HuggingFaceModel):
+        if setting == "data.packing" and not model.packs:
+            what = f"{type(model).__name__} does not say that it takes positions_BT"
+            raise UserError(setting, what, "give its forward that argument and set packs = True, or leave it out")
+        return
+    modelling = sys.modules[type(model.hf).__module__]
+    base: Any = model.hf.base_model
+    asked = inspect.signature(base.forward).parameters
+    if "position_ids" not in asked or not hasattr(modelling, "create_causal_mask") or not _finds_documents():
+        what = f"{model.config.source} does not take positions for documents in this transformers"
+        raise UserError(setting, what, "leave it out")
 
 
 _is_one: ContextVar[bool] = ContextVar("is_one", default=False)

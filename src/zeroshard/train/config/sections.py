@@ -179,6 +179,10 @@ class DataConfig(Config):
         False, description="Train straight from .parquet, .jsonl or the hub, and prepare nothing before."
     )
     document_mask: bool = Field(False, description="Attention stays inside a document; the tokenizer must end them.")
+    packing: bool = Field(
+        False,
+        description="Rows of seq_len tokens hold several examples, or documents of text; attention stays inside each.",
+    )
     format: Literal["text", "chat", "prompt"] = Field(
         "text",
         description="text; chat: conversations; prompt: pairs of prompt and completion. Of these two the loss is that "
@@ -218,6 +222,16 @@ class DataConfig(Config):
         if names and self.streaming:
             todo = "leave it out, or prepare the data: without data.streaming"
             raise UserError("data.val_path", "is given, and a stream validates on what it holds out alone", todo)
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_packed(self) -> Self:
+        if self.packing and self.streaming:
+            todo = "leave it out, or prepare the data: without data.streaming"
+            raise UserError("data.packing", "is given, and a stream is not packed", todo)
+        if self.packing and self.document_mask:
+            what = "is given, and data.packing keeps documents apart by itself"
+            raise UserError("data.document_mask", what, "leave one of the two out")
         return self
 
     @model_validator(mode="after")

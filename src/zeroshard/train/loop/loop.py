@@ -266,6 +266,7 @@ def _start_info(run: Run) -> dict[str, Any]:
         "num_params": sum(param.numel() for param in run.strategy.model.parameters()),
         "torch": torch.__version__,
         "about": dict(run.about),
+        **({"rows": dict(run.rows)} if run.rows else {}),
         "kernels": dict(run.kernels),
         **({"plan": run.contract.line()} if run.contract else {}),
         "link": dict(run.link),

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zeroshard.comm import ObservedCommunicator
 from zeroshard.data import Batches
+from zeroshard.data.base import EvalBatch
 from zeroshard.optim import LossScaler
 from zeroshard.parallel import Strategy
 from zeroshard.profiling.clock import Clock
@@ -80,12 +80,13 @@ class Run:
         loss_weight: what the loss of (step, micro_step) is multiplied by, where not all targets count: see [Note: The
             mean over what counts] in `zeroshard.data.examples.batches`; None: nothing.
         named_evals: this rank's batches of further validation sets, by name.
+        rows: how full the rows of examples are, as numbers for the log; empty: rows are of plain text.
         data_position: where the data of a step begin, for its checkpoint; None where the step says it.
     """
 
     strategy: Strategy
     batches: Batches
-    eval_batches: Iterable[tuple[Tensor, Tensor, int]]
+    eval_batches: Iterable[EvalBatch]
     learning_rate: Callable[[int], float]
     schedule: Schedule
     observers: Sequence[Observer]
@@ -113,9 +114,10 @@ class Run:
     contract: Contract | None = None
     release: Callable[[], None] = lambda: None
     about: Mapping[str, str] = field(default_factory=dict)
+    rows: Mapping[str, float] = field(default_factory=dict)
     data_position: Callable[[int], dict[str, Any] | None] = lambda step: None
     loss_weight: Callable[[int, int], float] | None = None
-    named_evals: Mapping[str, Iterable[tuple[Tensor, Tensor, int]]] = field(default_factory=dict)
+    named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)
 
     def tokens_at(self, step: int) -> int:
         """Tokens seen by all ranks together once ``step`` steps are done."""

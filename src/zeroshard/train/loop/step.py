@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import CONTROL, scope
+from zeroshard.data.base import as_arguments
 from zeroshard.errors import ExitStatus
 from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
 from zeroshard.train.loop.run import Run
@@ -118,10 +119,10 @@ def backward(run: Run, step: int) -> Tensor:
     span = run.clock.span
     for micro_step in range(num_micro):
         with span("data"):
-            tokens_BT, targets_BT = (moved(x, run.device) for x in run.batches(step, micro_step))
+            tokens_BT, targets_BT, *positions = (moved(x, run.device) for x in run.batches(step, micro_step))
         with run.strategy.micro_batch(last=micro_step == num_micro - 1):
             with span("forward"):
-                loss = run.strategy.model(tokens_BT, targets_BT)
+                loss = run.strategy.model(tokens_BT, targets_BT, **as_arguments(positions))
                 if run.loss_weight is not None:
                     loss = loss * run.loss_weight(step, micro_step)
             with span("backward"):

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zeroshard.comm import CONTROL, Communicator, scope
+from zeroshard.data.base import EvalBatch, as_arguments
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor, int]],
+    batches: Iterable[EvalBatch],
     comm: Communicator,
     device: torch.device,
     alive: Callable[[], None] = lambda: None,
@@ -24,8 +25,8 @@ def evaluate(
 
     Args:
         model: ``model(tokens_BT, targets_BT)`` is the mean loss of a batch.
-        batches: this rank's ``(tokens_BT, targets_BT, weight)``; as many on every rank, since a forward may be a
-            collective. A batch of weight 0 is run and not counted.
+        batches: this rank's ``(tokens_BT, targets_BT, weight)``, of packed rows with ``positions_BT`` behind; as many
+            on every rank, since a forward may be a collective. A batch of weight 0 is run and not counted.
         comm: the ranks.
         device: where the batches go.
         alive: called after each batch.
@@ -33,8 +34,9 @@ def evaluate(
     was_training = model.training
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # weighted losses, weights
-    for tokens_BT, targets_BT, weight in batches:
-        loss = model(tokens_BT.to(device), targets_BT.to(device))
+    for tokens_BT, targets_BT, weight, *positions in batches:
+        given = as_arguments([each.to(device) for each in positions])
+        loss = model(tokens_BT.to(device), targets_BT.to(device), **given)
         if weight:
             total[0] += weight * loss.to(total)
             total[1] += weight

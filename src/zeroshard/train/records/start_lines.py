@@ -9,7 +9,7 @@ from typing import Any
 from zeroshard.train.config.sizes import bandwidth_in_words, duration_in_words
 
 # What the lines of `about` say in words, and a log keeps as numbers.
-_TOLD = ("step", "max_steps", "world_size", "device", "tokens_per_step", "num_params", "torch")
+_TOLD = ("step", "max_steps", "world_size", "device", "tokens_per_step", "num_params", "torch", "rows")
 
 
 def start_lines(info: Mapping[str, Any]) -> list[tuple[str, str]]:

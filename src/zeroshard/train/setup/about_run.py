@@ -117,7 +117,8 @@ def communicator_in_words(comm: Communicator, strategy: str) -> str:
 def corpus_in_words(config: TrainConfig, corpus: Corpus) -> str:
     """The source, its tokens and its tokenizer."""
     size = f"{corpus.num_tokens:,} tokens to train on" if corpus.num_tokens else "streamed"
-    return f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids"
+    rows = f", {corpus.said}" if corpus.said else ""
+    return f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids{rows}"
 
 
 def _num_params(model: LanguageModel) -> str:

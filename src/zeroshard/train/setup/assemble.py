@@ -25,7 +25,7 @@ from zeroshard.models import (
 )
 from zeroshard.models.adapters import Lora
 from zeroshard.models.base import place_buffers
-from zeroshard.models.hugging_face.model import require_document_mask
+from zeroshard.models.hugging_face.model import require_positions
 from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
@@ -112,11 +112,19 @@ def separating_id(config: TrainConfig, eos_id: int | None) -> int | None:
     Raises:
         UserError: it shall not cross documents, and nothing ends them.
     """
-    if config.data.document_mask and eos_id is None:
+    if not apart_by(config) or config.data.format != "text":
+        return None
+    if eos_id is None:
         todo = "use one that has, as gpt2 or bpe:N; a folder of an earlier version must be prepared again"
         what = f"the tokenizer {config.data.tokenizer} has no id that ends a document"
-        raise UserError("data.document_mask", what, todo)
-    return eos_id if config.data.document_mask else None
+        raise UserError(apart_by(config), what, todo)
+    return eos_id
+
+
+def apart_by(config: TrainConfig) -> str:
+    """The setting by which attention stays inside documents or examples; empty where it does not."""
+    named = ("data.packing", "data.document_mask")
+    return next((name for name in named if getattr(config.data, name.partition(".")[2])), "")
 
 
 def sharded(
@@ -153,8 +161,8 @@ def sharded(
     if not from_meta:
         materialize(model, device, draw=draw and comm.rank == 0)
     model.eos_id = eos_id
-    if eos_id is not None:
-        require_document_mask(model)
+    if apart_by(config):
+        require_positions(model, apart_by(config))
     if config.compile:
         compile_blocks(model.blocks, config.compile_backend, device)
 

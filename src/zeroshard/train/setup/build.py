@@ -23,7 +23,7 @@ from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.errors import UserError
 from zeroshard.kernels import describe
 from zeroshard.launch.environment import World, num_restarts, world_from_env
-from zeroshard.models import LanguageModel
+from zeroshard.models import GPT2, LanguageModel, Llama
 from zeroshard.optim import FusedAdamW, LossScaler, learning_rate
 from zeroshard.parallel import Strategy
 from zeroshard.parallel.zero import ZeroStrategy
@@ -41,7 +41,9 @@ from zeroshard.train.records.records import Observer
 from zeroshard.train.records.trackers import require_trackers, trackers
 from zeroshard.train.setup.about_run import about_run
 from zeroshard.train.setup.agree import first_rank_does, start_facts
+from zeroshard.train.setup.apart import require_apart
 from zeroshard.train.setup.assemble import (
+    apart_by,
     check_adapters,
     check_model,
     check_shard_size,
@@ -156,12 +158,18 @@ def _build_in(
     model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=draw)
     if resume_from is None and config.init_from:
         load_initial_weights(Path(config.init_from), model, strategy, comm)
+    if resume_from is None and apart_by(config) and not isinstance(model, GPT2 | Llama):
+        require_apart(
+            strategy.model, apart_by(config), corpus.vocab_size, config.micro_batch_size, config.seq_len, device
+        )
+        observed.exposed.take()
     scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
     run = Run(
         strategy=strategy,
         batches=corpus.batches,
         data_position=corpus.position,
         loss_weight=corpus.loss_weight,
+        rows=corpus.facts,
         named_evals=corpus.named_evals,
         eval_batches=corpus.eval_batches,
         learning_rate=partial(learning_rate, **resume.schedule_of(config.model_dump())),
@@ -325,7 +333,7 @@ def _named_units(strategy: Strategy) -> list[tuple[str, nn.Module]]:
 def _shapes(config: TrainConfig, vocab_size: int, eos_id: int | None) -> LanguageModel:
     """The model of a run without values: what there is to plan with."""
     model = make_model(config, vocab_size, "meta")
-    model.eos_id = eos_id
+    model.eos_id = 0 if eos_id is None and apart_by(config) else eos_id  # packed rows have a mask too
     return model
 
 

@@ -11,13 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from zeroshard.comm import Communicator
 from zeroshard.data import Batches, EvalBatches, TokenBatches, TokenDataset, require_enough
+from zeroshard.data.base import EvalBatch
 from zeroshard.data.examples.batches import ExampleBatches, ExampleEvalBatches, require_rows
-from zeroshard.data.examples.row_plan import rows_of_length
-from zeroshard.data.examples.store import Examples, require_plain
+from zeroshard.data.examples.row_plan import rows_in
+from zeroshard.data.examples.store import require_plain
 from zeroshard.data.examples.template import TEMPLATE_FILES
 from zeroshard.data.lanes import open_stream
 from zeroshard.data.meta import DataMeta, read_meta
@@ -51,10 +50,12 @@ class Corpus:
         num_tokens: to train on; 0 where they are streamed, and nobody has counted them.
         named_evals: further sets to evaluate on, by name.
         loss_weight: what the loss of (step, micro_step) is multiplied by; None: nothing.
+        said: of examples, how they are laid into rows, in words; empty: nothing.
+        facts: the same as numbers, for the log.
     """
 
     batches: Batches
-    eval_batches: Iterable[tuple[Tensor, Tensor, int]]
+    eval_batches: Iterable[EvalBatch]
     vocab_size: int
     eos_id: int | None
     sha256: str
@@ -65,7 +66,9 @@ class Corpus:
     earlier_sha256: str = ""
     num_tokens: int = 0
     loss_weight: Callable[[int, int], float] | None = None
-    named_evals: Mapping[str, Iterable[tuple[Tensor, Tensor, int]]] = field(default_factory=dict)
+    named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)
+    said: str = ""
+    facts: Mapping[str, float] = field(default_factory=dict)
 
 
 def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
@@ -74,8 +77,8 @@ def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) 
     Raises:
         UserError: it cannot be had, is not the same on every rank, or is too little.
     """
-    if config.data.format != "text":
-        return _examples(config, comm, grad_accum_steps)
+    if config.data.format != "text" or config.data.packing:
+        return _in_rows(config, comm, grad_accum_steps)
     return (_streamed if config.data.streaming else _prepared)(config, comm, grad_accum_steps)
 
 
@@ -102,15 +105,16 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     )
 
 
-def _examples(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
+def _in_rows(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
+    """Examples, or whole documents of text that are packed."""
     folder, data = data_folder(config.data), config.data
     first_rank_does(comm, lambda: prepare_data(data))
     meta = read_meta(folder)
     agree_on(comm, data_facts(meta))
-    how = {"cut": data.too_long == "cut"}
-    train, val = (
-        rows_of_length(Examples(folder, split), config.seq_len, split=split, **how) for split in ("train", "val")
-    )
+    if data.format == "text":
+        require_plain(folder, meta)
+    cut, packed = data.too_long == "cut", data.packing
+    train, val = (rows_in(folder, split, config.seq_len, cut=cut, packed=packed) for split in ("train", "val"))
     require_rows(train, config.micro_batch_size * grad_accum_steps * comm.world_size)
     for split, rows in (("train", train), ("val", val)):
         if comm.rank == 0 and rows.said(split):
@@ -118,22 +122,24 @@ def _examples(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     ranks = {"rank": comm.rank, "world_size": comm.world_size}
     size = config.micro_batch_size
     batches = ExampleBatches(train, size, grad_accum_steps, seed=config.seed, **ranks)
+    facts = {"rows": train.num_rows, "examples": train.members.size, "filled": round(train.share_filled, 4)}
+    in_rows = f" packed {config.seq_len}" if packed else ""
     return Corpus(
         batches=batches,
         eval_batches=ExampleEvalBatches(val, size, max_rows=eval_rows(config), **ranks),
         vocab_size=meta.vocab_size,
         eos_id=meta.eos_id,
-        sha256=hashlib.sha256(f"{meta.tokens_sha256} {data.too_long}".encode()).hexdigest(),
+        sha256=hashlib.sha256(f"{meta.tokens_sha256} {data.too_long}{in_rows}".encode()).hexdigest(),
         keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept),
         num_tokens=meta.splits["train"].num_tokens,
         loss_weight=batches.weight,
         named_evals=_named_evals(config, folder, comm),
+        said=train.in_words(),
+        facts=facts,
     )
 
 
-def _named_evals(
-    config: TrainConfig, folder: Path, comm: Communicator
-) -> dict[str, Iterable[tuple[Tensor, Tensor, int]]]:
+def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[str, Iterable[EvalBatch]]:
     """The batches of each further validation set; the tokenizer is that of ``folder``. Collective."""
     meta, found = read_meta(folder), {}
     tokenizer = f"json:{folder / TOKENIZER_FILE}" if meta.tokenizer_sha256 else config.data.tokenizer
@@ -147,8 +153,9 @@ def _named_evals(
         first_rank_does(comm, partial(prepare_data, data))
         own = read_meta(where)
         agree_on(comm, {f"{name}: {fact}": value for fact, value in data_facts(own).items()})
-        if own.examples:
-            rows = rows_of_length(Examples(where, "train"), config.seq_len, split=name, cut=data.too_long == "cut")
+        if own.examples or data.packing:
+            cut = data.too_long == "cut"
+            rows = rows_in(where, "train", config.seq_len, named=name, cut=cut, packed=data.packing)
             found[name] = ExampleEvalBatches(rows, size, most, **ranks)
         else:
             tokens = TokenDataset.open(where, "train")

@@ -1,0 +1,170 @@
+"""Packed rows are the examples that they hold: the same losses and gradients, in every model that takes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import chats
+from hf_models import make_model
+from zeroshard.comm import LocalCommunicator
+from zeroshard.data.examples.row_plan import rows_of_length
+from zeroshard.data.examples.store import Examples
+from zeroshard.data.prepare import prepare
+from zeroshard.data.spec import DataSpec
+from zeroshard.errors import UserError
+from zeroshard.models import build_model
+from zeroshard.models.hugging_face import model as hugging_face
+from zeroshard.train.setup.build import build_run
+
+SEQ_LEN, VOCAB_SIZE = 48, 260
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": VOCAB_SIZE, "seq_len": SEQ_LEN}
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pairs")
+    path = chats.write_rows(folder / "rows.jsonl", chats.pairs(40))
+    return Examples(prepare(DataSpec("text", (str(path),), format="prompt"), folder / "out"), "train")
+
+
+def made(kind, tmp_path):
+    """A model of ours, or of `transformers`; in double precision, where sums in another order hardly differ."""
+    if kind in ("gpt2-demo", "llama-tiny"):
+        return build_model(kind, overrides={**SIZES, **({"n_kv_head": 1} if kind == "llama-tiny" else {})}).double()
+    make_model(kind, vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    return build_model(f"hf:{tmp_path}").double()
+
+
+@pytest.mark.parametrize("kind", ["gpt2-demo", "llama-tiny", "llama", "gpt_neox", "gemma2", "mistral"])
+def test_loss_and_gradients_of_packed_examples_are_those_of_single_ones(examples, kind, tmp_path):
+    model = made(kind, tmp_path)
+    found = []
+    for packed in (False, True):
+        rows = rows_of_length(examples, SEQ_LEN, split="train", packed=packed)
+        tokens, targets, *positions = rows.read(np.arange(rows.num_rows))
+        model.zero_grad()
+        loss = model(tokens, targets, **({"positions_BT": positions[0]} if packed else {}))
+        loss.backward()
+        grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        found.append((rows.num_rows, float(loss.detach()), {name: grad.clone() for name, grad in grads.items()}))
+    (num_single, alone, grads), (num_packed, together, packed_grads) = found
+    assert num_packed < num_single / 2
+    assert together == pytest.approx(alone, rel=1e-5)
+    assert packed_grads.keys() == grads.keys()
+    largest = max(float(grad.abs().max()) for grad in grads.values())
+    for name, grad in grads.items():
+        torch.testing.assert_close(packed_grads[name], grad, rtol=1e-4, atol=1e-5 * largest)
+
+
+def test_without_positions_examples_see_each_other(examples):
+    """What the comparison above would not forgive."""
+    model = made("gpt2-demo", None)
+    rows = rows_of_length(examples, SEQ_LEN, split="train", packed=True)
+    tokens, targets, positions = rows.read(np.arange(rows.num_rows))
+    with torch.no_grad():
+        together, apart = model(tokens, targets), model(tokens, targets, positions_BT=positions)
+    assert abs(float(together - apart)) > 1e-5 * float(apart)
+
+
+@pytest.fixture
+def packed_config(tiny_config, tmp_path):
+    """`packed_config(model, data={}, **changes)`: a run on packed pairs."""
+    path = chats.write_rows(tmp_path / "rows.jsonl", chats.pairs(80))
+
+    def make(model="llama-tiny", data=None, out="run", **changes):
+        table = {"source": "text", "path": (str(path),), "format": "prompt", "packing": True}
+        table |= {"dir": str(tmp_path / "tokens"), **(data or {})}
+        changes["out"] = str(tmp_path / out)
+        values = {"model": model, "data": table, "seq_len": SEQ_LEN, "eval_interval": 0, "dtype": "float32", **changes}
+        return tiny_config(**values)
+
+    return make
+
+
+def built(config):
+    run = build_run(config, LocalCommunicator(), torch.device("cpu"))
+    run.close()
+    return run
+
+
+def test_a_run_says_how_full_its_rows_are(packed_config):
+    run = built(packed_config())
+    tokens, _, positions = run.batches(0, 0)
+    assert (positions == 0).sum() > 2 * len(tokens)
+    assert run.rows["filled"] > 0.8
+    assert run.rows["examples"] > 2 * run.rows["rows"]
+    assert "examples in" in run.about["data"]
+    assert f"{100 * run.rows['filled']:.1f} % full" in run.about["data"]
+    one_each = built(packed_config(data={"packing": False}, out="single"))
+    assert one_each.rows["filled"] < 0.5
+    assert one_each.rows["examples"] == one_each.rows["rows"]
+
+
+CONV = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "layer_types": ["conv", "full_attention"],
+}
+
+
+def folder_of(kind, config, folder):
+    transformers = pytest.importorskip("transformers")
+    made_config = transformers.AutoConfig.for_model(kind, **config)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(made_config)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_whose_layers_carry_a_state_along_the_row_is_refused(packed_config, tmp_path):
+    """Its attention is told where examples begin; its convolutions are not."""
+    folder = folder_of("lfm2", CONV, tmp_path / "model")
+    data = {"tokenizer": "bytes"}
+    with pytest.raises(UserError, match=r"data\.packing: the model lets an example see others of its row"):
+        built(packed_config(f"hf:{folder}", data))
+
+
+def test_positions_that_change_no_mask_are_noticed(packed_config, tmp_path, monkeypatch):
+    folder = folder_of("llama", {**CONV, "layer_types": None}, tmp_path / "model")
+    data = {"tokenizer": "bytes"}
+    built(packed_config(f"hf:{folder}", data))
+    masking = pytest.importorskip("transformers.masking_utils")
+    asked = lambda position_ids: None  # noqa: E731
+    asked.asks = True
+    monkeypatch.setattr(masking, "find_packed_sequence_indices", asked)
+    with pytest.raises(UserError, match="lets an example see others of its row"):
+        built(packed_config(f"hf:{folder}", data, out="again"))
+
+
+def test_a_model_that_takes_no_positions_is_refused(packed_config, tmp_path):
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "n_layer": 2, "n_head": 2}
+    folder = folder_of("bloom", sizes, tmp_path / "model")
+    with pytest.raises(UserError, match=r"data\.packing: .* does not take positions for documents"):
+        built(packed_config(f"hf:{folder}", {"tokenizer": "bytes"}))
+    assert hugging_face.HuggingFaceModel.packs
+
+
+def test_text_is_packed_by_whole_documents(tiny_config, tmp_path):
+    text = [{"text": f"document {i}. " + "word " * (i % 9)} for i in range(300)]
+    path = chats.write_rows(tmp_path / "rows.jsonl", text)
+    data = {"source": "text", "path": (str(path),), "packing": True, "dir": str(tmp_path / "tokens")}
+    run = built(tiny_config(data={**data, "tokenizer": "bpe:270"}, seq_len=32, eval_interval=0))
+    _, targets, positions = run.batches(0, 0)
+    assert ((positions == 0).sum(1) > 1).any()
+    assert (targets != -100).float().mean() > 0.5
+    assert run.strategy.model.eos_id is not None  # what is written later stays inside a document too
+    with pytest.raises(UserError, match=r"data\.packing: the tokenizer .* has no id that ends a document"):
+        built(tiny_config(data={**data, "dir": str(tmp_path / "bytes")}, seq_len=32, out=str(tmp_path / "other")))
+    assert json.loads((Path(run.folder) / "metrics.jsonl").read_text() or "{}") == {}
