@@ -10,6 +10,7 @@ import torch
 from fake_time import Clock
 from zeroshard import stopwatch
 from zeroshard.comm import CONTROL, Exposed, NullCommunicator, ObservedCommunicator, by_kind, scope
+from zeroshard.comm.labels import beside, is_beside
 from zeroshard.comm.wrappers import observe
 
 CPU = torch.device("cpu")
@@ -123,3 +124,19 @@ def test_a_device_that_waits_is_seen():
     assert exposed.take() == {}
     torch.cuda.synchronize()
     assert exposed.take()["a/weights/forward"] > 1e-3
+
+
+def test_what_a_stream_beside_the_one_that_computes_waits_for_is_not_exposed(monkeypatch):
+    exposed, made = Exposed(), []
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options) or Event())
+
+    class Event:
+        def record(self):
+            """As CUDA's."""
+
+    with beside(), exposed.timed("unit/grads", torch.device("cuda", 0)):
+        assert is_beside()
+    assert not made
+    with exposed.timed("unit/grads", torch.device("cuda", 0)):
+        assert not is_beside()
+    assert len(made) == 2

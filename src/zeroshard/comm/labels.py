@@ -12,6 +12,7 @@ from contextvars import ContextVar
 
 CONTROL = "control"
 _label: ContextVar[str] = ContextVar("zeroshard_scope", default="")
+_beside: ContextVar[bool] = ContextVar("zeroshard_beside", default=False)
 
 
 @contextmanager
@@ -27,3 +28,18 @@ def scope(label: str) -> Generator[None]:
 def current_scope() -> str:
     """The innermost label, or ``""``."""
     return _label.get()
+
+
+@contextmanager
+def beside() -> Generator[None]:
+    """What waits in this block, on this thread, is a stream of a device beside the one that computes."""
+    token = _beside.set(True)
+    try:
+        yield
+    finally:
+        _beside.reset(token)
+
+
+def is_beside() -> bool:
+    """Whether this is inside `beside`, so that no computation stands still for what is waited for here."""
+    return _beside.get()

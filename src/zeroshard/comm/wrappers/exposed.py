@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from zeroshard.comm.labels import CONTROL
+from zeroshard.comm.labels import CONTROL, is_beside
 from zeroshard.stopwatch import Stopwatch
 
 
@@ -32,7 +32,9 @@ class Exposed:
     def timed(self, label: str, device: torch.device, *, issuing: bool = False) -> AbstractContextManager[None]:
         """Count the time that this block has computation on ``device`` stand still; ``issuing``: it does not wait."""
         on_cuda = device.type == "cuda"
-        return nullcontext() if on_cuda and issuing else self._watch.span(with_phase(label), on_cuda=on_cuda)
+        if on_cuda and (issuing or is_beside()):
+            return nullcontext()
+        return self._watch.span(with_phase(label), on_cuda=on_cuda)
 
     def take(self) -> dict[str, float]:
         """Seconds by label since the last `take`, of what the device has passed; the rest comes with a later one."""

@@ -13,6 +13,7 @@ waits for at each event is written down, so a plan and a run cannot differ in it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import CONTROL, Groups, ReduceOp, current_scope
 from zeroshard.comm.base import own_group
+from zeroshard.comm.labels import beside, is_beside
 from zeroshard.lab.predict.actions import Message, Settings
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.model_spans import ROOT, Event
@@ -33,6 +35,7 @@ from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.streams import Lane, Mark, NoStreams
 
 
 @dataclass(frozen=True)
@@ -135,10 +138,20 @@ class _Pending:
 
     def wait(self) -> None:
         """Write it down; weights are on their way no longer."""
+        if is_beside():
+            return
         self._log.told.append(Waited(self._number))
         if self._gathered:
             self._log.told += [Change("prefetch", -self._gathered), Change("unit_buffers", self._gathered)]
             self._gathered = 0
+
+
+class _Beside(NoStreams):
+    """A GPU's streams, of which one alone matters here: a reduction in two parts has nothing that computes wait."""
+
+    def on(self, lane: Lane, *after: Mark) -> AbstractContextManager[None]:
+        """Collectives among the same ranks follow one another; one over replicas is told to follow by a `Waited`."""
+        return beside() if lane == "reduce" else super().on(lane, *after)
 
 
 class _Log(StorageEvents):
@@ -237,6 +250,8 @@ class _Engine:
             ModuleBuffers(nn.Module(), world, "keep"),
         )
         for group in self._runtime.groups():
+            if settings.device_type == "cuda":
+                group.use_streams(_Beside())
             log.ignore([group.params.full, group.params.master])
             if group.params.shard_params:
                 storage = group.params.full.untyped_storage()

@@ -38,6 +38,7 @@ from zeroshard.comm import Work, empty_for, scope
 from zeroshard.zero.buffers.layout import FlatLayout, Piece
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
+from zeroshard.zero.streams import NO_STREAMS, Streams
 
 
 class FlatGrads:
@@ -78,11 +79,16 @@ class FlatGrads:
         self._work: Work | None = None
         self._arriving: Tensor | None = None
         self._across = False  # whether the sum over replicas is yet to be issued
+        self._streams: Streams = NO_STREAMS
         self._scale = 1.0 / levels.world.world_size
         self._scale_is_exact = math.frexp(self._scale)[0] == 0.5
         start, stop = layout.interval(comm.rank)
         self._held = slice(start, stop) if self.shard_optim else slice(0, layout.padded_numel)
         self.offset = self._held.start  # of `reduced` in the flat buffer
+
+    def use_streams(self, streams: Streams) -> None:
+        """Reduce on these from now on."""
+        self._streams = streams
 
     # -- accumulation -----------------------------------------------------------------------------------------
 
@@ -155,8 +161,8 @@ class FlatGrads:
             # The shard outlives the local buffer.
             target = empty_for(self.replicas, target.numel(), target.dtype, target.device)
         self._arriving = target
-        with scope(f"{self.name}/grads"):
-            self._work = self._collective(target, local)
+        with scope(f"{self.name}/grads"), self._streams.on("reduce", self._streams.mark()):
+            self._work = self._streams.issued(self._collective(target, local))
         self._across = self.replicas.world_size > 1
 
     def reduce_across(self) -> None:
@@ -165,9 +171,9 @@ class FlatGrads:
             return
         assert self._work is not None
         assert self._arriving is not None
-        self._work.wait()
-        with scope(f"{self.name}/grads"):
-            self._work = self.replicas.all_reduce(self._arriving)
+        with scope(f"{self.name}/grads"), self._streams.on("replicas"):
+            self._work.wait()
+            self._work = self._streams.issued(self.replicas.all_reduce(self._arriving))
         self._across = False
 
     def _collective(self, target: Tensor, local: Tensor) -> Work:

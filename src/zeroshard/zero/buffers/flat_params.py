@@ -35,14 +35,13 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Work, empty_for, scope
 from zeroshard.zero.buffers import outdated
+from zeroshard.zero.buffers.differences import take_where_it_differs
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
 from zeroshard.zero.buffers.partition import DrawsParts, Init
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
-
-_CHUNK = 1 << 22  # elements that are compared at a time: little memory beside the weights
-_CHUNK_ON_CPU = 1 << 17  # what a cache holds
+from zeroshard.zero.streams import NO_STREAMS, Mark, Streams
 
 
 def loaded_later(name: str, param: Tensor) -> None:
@@ -93,6 +92,8 @@ class FlatParams:
         self._copy_due = False  # whether `full` lacks what this rank's master holds
         self._shown = False  # whether the parameters are the views of `full`
         self._work: Work | None = None
+        self._streams: Streams = NO_STREAMS
+        self._written_at: Mark = None  # where the master's values were complete
 
         self.dtype = self.params[0].dtype
         initial = self._initial(params, init)
@@ -187,7 +188,7 @@ class FlatParams:
             return False
         self.take_changes()
         self.master = empty_for(self.comm, self.master.numel(), self.dtype, self.master.device).copy_(self.master)
-        self._aliased, self._thawed = False, True
+        self._aliased, self._thawed, self._written_at = False, True, self._streams.mark()
         return True
 
     def piece_of_master(self, piece: Piece) -> Tensor:
@@ -213,9 +214,8 @@ class FlatParams:
             return
         if not self._shown:
             self._require_untouched()
-        if not self.whole:
-            self.full.untyped_storage().resize_(self._storage_bytes)
-            self.whole = True
+        # What is current may be read now, by what was queued before.
+        read_at = self._streams.mark() if self.whole and not self.stale else None
         self.stale = False
         self.show_as_current()
         copy_due = self._copy_due or self.shard_params
@@ -225,13 +225,21 @@ class FlatParams:
                 if not self._aliased and copy_due:
                     self.full.copy_(self.master)
                 return
-            own = self.full[self._own]
-            if not self._aliased and self.full.dtype == self.master.dtype:
-                own = self.master
-            elif not self._aliased and copy_due:
-                own.copy_(self.master)
-            with scope(f"{self.name}/weights"):
-                self._work = self.comm.all_gather(self.full, own)
+            with self._streams.on("copy_in", self._written_at, read_at):
+                own = self._copied_in(copy_due=copy_due)
+                copied_at = self._streams.mark()
+            with scope(f"{self.name}/weights"), self._streams.on("gather", copied_at):
+                self._work = self._streams.issued(self.comm.all_gather(self.full, own))
+
+    def _copied_in(self, *, copy_due: bool) -> Tensor:
+        """This rank's shard, for the all-gather into ``full``, which has memory from here on."""
+        if not self.whole:
+            self.full.untyped_storage().resize_(self._storage_bytes)
+            self.whole = True
+        own = self.full[self._own]
+        if not self._aliased and self.full.dtype == self.master.dtype:
+            return self.master
+        return own.copy_(self.master) if copy_due and not self._aliased else own
 
     def wait(self) -> None:
         """Finish what `gather` started and let the parameters see it."""
@@ -250,6 +258,7 @@ class FlatParams:
             self._work = None
         self.take_changes()
         self._hide()
+        self._streams.freed()
         self.full.untyped_storage().resize_(0)
         self.whole = False
 
@@ -270,6 +279,11 @@ class FlatParams:
                 self._hide()
         if self.on_read is not None and (self.stale or not self.whole):
             outdated.mark(self.params, self.on_read)
+        self._written_at = self._streams.mark()
+
+    def use_streams(self, streams: Streams) -> None:
+        """Gather on these from now on."""
+        self._streams, self._written_at = streams, streams.mark()
 
     def show_as_current(self) -> None:
         """Stop watching who reads the parameters."""
@@ -311,8 +325,8 @@ class FlatParams:
             if written.dtype == self.master.dtype:
                 self.master.copy_(written)
             else:
-                _take_where_it_differs(self.master, written)
-        self._versions = self._written()
+                take_where_it_differs(self.master, written)
+        self._versions, self._written_at = self._written(), self._streams.mark()
 
     def _elsewhere(self) -> list[tuple[str, nn.Parameter, Tensor]]:
         """``(name, parameter, what it should show)`` of those to whose ``.data`` somebody has assigned a tensor."""
@@ -380,19 +394,3 @@ class FlatParams:
     def master_bytes(self) -> int:
         """Bytes that the master holds beside the full weights; 0 where it is a view of them."""
         return 0 if self._aliased else self.master.nbytes
-
-
-def _take_where_it_differs(master: Tensor, written: Tensor) -> None:
-    """Copy from ``written``, of another dtype, the elements that are not what ``master`` rounds to."""
-    length = _CHUNK_ON_CPU if master.device.type == "cpu" else _CHUNK
-    for mine, theirs in zip(master.split(length), written.split(length), strict=True):
-        rounded = mine.to(theirs.dtype)
-        if master.device.type == "cpu" and torch.equal(_bits(rounded), _bits(theirs)):  # a GPU is not waited for
-            continue
-        mine.copy_(torch.where(theirs != rounded, theirs, mine))
-
-
-def _bits(values: Tensor) -> Tensor:
-    """The same memory as integers, which compare twice as fast or more."""
-    wide = values.numel() % 8 == 0 and values.storage_offset() % 8 == 0
-    return values.view(torch.int64 if wide else torch.uint8)

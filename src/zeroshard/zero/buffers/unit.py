@@ -24,6 +24,7 @@ from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import ShardingStrategy
+from zeroshard.zero.streams import Streams
 
 
 class FlatGroup:
@@ -69,6 +70,11 @@ class FlatGroup:
             for shard in self.shards:
                 shard.grad_dtype = None  # a gradient may be narrower than it
         self.awaited = False
+
+    def use_streams(self, streams: Streams) -> None:
+        """Gather and reduce on these from now on."""
+        self.params.use_streams(streams)
+        self.grads.use_streams(streams)
 
     @property
     def trained(self) -> bool:

@@ -36,6 +36,7 @@ from zeroshard.zero.runtime.reductions import Reductions
 from zeroshard.zero.runtime.schedule import ROOT, Op
 from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
+from zeroshard.zero.streams import ByDevice
 
 
 class Runtime:
@@ -59,10 +60,9 @@ class Runtime:
         prefetch: int,
         buffers: ModuleBuffers,
     ) -> None:
-        self.root = root
-        self.units = units
+        self.root, self.units = root, units
         self.levels, self.comm = levels, levels.world
-        self.prefetch = prefetch
+        self.prefetch, self._streams = prefetch, ByDevice()
         self._collectives = CollectiveOrder(levels, [root, *units])
         self._weights = UnshardedWeights([root, *units], self._collectives)
         self._reductions = Reductions(self._collectives, buffers)
@@ -83,13 +83,14 @@ class Runtime:
 
     def groups(self) -> Iterator[FlatGroup]:
         """Every flat group, unit by unit."""
-        for unit in self.all_units():
-            yield from unit.groups
+        return (group for unit in self.all_units() for group in unit.groups)
 
     def _attach(self) -> None:
-        """Hook the gradients of all parameters, and reads of parameters whose values a step has outdated."""
+        """Hook gradients, and reads of what a step has outdated; have weights and gradients move on streams."""
         self._grad_hooks.attach(self.all_units())
         self._weights.hear_of_reads()
+        for group in self.groups():
+            group.use_streams(self._streams[group.params.full.device])
 
     # -- forward ----------------------------------------------------------------------------------------------
 

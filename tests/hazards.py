@@ -1,0 +1,271 @@
+"""A GPU that computes nothing and forgets nothing: streams, events and reused memory, and who may touch what when.
+
+The real engine runs on CPU tensors, through `DeviceStreams` over this module in the place of ``torch.cuda``. Every
+operation is written down as one of the stream that is current, every collective as one of the stream of its group, as
+NCCL has it. What is ordered before what is told by vector clocks (Mattern 1989; a race is found as in FastTrack,
+Flanagan and Freund 2009, https://doi.org/10.1145/1542476.1542490): two accesses to a storage, one of them a write, must
+be ordered by a stream or by events, whatever the host did first. Memory that is freed may be taken again by the stream
+that it came from at once, as by CUDA's caching allocator: whoever touches new memory must come after all that touched
+what was freed in that pool before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.comm import NullCommunicator, current_scope
+from zeroshard.comm.base import DONE, own_group
+from zeroshard.zero import streams
+
+
+class Hazard(AssertionError):
+    """Two accesses to memory that nothing orders."""
+
+
+class _Stream:
+    """One queue of a device; ``clock``: of each stream, how much of it is over before what is queued here next."""
+
+    def __init__(self, device: Any, name: str) -> None:
+        self._device, self.name = device, name
+        self.clock: Counter[str] = Counter()
+
+    def wait_event(self, event: _Event) -> None:
+        self._device.poll()
+        self.clock |= event.clock
+
+    def tick(self) -> int:
+        self.clock[self.name] += 1
+        return self.clock[self.name]
+
+
+class _Event:
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.clock: Counter[str] = Counter()
+
+    def record(self, stream: _Stream | None = None) -> None:
+        self._device.poll()
+        self.clock = Counter((stream or self._device.current).clock)
+
+    def synchronize(self) -> None:
+        """The host waits: what it does from now on comes after."""
+        self._device.poll()
+        self._device.host.clock |= self.clock
+
+
+class _Memory:
+    """A storage: from which pool, after what, and who has touched it."""
+
+    def __init__(self, pool: str, born: Counter[str]) -> None:
+        self.pool, self.born = pool, born
+        self.last_write: tuple[str, int, str] | None = None
+        self.reads: dict[str, tuple[int, str]] = {}
+        self.touched: Counter[str] = Counter(born)
+
+
+class HazardDevice(TorchDispatchMode):
+    """See the module's docstring; what is done inside of the block is seen.
+
+    Attributes:
+        begun: of each collective its name and label, what its stream then waits for, and what the computing stream has
+            waited for: how much of each stream is over.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streams: dict[str, _Stream] = {}
+        self.compute = self.current = self.new_stream("compute")
+        self.host = self.new_stream("host")
+        self.begun: list[tuple[str, Counter[str], Counter[str]]] = []
+        self._memory: dict[int, _Memory] = {}
+        self._alive: dict[int, Any] = {}
+        self._resized: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._freed: dict[str, Counter[str]] = {}  # by pool
+
+    # -- what `DeviceStreams` takes for ``torch.cuda`` --------------------------------------------------------
+
+    def new_stream(self, name: str) -> _Stream:
+        stream = _Stream(self, f"{name}{len(self._streams)}" if name in self._streams else name)
+        self._streams[stream.name] = stream
+        return stream
+
+    def Stream(self, device: Any = None, priority: int = 0) -> _Stream:
+        return self.new_stream("lane")
+
+    def Event(self) -> _Event:
+        return _Event(self)
+
+    def current_stream(self, device: Any = None) -> _Stream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: _Stream):
+        self.poll()
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.poll()
+            self.current = before
+
+    # -- memory -----------------------------------------------------------------------------------------------
+
+    def watch(self, zero: Any) -> None:
+        """The engine's full weights are freed and come back where no operation tells."""
+        for group in zero._runtime.groups():
+            storage = group.params.full.untyped_storage()
+            self._resized[storage._cdata] = (storage, storage.nbytes())
+
+    def poll(self) -> None:
+        for key, (storage, before) in self._resized.items():
+            now = storage.nbytes()
+            if before == now:
+                continue
+            self._resized[key] = (storage, now)
+            if now == 0:
+                self._retire(key)
+            else:
+                self._memory[key] = self._taken()
+
+    def _taken(self) -> _Memory:
+        pool = self.current.name
+        return _Memory(pool, Counter(self._freed.get(pool, ())))
+
+    def _retire(self, key: int) -> None:
+        memory = self._memory.pop(key, None)
+        if memory is not None:
+            self._freed[memory.pool] = self._freed.get(memory.pool, Counter()) | memory.touched
+
+    def _of(self, tensor: Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._memory:
+            self._memory[key] = self._taken()
+            if key not in self._resized and key not in self._alive:
+
+                def gone(_: Any) -> None:
+                    self._alive.pop(key, None)
+                    self._retire(key)
+
+                self._alive[key] = weakref.ref(storage, gone)
+        return self._memory[key]
+
+    def access(self, stream: _Stream, what: str, reads: Any = (), writes: Any = ()) -> None:
+        """Queue one operation on ``stream``."""
+        now = stream.tick()
+        for tensors, writing in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                memory = self._of(tensor)
+                self._check(memory, stream, what, writing=writing)
+        for tensor in reads:
+            self._of(tensor).reads[stream.name] = (now, what)
+        for tensor in writes:
+            memory = self._of(tensor)
+            memory.last_write, memory.reads = (stream.name, now, what), {}
+        for tensor in (*reads, *writes):
+            self._of(tensor).touched[stream.name] = now
+
+    def _check(self, memory: _Memory, stream: _Stream, what: str, *, writing: bool) -> None:
+        if any(stream.clock[name] < time for name, time in memory.born.items()):
+            raise Hazard(f"{what} on {stream.name} uses memory that {memory.pool} took while others still used it")
+        before = [memory.last_write] if memory.last_write else []
+        if writing:
+            before += [(name, *rest) for name, rest in memory.reads.items()]
+        for name, time, earlier in before:
+            if stream.clock[name] < time:
+                raise Hazard(f"{what} on {stream.name} does not wait for {earlier} on {name}")
+
+    # -- operations -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.poll()
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        schema = func._schema
+        if any(returned.alias_info is not None and not returned.alias_info.is_write for returned in schema.returns):
+            return result  # a view
+        reads, writes = [], []
+        for place, argument in enumerate(schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if written else reads).extend(_tensors(value))
+        made = [] if "empty" in str(func) else _tensors(result)
+        for tensor in _tensors(result):
+            self._of(tensor)
+        self.access(self.current, str(func), [t for t in reads if t.numel()], [*writes, *made])
+        return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    plain = (Tensor, torch.nn.Parameter)
+    return [leaf for leaf in tree_leaves(value) if type(leaf) in plain and leaf.layout == torch.strided]
+
+
+class _Work:
+    """As NCCL's: it keeps its tensors until somebody has waited."""
+
+    def __init__(self, device: HazardDevice, clock: Counter[str], tensors: Any) -> None:
+        self._device, self._clock, self._tensors = device, clock, tensors
+
+    def wait(self) -> None:
+        self._device.poll()
+        self._device.current.clock |= self._clock
+        self._tensors = ()
+
+
+class HazardCommunicator(NullCommunicator):
+    """Rank ``rank`` of ``world_size``, whose collectives run on a stream of their own; ``inline``: on the caller's."""
+
+    uniform_order = False
+
+    def __init__(self, device: HazardDevice, world_size: int, rank: int = 0, *, inline: bool = False) -> None:
+        super().__init__(world_size, rank)
+        self._device, self._inline = device, inline
+        self.stream = device.new_stream("group")
+
+    def _queued(self, what: str, reads: Any, writes: Any, run: Any) -> Any:
+        device, label = self._device, f"{what} {current_scope()}"
+        device.poll()
+        stream = device.current if self._inline else self.stream
+        stream.clock |= device.current.clock
+        device.begun.append((label, Counter(stream.clock), Counter(device.compute.clock)))
+        device.access(stream, label, reads, writes)
+        with torch._C._DisableTorchDispatch():
+            run()
+        return DONE if self._inline else _Work(device, Counter(stream.clock), (*reads, *writes))
+
+    def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Any:
+        return self._queued("all_reduce", [tensor], [tensor], lambda: NullCommunicator.all_reduce(self, tensor, op))
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: Any = "sum") -> Any:
+        whole = NullCommunicator(self.world_size, self.rank)
+        return self._queued("reduce_scatter", [input], [output], lambda: whole.reduce_scatter(output, input, op))
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Any:
+        whole = NullCommunicator(self.world_size, self.rank)
+        return self._queued("all_gather", [input], [output], lambda: whole.all_gather(output, input))
+
+    def broadcast(self, tensor: Tensor, src: int) -> Any:
+        return self._queued("broadcast", [tensor], [tensor], lambda: None)
+
+    def split(self, groups: Any) -> HazardCommunicator:
+        _, ranks = own_group(groups, self.rank)
+        return HazardCommunicator(self._device, len(ranks), ranks.index(self.rank), inline=self._inline)
+
+
+def on_device(monkeypatch: Any, device: HazardDevice) -> None:
+    """Have engines take this device's streams for CPU tensors."""
+    made = streams.DeviceStreams(torch.device("cpu"), device)
+    monkeypatch.setattr(streams.ByDevice, "__getitem__", lambda self, key: made)

@@ -1,0 +1,314 @@
+"""What the engine queues on streams is ordered by streams and events alone: no race at any stage, and races are seen.
+
+Ten mistakes are planted, each of which a GPU would forgive in most steps, and none is missed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hazards import Hazard, HazardCommunicator, HazardDevice, on_device
+from nets import NOTHING_RANDOM, WIDTH, Net
+from zeroshard.zero import STAGES, MixedPrecision, Zero
+from zeroshard.zero.buffers.flat_grads import FlatGrads
+from zeroshard.zero.buffers.flat_params import FlatParams
+from zeroshard.zero.streams import DeviceStreams, _Issued
+
+NUM_STEPS = 3
+
+
+def _in_order(net, x):
+    for block in net.blocks:
+        x = torch.tanh(block(x))
+    return x
+
+
+def _recomputed(net, x):
+    for block in net.blocks:
+        x = checkpoint(block, x, use_reentrant=False, **NOTHING_RANDOM)
+    return x
+
+
+def _skipping(net, x):
+    """Other ranks run the first block, this one does not."""
+    for block in net.blocks[1:]:
+        x = torch.tanh(block(x))
+    return x
+
+
+def _in_another_order(net, x):
+    """But for the first time, after which units have their places: gradients come after their unit was reduced."""
+    seen = getattr(net, "seen", False)
+    net.seen = True
+    for block in net.blocks[::-1] if seen else net.blocks:
+        x = torch.tanh(block(x))
+    return x
+
+
+def _by_parts(net, x):
+    """The first block's parts are called in its place, last, and its weights stay until backward is over."""
+    for block in net.blocks[1:]:
+        x = torch.tanh(block(x))
+    return net.blocks[0][0](x)
+
+
+PATHS = {
+    "in order": _in_order,
+    "recomputed": _recomputed,
+    "skipping": _skipping,
+    "by parts": _by_parts,
+    "another order": _in_another_order,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train."""
+
+    stage: int = 3
+    prefetch: int = 1
+    num_micro: int = 1
+    accumulate: str | None = None
+    shard_size: int | None = None
+    bfloat16: bool = False
+    path: str = "in order"
+    inline: bool = False
+    evaluates: bool = False
+
+
+def _train(case, monkeypatch):
+    """Train a little; raises `Hazard` at the first race."""
+    device = HazardDevice()
+    on_device(monkeypatch, device)
+    comm = HazardCommunicator(device, 4, rank=1, inline=case.inline)
+    model = Net(4, block=lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)), path=PATHS[case.path])
+    precision = MixedPrecision(param_dtype=torch.bfloat16) if case.bfloat16 else None
+    with device:
+        zero = Zero(
+            model,
+            case.stage,
+            units=list(model.blocks),
+            comm=comm,
+            precision=precision,
+            prefetch=case.prefetch,
+            accumulate=case.accumulate,
+            shard_size=case.shard_size,
+        )
+        device.watch(zero)
+        optim = zero.optimizer(torch.optim.AdamW, lr=1e-3, foreach=False)
+        x = torch.ones(2, WIDTH)
+        for _ in range(NUM_STEPS):
+            for micro in range(case.num_micro):
+                with zero.micro_batch(last=micro == case.num_micro - 1):
+                    model(x).float().sum().backward()
+            zero.clip_grad_norm_(1.0)
+            optim.step()
+            optim.zero_grad()
+            if case.evaluates:
+                with torch.no_grad():
+                    model(x)
+                with zero.full_params(write_back=True), torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(0.5)
+    return device
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("inline", [False, True], ids=["own streams", "inline"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("bfloat16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("evaluates", [False, True], ids=["trains", "evaluates"])
+@pytest.mark.parametrize("shard_size", [None, 2])
+@pytest.mark.parametrize("accumulation", [(1, None), (2, None), (3, "local"), (3, "sharded")], ids=str)
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_is_touched_before_what_it_must_wait_for(
+    stage, prefetch, accumulation, shard_size, evaluates, bfloat16, path, inline, monkeypatch
+):
+    num_micro, accumulate = accumulation
+    size = None if stage == 0 else shard_size
+    _train(Case(stage, prefetch, num_micro, accumulate, size, bfloat16, path, inline, evaluates), monkeypatch)
+
+
+# -- what is not waited for ---------------------------------------------------------------------------------------
+
+
+def _engine(monkeypatch, stage, *, prefetch=1, shard_size=None):
+    device = HazardDevice()
+    on_device(monkeypatch, device)
+    model = Net(5)
+    comm = HazardCommunicator(device, 4, rank=1)
+    zero = Zero(model, stage, units=list(model.blocks), comm=comm, prefetch=prefetch, shard_size=shard_size)
+    device.watch(zero)
+    optim = zero.optimizer(torch.optim.AdamW, lr=1e-3, foreach=False)
+    return device, model, optim, zero
+
+
+def _begun(device, what):
+    return [(label, clock, waited) for label, clock, waited in device.begun if label.startswith(what)]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gathers_wait_for_the_step_and_nothing_that_was_queued_after_it(stage, monkeypatch):
+    device, model, optim, _ = _engine(monkeypatch, stage, prefetch=5)
+    x = torch.ones(2, WIDTH)
+    with device:
+        for _ in range(2):
+            model(x).sum().backward()
+            optim.step()
+            stepped = device.compute.clock["compute"]
+            optim.zero_grad()
+            x = torch.ones(2, WIDTH).mul(2).sub(1)
+        del device.begun[:]
+        assert device.compute.clock["compute"] > stepped
+        model(x)
+    begun = _begun(device, "all_gather")
+    assert len(begun) == 6
+    assert all(clock["compute"] <= stepped for _, clock, _ in begun)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_sharded_weights_are_gathered_while_units_before_them_compute(prefetch, monkeypatch):
+    device, model, _, _ = _engine(monkeypatch, 3, prefetch=prefetch)
+    starts = {}
+    with device:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        for index, block in enumerate(model.blocks):
+
+            def begins(*_, index=index):
+                starts[index] = device.compute.clock["compute"]
+
+            block.register_forward_pre_hook(begins)
+        del device.begun[:]
+        model(torch.ones(2, WIDTH))
+    waits = {label: clock["compute"] for label, clock, _ in _begun(device, "all_gather")}
+    for index in range(prefetch, 5):
+        assert waits[f"all_gather blocks.{index}/weights"] <= starts[index - prefetch]
+
+
+@pytest.mark.parametrize(("stage", "shard_size"), [(0, None), (1, None), (2, None), (1, 2), (2, 2)])
+def test_what_computes_waits_for_neither_of_the_last_two_reductions(stage, shard_size, monkeypatch):
+    """Neither between the two parts of stage 0's over NCCL nor between that of a group and that over replicas."""
+    device, model, _, zero = _engine(monkeypatch, stage, shard_size=shard_size)
+    with device:
+        model(torch.ones(2, WIDTH)).sum().backward()
+    reductions = _begun(device, "reduce_scatter")[:5]  # of blocks; the root's is the last, and is waited for
+    name = zero.levels.shard.stream.name
+    ends = [clock[name] + 1 for _, clock, _ in reductions]
+    assert all(waited[name] < end for end, (_, _, waited) in zip(ends, reductions[2:], strict=False))
+
+
+# -- planted faults -----------------------------------------------------------------------------------------------
+
+
+def _forgets(lane):
+    """What is queued on a lane waits for no mark."""
+
+    def plant(monkeypatch):
+        whole = DeviceStreams.on
+        monkeypatch.setattr(
+            DeviceStreams, "on", lambda self, to, *after: whole(self, to, *(() if to == lane else after))
+        )
+
+    return plant
+
+
+def _replaces(owner, name, method):
+    return lambda monkeypatch: monkeypatch.setattr(owner, name, method)
+
+
+def _uses_weights_early(self):
+    self._work = None
+    if self.whole and not self._shown:
+        self._attach()
+
+
+def _frees_what_is_gathered(self, whole=FlatParams.release):
+    self._work = None
+    whole(self)
+
+
+def _reads_gradients_early(self, whole=FlatGrads.settle):
+    if self._work is not None:
+        self._across, self._work = False, _Nothing()
+    whole(self)
+
+
+def _frees_what_is_reduced(self, whole=FlatGrads.reduce):
+    whole(self)
+    self._work._work._tensors = ()
+    self._local, self._views = None, []
+
+
+def _waits_for_no_reduction(self, whole=FlatGrads.reduce_across):
+    if self._across:
+        before, self._work = self._work, _Nothing()
+        before._work._tensors = ()
+    whole(self)
+
+
+def _gathers_what_is_read(self, *, again=False, whole=FlatParams.gather):
+    mark = self._streams.mark
+
+    def forgotten():
+        self._streams.mark = mark
+
+    if self.whole and not self.stale:
+        self._streams.mark = forgotten
+    whole(self, again=again)
+    self._streams.mark = mark
+
+
+def _waits_for_the_communicator_alone(self):
+    self._work.wait()
+
+
+class _Nothing:
+    def wait(self):
+        """Return at once."""
+
+
+FAULTS = {
+    "the copy does not wait for the step": (_forgets("copy_in"), Case(1, bfloat16=True)),
+    "the gather does not wait for the copy": (_forgets("gather"), Case(3, bfloat16=True)),
+    "the reduction does not wait for the gradients": (_forgets("reduce"), Case(2)),
+    "memory is taken while weights in it are read": (
+        _replaces(DeviceStreams, "freed", lambda self: None),
+        Case(3),
+    ),
+    "weights are read before they are gathered": (_replaces(FlatParams, "wait", _uses_weights_early), Case(1)),
+    "weights are freed while they are gathered": (
+        _replaces(FlatParams, "release", _frees_what_is_gathered),
+        Case(3, num_micro=2, accumulate="local", bfloat16=True, path="skipping"),
+    ),
+    "weights are gathered while they are read": (
+        _replaces(FlatParams, "gather", _gathers_what_is_read),
+        Case(3, path="by parts"),
+    ),
+    "gradients are read before they are reduced": (_replaces(FlatGrads, "settle", _reads_gradients_early), Case(2)),
+    "gradients are freed while they are reduced": (_replaces(FlatGrads, "reduce", _frees_what_is_reduced), Case(2)),
+    "gradients are written while they are reduced": (
+        _replaces(FlatGrads, "_vacate_local", lambda self: None),
+        Case(1, path="another order"),
+    ),
+    "replicas are summed before the reduction is over": (
+        _replaces(FlatGrads, "reduce_across", _waits_for_no_reduction),
+        Case(2, shard_size=2),
+    ),
+    "what a communicator computes on the caller's stream is not waited for": (
+        _replaces(_Issued, "wait", _waits_for_the_communicator_alone),
+        Case(3, inline=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault, monkeypatch):
+    plant, case = FAULTS[fault]
+    plant(monkeypatch)
+    with pytest.raises(Hazard):
+        _train(case, monkeypatch)
