@@ -25,9 +25,13 @@ from zeroshard import process
 
 process.prepare_torch()
 
+import torch  # noqa: E402
+
 from zeroshard.kernels import Choice  # noqa: E402
 from zeroshard.lab.planner.planner import planner_for  # noqa: E402
-from zeroshard.lab.predict.rates import Attention, Impl  # noqa: E402
+from zeroshard.lab.predict.model_trace import tokens_and_targets  # noqa: E402
+from zeroshard.lab.predict.rates import Attention, Impl, Loss  # noqa: E402
+from zeroshard.models import build_model  # noqa: E402
 
 FOLDER = Path(__file__).with_name("published")
 GIB, MIB, GB = 2**30, 2**20, 10**9
@@ -45,8 +49,14 @@ class Case:
         impl: who computed: ``eager`` (torch, operation by operation), ``compile`` or ``kernels`` (written by hand).
         attention: which fused kernel; FlashAttention-2 where it is not said.
         kernels: ``triton``: eager code with a fused loss.
-        tokens_per_s: of one GPU.
-        memory_bytes: the allocator's peak; 0 where it is not given.
+        tokens_per_s: of one GPU; 0 where it is not given, or measured on something that was not described.
+        memory_bytes: the peak; 0 where it is not given.
+        memory_is: what was read: bytes that torch's allocator had ``allocated`` (or active), those that it had
+            ``reserved``, or the whole ``card`` (nvidia-smi).
+        loss: how logits became a loss, as `Software` has it; by ``impl`` where it is not said.
+        weights: dtype of the weights that the optimizer updates: ``bfloat16`` has no masters.
+        reshard: whether weights are freed after forward.
+        units: ``blocks``, or ``all``: embedding and head are units of their own.
     """
 
     family: str
@@ -70,6 +80,11 @@ class Case:
     memory_bytes: float = 0.0
     attention: Attention = "flash-2"
     kernels: Choice = "auto"
+    memory_is: str = "reserved"
+    loss: Loss | None = None
+    weights: str = "float32"
+    reshard: bool = True
+    units: str = "blocks"
 
 
 @dataclass(frozen=True)
@@ -122,17 +137,24 @@ def _cases(source: dict[str, Any]) -> Iterable[Case]:
             memory_bytes=row.get("memory_gib", 0) * GIB + row.get("memory_mib", 0) * MIB + row.get("memory_gb", 0) * GB,
             attention=row.get("attention", "flash-2"),
             kernels=row.get("kernels", "auto"),
+            memory_is=row.get("memory_is", "reserved"),
+            loss=row.get("loss"),
+            weights=row.get("weights", "float32"),
+            reshard=row.get("reshard", True),
+            units=row.get("units", "blocks"),
         )
 
 
 def _tokens_per_s(row: Mapping[str, Any], shape: Mapping[str, Any], tokens: int) -> float:
-    """Of one GPU, from whichever of five forms the source has."""
+    """Of one GPU, from whichever of five forms the source has; 0 where it has none."""
     if "tokens_per_s" in row:
         return row["tokens_per_s"]
     if "tokens_per_s_all" in row:
         return row["tokens_per_s_all"] / row["gpus"]
     if "step_s" in row:
         return tokens / row["step_s"]
+    if "num_params" not in row:
+        return 0.0
     attention = shape.get("n_layer", 32) * row["seq_len"] * shape.get("n_embd", 4096)
     if "model_flops_per_s" in row:  # forward and backward, under the causal mask
         return row["model_flops_per_s"] / (6 * row["num_params"] + 6 * attention)
@@ -145,7 +167,7 @@ def outcome_of(case: Case) -> Outcome:
     if overrides["seq_len"] < case.seq_len:
         overrides["seq_len"] = case.seq_len
     planner = planner_for(
-        case.preset,
+        **_model_of(case, overrides),
         world_size=case.gpus,
         gpu=case.gpu,
         network=case.network,
@@ -153,27 +175,44 @@ def outcome_of(case: Case) -> Outcome:
         global_batch=case.micro_batch * case.num_micro * case.gpus,
         seq_len=case.seq_len,
         reduce_dtype=case.reduce_dtype,
+        reshard_after_forward=case.reshard,
         impl=case.impl,
-        kernels=case.kernels,
         attention=case.attention,
-        overrides=overrides,
+        loss=case.loss,
     )
     row = planner.row(case.stage, case.micro_batch, case.shard_size)
-    return Outcome(case, row.tokens_per_s / case.gpus, row.step.peak.total + row.process.in_allocator, row.fits)
+    beside = {"allocated": row.process.allocated, "reserved": row.process.reserved, "card": row.process.total}
+    return Outcome(case, row.tokens_per_s / case.gpus, row.step.peak.total + beside[case.memory_is], row.fits)
+
+
+def _model_of(case: Case, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A preset by its name, or built, where its weights or its units are not those that the name stands for."""
+    kernels: Choice = "reference" if case.impl == "eager" and case.kernels == "auto" else case.kernels
+    if case.weights == "float32" and case.units == "blocks":
+        return {"model": case.preset, "overrides": overrides, "kernels": kernels}
+    with torch.device("meta"):
+        model = build_model(case.preset, overrides=overrides, kernels=kernels).to(getattr(torch, case.weights))
+    found: dict[str, Any] = {"model": model, "kernels": kernels}
+    if case.units == "all":
+        found |= {
+            "units": [model.embed_tokens, *model.blocks, model.lm_head],
+            "inputs": tokens_and_targets(case.seq_len),
+        }
+    return found
 
 
 def summary(outcomes: list[Outcome]) -> list[list[str]]:
     """Rows of the table: groups, and of each how far predictions are from what was published."""
     rows = []
     for name, group in _groups(outcomes):
-        speeds = [each.speed_ratio for each in group]
+        speeds = [each.speed_ratio for each in group if each.case.tokens_per_s]
         memories = [each.memory_ratio for each in group if each.case.memory_bytes]
         rows.append(
             [
                 name,
                 str(len(group)),
-                *_spread(speeds, 0.15),
-                str(len(memories)),
+                *(_spread(speeds, 0.15) if speeds else ["", "", ""]),
+                str(len(memories)) if memories else "",
                 *(_spread(memories, 0.08) if memories else ["", "", ""]),
                 f"{sum(each.fits for each in group)} of {len(group)}",
             ]
@@ -227,8 +266,9 @@ def main(argv: list[str] | None = None) -> int:
         for each in outcomes:
             case = each.case
             memory = f"{each.memory_ratio:5.2f}" if case.memory_bytes else "    -"
+            speed = f"{each.speed_ratio:5.2f}" if case.tokens_per_s else "    -"
             print(
-                f"{each.speed_ratio:5.2f} {memory} {case.family:15} {case.model:11} {case.gpu:15} {case.gpus:4}"
+                f"{speed} {memory} {case.family:15} {case.model:11} {case.gpu:15} {case.gpus:4}"
                 f" T {case.seq_len:5} b {case.micro_batch:2} x {case.num_micro:2} {case.recompute:9} {case.impl:8}"
                 f" {case.tokens_per_s:8.0f}{'' if each.fits else '  does not fit'}"
             )

@@ -14,7 +14,7 @@ from zeroshard.lab.predict.hardware import (
     read_calibration,
     write_calibration,
 )
-from zeroshard.profiling.devices import GIB_IN_GB, device_by_driver_name
+from zeroshard.profiling.devices import device_by_driver_name
 
 MEASURED = Calibration(
     Device("this machine", 8 * 10**9, {"float32": 5e10}, 1e10, "zeroshard bench device"),
@@ -90,15 +90,15 @@ def test_a_rate_that_is_no_positive_number_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reported", "memory_gb"),
+    ("reported", "memory_gib"),
     [
-        ("NVIDIA A100-SXM4-40GB", 39.5 * GIB_IN_GB),
-        ("NVIDIA A100-SXM4-80GB", 79.1 * GIB_IN_GB),
-        ("Tesla V100-SXM2-16GB", 16),
-        ("NVIDIA B200", 180),
+        ("NVIDIA A100-SXM4-40GB", 39.5),
+        ("NVIDIA A100-SXM4-80GB", 79.1),
+        ("Tesla V100-SXM2-16GB", 15.7),
+        ("NVIDIA B200", 178.3),
     ],
 )
-def test_a_driver_s_name_finds_the_row(reported, memory_gb):
+def test_a_driver_s_name_finds_the_row(reported, memory_gib):
     device = device_by_driver_name(reported)
     assert device is not None
-    assert (device.name, device.memory_bytes) == (reported, pytest.approx(memory_gb * 10**9))
+    assert (device.name, device.memory_bytes) == (reported, pytest.approx(memory_gib * 2**30))

@@ -44,14 +44,23 @@ def test_a_source_is_for_calibration_or_for_validation_and_says_where_it_was_rea
     assert {case.family for case in cases} == set(sets)
     assert len([case for case in cases if case.set == "calibration"]) >= 80
     assert len([case for case in cases if case.set == "validation"]) >= 25
+    assert len([case for case in cases if case.set == "validation" and case.memory_bytes]) >= 13
 
 
 @pytest.mark.parametrize(("kind", "within_15_percent"), [("calibration", 0.85), ("validation", 0.8)])
 def test_predicted_speeds_are_those_that_were_published(published, kind, within_15_percent):
-    cases = [case for case in published.read_cases() if case.set == kind][:: EVERY[kind]]
+    cases = [case for case in published.read_cases() if case.set == kind and case.tokens_per_s][:: EVERY[kind]]
     ratios = [published.outcome_of(case).speed_ratio for case in cases]
     assert statistics.median(ratios) == pytest.approx(1.0, abs=0.05)
     assert sum(abs(ratio - 1) <= 0.15 for ratio in ratios) >= within_15_percent * len(ratios)
+
+
+@pytest.mark.parametrize("kind", ["calibration", "validation"])
+def test_predicted_memory_is_what_was_published(published, kind):
+    cases = [case for case in published.read_cases() if case.set == kind and case.memory_bytes][::3]
+    ratios = [published.outcome_of(case).memory_ratio for case in cases]
+    assert statistics.median(ratios) == pytest.approx(1.0, abs=0.04)
+    assert sum(abs(ratio - 1) <= 0.08 for ratio in ratios) >= 0.8 * len(ratios)
 
 
 def _busbw_ratios(kind):

@@ -3,8 +3,12 @@
 Rates are dense (NVIDIA prints the Ada, Hopper and Blackwell ones with sparsity: twice these), products of matrices of
 16-bit numbers add up in fp32, and ``float32`` is without TF32, which torch does not use unless asked to.
 
-A data sheet's ``80 GB`` is taken as 10^9 bytes each where a row has no other; of A100, H100 and H200 it is what torch
-reports, the "total capacity" of its out-of-memory errors: 39.5, 79.1 and 139.8 GiB.
+Memory is what torch reports, the "total capacity" of its out-of-memory errors, in GiB; not what a data sheet calls GB,
+nor what nvidia-smi prints (81559 MiB of an H100, of which 79.11 GiB may be used; 81920, 46068, 23034, 23028 and 15360
+MiB of an A100, L40S, L4, A10 and T4: modal-labs/modal-client, pull request 2797). Read in users' reports: A100 39.50
+and 79.25, H100 79.11, H100 NVL 93.00, H100 of 96 GB 95.0, B200 178.35, L40S 44.40, A10 21.99, RTX 4090 23.52, RTX 3090
+23.69, V100 15.78 and 31.74, T4 14.56, MI300X 191.98 (AMD's GB are GiB). Of those that come in several sizes the least.
+Nobody's report was found of an H200 NVL, L4, MI325X and MI250X: taken as the H200, as the A10, and in AMD's GB.
 
 Nobody computes at the peak. ``matmul_share`` is what large products of matrices reach: Bekman, "Machine Learning
 Engineering", table of maximum achievable matmul FLOPS, bf16, where a row has a share of its own, else a round figure
@@ -19,7 +23,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 TERA, GIGA = 10**12, 10**9
-GIB_IN_GB = 2**30 / GIGA
 # Of a device without a file of `zeroshard bench device`. Through PyTorch 2.11 one H100 and one H200 (SXM) ran a bf16
 # product of 8192 cubed at 0.80 of their data sheet, and copied at 0.90 of their memory's rate; layers are smaller.
 MATMUL_SHARE = 0.75
@@ -73,7 +76,7 @@ class Device:
 
 def _sold(
     name: str,
-    memory_gb: float,
+    memory_gib: float,
     tflops: tuple[float, float, float],
     gb_per_s: float,
     link: str,
@@ -88,7 +91,7 @@ def _sold(
     share *= 1.0 if sustained else TRAINING_SHARE
     return Device(
         name,
-        round(memory_gb * GIGA),
+        round(memory_gib * 2**30),
         {dtype: rate * TERA for dtype, rate in rates if rate},
         gb_per_s * GIGA,
         source,
@@ -111,17 +114,15 @@ def _like(name: str) -> str:
 # A device is found by the name that its driver reports where each word of `driver_name` is a word of it; the first row
 # that fits wins, so narrower rows stand first.
 _TABLE = (
-    _sold("b200-180gb", 180, (75, 2250, 2250), 8000, "nvlink5", "NVIDIA HGX and DGX B200 data sheets", "B200"),
-    _sold("h200-nvl-141gb", 141, (60, 835.5, 835.5), 4800, "nvlink4", "NVIDIA H200 data sheet, NVL", "H200 NVL", 0.8),
+    _sold("b200-180gb", 178.3, (75, 2250, 2250), 8000, "nvlink5", "NVIDIA HGX and DGX B200 data sheets", "B200"),
+    _sold("h200-nvl-141gb", 139.8, (60, 835.5, 835.5), 4800, "nvlink4", "NVIDIA H200 data sheet, NVL", "H200 NVL", 0.8),
+    _sold("h200-141gb", 139.8, (67, 989.5, 989.5), 4800, "nvlink4", "NVIDIA H200 data sheet, SXM", "H200", 0.8),
     _sold(
-        "h200-141gb", 139.8 * GIB_IN_GB, (67, 989.5, 989.5), 4800, "nvlink4", "NVIDIA H200 data sheet, SXM", "H200", 0.8
-    ),
-    _sold(
-        "h100-nvl-94gb", 94, (60, 835.5, 835.5), 3900, "nvlink4-pcie", "NVIDIA H100 data sheet, NVL", "H100 NVL", 0.8
+        "h100-nvl-94gb", 93.0, (60, 835.5, 835.5), 3900, "nvlink4-pcie", "NVIDIA H100 data sheet, NVL", "H100 NVL", 0.8
     ),
     _sold(
         "h100-pcie-80gb",
-        80,
+        79.1,
         (51, 756.5, 756.5),
         2000,
         "pcie5",
@@ -132,7 +133,7 @@ _TABLE = (
     # SXM boards call themselves "H100 80GB HBM3"
     _sold(
         "h100-80gb",
-        79.1 * GIB_IN_GB,
+        79.1,
         (67, 989.5, 989.5),
         3350,
         "nvlink4",
@@ -143,7 +144,7 @@ _TABLE = (
     # Meta's Grand Teton: SXM with HBM2e, run at 500 W; torchtitan, benchmarks/llama3_h100_202412_torchtitan.md
     _sold(
         "h100-96gb-500w",
-        96,
+        95.0,
         (67, 989.5, 989.5),
         2400,
         "nvlink4",
@@ -153,7 +154,7 @@ _TABLE = (
     ),
     _sold(
         "a100-80gb",
-        79.1 * GIB_IN_GB,
+        79.1,
         (19.5, 312, 312),
         2039,
         "nvlink3",
@@ -163,7 +164,7 @@ _TABLE = (
     ),
     _sold(
         "a100-40gb",
-        39.5 * GIB_IN_GB,
+        39.5,
         (19.5, 312, 312),
         1555,
         "nvlink3",
@@ -171,32 +172,34 @@ _TABLE = (
         "A100 SXM4 40GB",
         0.869,
     ),
-    _sold("a100-pcie-80gb", 80, (19.5, 312, 312), 1935, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100 80GB", 0.811),
-    _sold("a100-pcie-40gb", 40, (19.5, 312, 312), 1555, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100", 0.811),
-    _sold("l40s-48gb", 48, (91.6, 362.05, 362.05), 864, "pcie4", "NVIDIA L40S data sheet", "L40S"),
-    _sold("l4-24gb", 24, (30.3, 121, 121), 300, "pcie4-x8", "NVIDIA L4 data sheet", "L4"),
-    _sold("a10-24gb", 24, (31.2, 125, 125), 600, "pcie4", "NVIDIA A10 data sheet", "A10"),
+    _sold("a100-pcie-80gb", 79.1, (19.5, 312, 312), 1935, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100 80GB", 0.811),
+    _sold("a100-pcie-40gb", 39.4, (19.5, 312, 312), 1555, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100", 0.811),
+    _sold("l40s-48gb", 44.4, (91.6, 362.05, 362.05), 864, "pcie4", "NVIDIA L40S data sheet", "L40S"),
+    _sold("l4-24gb", 21.9, (30.3, 121, 121), 300, "pcie4-x8", "NVIDIA L4 data sheet", "L4"),
+    _sold("a10-24gb", 21.9, (31.2, 125, 125), 600, "pcie4", "NVIDIA A10 data sheet", "A10"),
     _sold(
         "rtx-4090-24gb",
-        24,
+        23.5,
         (82.6, 165.2, 165.2),
         1008,
         "pcie4",
         "NVIDIA Ada GPU architecture white paper, appendix A",
         "RTX 4090",
     ),
-    _sold("rtx-3090-24gb", 24, (35.6, 71, 71), 936, "pcie4", "NVIDIA Ampere GA102 white paper, appendix A", "RTX 3090"),
-    _sold("v100-32gb", 32, (15.7, 0, 125), 900, "nvlink2", "NVIDIA V100 data sheet, SXM2", "V100 SXM2 32GB"),
-    _sold("v100-16gb", 16, (15.7, 0, 125), 900, "nvlink2", "NVIDIA V100 data sheet, SXM2", "V100 SXM2 16GB"),
-    _sold("t4-16gb", 16, (8.1, 0, 65), 320, "pcie3", "NVIDIA T4 data sheet", "T4"),
     _sold(
-        "mi325x-256gb", 256, (163.4, 1307.4, 1307.4), 6000, "xgmi3", "AMD Instinct MI325X data sheet", "MI325X", 0.604
+        "rtx-3090-24gb", 23.6, (35.6, 71, 71), 936, "pcie4", "NVIDIA Ampere GA102 white paper, appendix A", "RTX 3090"
+    ),
+    _sold("v100-32gb", 31.7, (15.7, 0, 125), 900, "nvlink2", "NVIDIA V100 data sheet, SXM2", "V100 SXM2 32GB"),
+    _sold("v100-16gb", 15.7, (15.7, 0, 125), 900, "nvlink2", "NVIDIA V100 data sheet, SXM2", "V100 SXM2 16GB"),
+    _sold("t4-16gb", 14.5, (8.1, 0, 65), 320, "pcie3", "NVIDIA T4 data sheet", "T4"),
+    _sold(
+        "mi325x-256gb", 255.9, (163.4, 1307.4, 1307.4), 6000, "xgmi3", "AMD Instinct MI325X data sheet", "MI325X", 0.604
     ),
     _sold(
-        "mi300x-192gb", 192, (163.4, 1307.4, 1307.4), 5300, "xgmi3", "AMD Instinct MI300X data sheet", "MI300X", 0.514
+        "mi300x-192gb", 191.9, (163.4, 1307.4, 1307.4), 5300, "xgmi3", "AMD Instinct MI300X data sheet", "MI300X", 0.514
     ),
     # one of the two dies of a module, which is what torch calls a device
-    _sold("mi250x-64gb", 64, (23.95, 191.5, 191.5), 1638, "xgmi2", "AMD Instinct MI250X data sheet", "MI250X", 0.767),
+    _sold("mi250x-64gb", 63.9, (23.95, 191.5, 191.5), 1638, "xgmi2", "AMD Instinct MI250X data sheet", "MI250X", 0.767),
 )
 DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 

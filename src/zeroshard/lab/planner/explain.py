@@ -11,6 +11,8 @@ from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds, size
 from zeroshard.lab.predict.actions import Compute, Issue, Step
+from zeroshard.lab.predict.process_memory import SOURCES
+from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
 from zeroshard.lab.predict.timeline import TimedSpan, simulate
 
 ZERO = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054"
@@ -152,10 +154,14 @@ def _sources(step: Step) -> list[str]:
 def _memory(row: Row) -> list[str]:
     peak = row.step.peak
     parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in peak.by_category.items() if num_bytes)
-    text = f"Fullest in the {peak.where}: {size(peak.total)}: {parts}"
-    if row.comm_bytes:
-        text += f"; and about {size(row.comm_bytes)} of NCCL's own"
-    if row.process.total:
-        beside = ", ".join(f"{name.replace('_', ' ')} {size(n)}" for name, n in row.process.as_dict().items() if n)
-        text += f"; beside the engine's account: {beside}"
-    return [text + "."]
+    lines = [f"Fullest in the {peak.where}: {size(peak.total)}: {parts}."]
+    beside = {**row.process.as_dict(), "comm_buffers": row.comm_bytes}
+    if any(beside.values()):
+        least, most = MEMORY_SPREAD
+        lines.append(
+            f"Beside the engine's account the process holds {size(row.needed_bytes - peak.total)}. Of runs that others "
+            f"published, four of five peaks lay between {1 / most:.2f} and {1 / least:.2f} of what is predicted."
+        )
+        told = [(name.replace("_", " "), size(n), SOURCES[name]) for name, n in beside.items() if n]
+        lines += columns([("beside", "bytes", "from"), *told], right=(1,))
+    return lines

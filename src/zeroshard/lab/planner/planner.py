@@ -14,19 +14,17 @@ from zeroshard.kernels import Choice
 from zeroshard.lab.planner.plan_rows import Row, what_binds
 from zeroshard.lab.predict.actions import Accumulate, Settings, Step
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
-from zeroshard.lab.predict.process_memory import ProcessMemory, process_memory
-from zeroshard.lab.predict.rates import Attention, Impl, Software, spread
+from zeroshard.lab.predict.process_memory import Process, ProcessMemory, process_memory
+from zeroshard.lab.predict.rates import Attention, Impl, Loss, Software, spread
 from zeroshard.lab.predict.step import step_of
 from zeroshard.lab.predict.timeline import Cluster, simulate
 from zeroshard.lab.predict.workload import DTYPES, Workload, workload_of
 from zeroshard.models.adapters import Lora
 from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy
 from zeroshard.zero.buffers.unit_choice import UnitChoice
+from zeroshard.zero.strategy import SHARD
 
 HEADROOM = 0.02  # of a device's memory that stays free: what nobody foresaw
-# NCCL's own memory for each communicator, outside of torch's allocator: two buffers of NCCL_BUFFSIZE (4 MiB) for each
-# of at most 32 channels (NCCL documentation, environment variables).
-NCCL_BYTES = 2 * 32 * 4 * 2**20
 
 
 @dataclass
@@ -69,10 +67,8 @@ class Planner:
         shards = shard_size or world_size
         step = self.step(strategy, micro_batch, shards)
         timing = simulate(step, self.device, self.cluster, software=self.software)
-        num_groups = (shards > 1) + (shards < world_size)
-        comm_bytes = NCCL_BYTES * num_groups if self.device.device_type == "cuda" else 0
-        process = self._process_memory(step, micro_batch)
-        needed = step.peak.total + comm_bytes + process.total
+        process = self._process_memory(step, strategy, micro_batch, shards)
+        needed = step.peak.total + process.total
         left = self.device.memory_bytes - needed
         fits = left >= self.headroom * self.device.memory_bytes
         tokens_per_s = step.tokens * world_size / timing.step_s if timing.step_s else 0.0
@@ -84,7 +80,7 @@ class Planner:
             micro_batch=micro_batch,
             num_micro=max(self.num_micro(micro_batch), 1),
             step=step,
-            comm_bytes=comm_bytes,
+            comm_bytes=process.nccl,
             process=process,
             needed_bytes=needed,
             headroom_bytes=left,
@@ -96,11 +92,20 @@ class Planner:
             spread=spread(self.device),
         )
 
-    def _process_memory(self, step: Step, micro_batch: int) -> ProcessMemory:
-        if self.device.device_type != "cuda":
-            return ProcessMemory()
-        vocab_size = getattr(getattr(self.workload.model, "config", None), "vocab_size", 0)
-        return process_memory(step.peak, micro_batch * self.workload.seq_len * vocab_size, self.software.impl)
+    def _process_memory(
+        self, step: Step, strategy: ShardingStrategy, micro_batch: int, num_shards: int
+    ) -> ProcessMemory:
+        workload = self.workload
+        config = getattr(workload.model, "config", None)
+        what = Process(
+            num_logits=micro_batch * workload.seq_len * getattr(config, "vocab_size", 0),
+            group_sizes=(num_shards, self.cluster.world_size // num_shards),
+            own_loss=workload.kernels != "reference",
+            shards_grads=strategy.grads is SHARD and num_shards > 1,
+            recomputes=getattr(config, "activation_checkpointing", "none") != "none",
+            unread_bytes=workload.unread_bytes(micro_batch),
+        )
+        return process_memory(step, self.device, self.software, what)
 
     def step(self, strategy: ShardingStrategy, micro_batch: int, num_shards: int) -> Step:
         """The engine's step."""
@@ -155,6 +160,7 @@ def planner_for(
     kernels: Choice = "auto",
     impl: Impl | None = None,
     attention: Attention = "flash-2",
+    loss: Loss | None = None,
     document_mask: bool = False,
     lora: Lora | None = None,
     headroom: float = HEADROOM,
@@ -175,7 +181,7 @@ def planner_for(
     precision = _precision(dtype, reduce_dtype)
     if impl == "eager" and kernels == "auto":
         kernels = "reference"
-    software = Software(impl or ("eager" if kernels == "reference" else "kernels"), attention)
+    software = Software(impl or ("eager" if kernels == "reference" else "kernels"), attention, loss)
     workload = workload_of(
         model,
         seq_len=seq_len,

@@ -108,6 +108,8 @@ class Step:
         start, before_update, after_update: bytes by category after initialisation, before and after the optimizer's
             first step: the three points at which `Zero.memory_bytes` may be compared.
         tokens: of this rank.
+        at_loss: the fullest moment between the forward of the last block and its backward, when all activations and a
+            model's logits are there; None where the root unit computes nothing then.
     """
 
     first: list[Action]
@@ -120,6 +122,7 @@ class Step:
     before_update: dict[str, int]
     after_update: dict[str, int]
     tokens: int
+    at_loss: Moment | None = None
 
     def messages(self) -> list[Message]:
         """The collectives of the step in order of issue, without control messages."""

@@ -17,6 +17,7 @@ import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -57,6 +58,9 @@ def trace_language_model(
     if not _is_as_built(model):
         inputs = tokens_and_targets(seq_len)
         return trace_model(model, micro_batch, list(model.blocks), inputs, precision, device_type=device_type)
+    dtype = next(param.dtype for param in model.parameters())
+    if precision.param_dtype is None and dtype != torch.float32:  # 16-bit weights without masters
+        precision = replace(precision, param_dtype=dtype)
     name, changes = nearest_preset(cast("Any", model.config))
     of_depth = partial(
         _traced,
@@ -78,10 +82,11 @@ def trace_language_model(
 
 
 def _is_as_built(model: LanguageModel) -> bool:
-    """Whether its parameters are what its configuration and its adapters make them."""
+    """Whether its parameters are what its configuration and its adapters make them, in one dtype, whichever."""
+    dtype = next(param.dtype for param in model.parameters())
     trained = [is_adapter(name) or model.lora is None for name, _ in model.named_parameters()]
     params = zip(model.parameters(), trained, strict=True)
-    return all(param.requires_grad == trains and param.dtype == torch.float32 for param, trains in params)
+    return all(param.requires_grad == trains and param.dtype == dtype for param, trains in params)
 
 
 @lru_cache(maxsize=256)  # a plan, and a page of plans, ask for the same micro-batch again and again

@@ -35,6 +35,7 @@ from zeroshard.profiling.devices import Device
 
 Impl = Literal["eager", "compile", "kernels"]
 Attention = Literal["flash-1", "flash-2", "flash-3", "cudnn"]
+Loss = Literal["chunked", "compiled", "plain"]
 # Rows and columns of a tile, and what it reaches of the largest one's rate: smaller ones load more for each FLOP.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 128, 0.75))
 K_PARTS = (1, 2, 4, 8)
@@ -50,10 +51,13 @@ class Software:
     Attributes:
         impl: ``eager`` (torch, operation by operation), ``compile`` (torch.compile), ``kernels`` (fused by hand).
         attention: which fused kernel.
+        loss: how logits become a loss: in chunks, by code that was compiled apart from the model, or by torch's plain
+            operations; None: as ``impl`` has it.
     """
 
     impl: Impl = "kernels"
     attention: Attention = "flash-2"
+    loss: Loss | None = None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from zeroshard.lab.predict.actions import (
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.engine import Change, Told, Waited, recorded
 from zeroshard.lab.predict.memory import OptimizerState, state_bytes
-from zeroshard.lab.predict.model_spans import ROOT, Span, Trace
+from zeroshard.lab.predict.model_spans import ROOT, Event, Span, Trace
 from zeroshard.lab.predict.work import Work, dtype_name
 from zeroshard.zero.strategy import SHARD
 
@@ -86,6 +86,7 @@ def step_of(
         before_update=resident,
         after_update=resident,
         tokens=trace.tokens * settings.num_micro,
+        at_loss=ledger.at_loss,
     )
 
 
@@ -101,6 +102,7 @@ class _Ledger:
         self._live = sum(self._bytes.values())
         self._units = trace.units
         self.peak = Moment(dict(self._bytes), "")
+        self.at_loss: Moment | None = None
         self._place = "root"
         self._phase: Phase = "forward"
 
@@ -112,8 +114,11 @@ class _Ledger:
             self._place = "root" if event.unit == ROOT else self._units[event.unit]
             self._phase = _PHASES.get(event.name, self._phase)
             actions += self._tell(done)
-            if self._live + span.peak_kept + span.peak_temporary > self.peak.total:
-                self._note_peak(span.peak_kept, span.peak_temporary)
+            highest = self._live + span.peak_kept + span.peak_temporary
+            if highest > self.peak.total:
+                self.peak = self._moment(span.peak_kept, span.peak_temporary)
+            if event == _LOSS_IS_THERE and (self.at_loss is None or highest > self.at_loss.total):
+                self.at_loss = self._moment(span.peak_kept, span.peak_temporary)
             self._bytes["activations"] += span.kept
             self._bytes["temporaries"] += span.temporary
             self._live += span.kept + span.temporary
@@ -125,7 +130,7 @@ class _Ledger:
         """The optimizer steps, beside so many bytes of its own."""
         self._place, self._phase = "root", "optimizer"
         if temporary and self._live + temporary > self.peak.total:
-            self._note_peak(0, temporary)
+            self.peak = self._moment(0, temporary)
 
     def _tell(self, done: Sequence[Told]) -> Iterator[Action]:
         for each in done:
@@ -142,15 +147,16 @@ class _Ledger:
         self._bytes[category] += num_bytes
         self._live += num_bytes
         if self._live > self.peak.total:
-            self._note_peak()
+            self.peak = self._moment()
 
-    def _note_peak(self, kept: int = 0, temporary: int = 0) -> None:
+    def _moment(self, kept: int = 0, temporary: int = 0) -> Moment:
         found = dict(self._bytes)
         found["activations"] += kept
         found["temporaries"] += temporary
-        self.peak = Moment(found, f"{self._phase} of {self._place}")
+        return Moment(found, f"{self._phase} of {self._place}")
 
 
+_LOSS_IS_THERE = Event("backward_begins", ROOT)
 _PHASES: dict[str, Phase] = {"forward_begins": "forward", "backward_begins": "backward"}
 
 

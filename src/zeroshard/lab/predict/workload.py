@@ -16,7 +16,7 @@ from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState
 from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.model_trace import Inputs, tokens_and_targets, trace_language_model, trace_model
-from zeroshard.models import LanguageModel, build_model
+from zeroshard.models import LanguageModel, Llama, build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.models.presets import model_config, nearest_preset
 from zeroshard.train.config.validate import nearest
@@ -91,6 +91,18 @@ class Workload:
         compute, reduce = self.precision.compute_dtype(dtype), self.precision.gradient_dtype(dtype)
         master = dtype.itemsize if compute != dtype else 0
         return compute.itemsize + master + reduce.itemsize + self.states[0].num_per_element * dtype.itemsize
+
+    def unread_bytes(self, micro_batch: int) -> int:
+        """Activations of a micro-batch that selective recomputation keeps although backward does not read them.
+
+        They are what each block's last product gave; with ``selective:2`` it is kept where it is an odd one.
+        """
+        config: Any = getattr(self.model, "config", None)
+        kept = getattr(config, "activation_checkpointing", "none")
+        if kept != "selective" and not (kept == "selective:2" and isinstance(self.model, Llama)):
+            return 0
+        itemsize = getattr(torch, self.dtype).itemsize
+        return micro_batch * self.seq_len * config.n_embd * itemsize * config.n_layer
 
     def trace(self, micro_batch: int, device_type: str = "cpu") -> Trace:
         """Of one micro-batch."""
