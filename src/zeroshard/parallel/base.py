@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zeroshard.comm import Communicator
 from zeroshard.zero.engine import Accumulate
 from zeroshard.zero.optimizers.ema import Ema
+from zeroshard.zero.replicas.local_steps import LocalSteps
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 
 
@@ -43,6 +44,8 @@ class Setup:
             in a forward, and then walks the graph after each; ours and FSDP2 need not be.
         reduce_dtype: dtype in which gradients add up and travel; None: the masters' (ZeRO strategies only).
         accumulate, prefetch: as `zeroshard.Zero` takes them (ZeRO strategies only).
+        replicas: how groups of ``shard_size`` ranks that take local steps meet; None: all ranks take each step together
+            (ZeRO strategies only).
         ema_decay: of a moving average of the weights; None for no average.
     """
 
@@ -62,6 +65,7 @@ class Setup:
     reduce_dtype: torch.dtype | None = None
     accumulate: Accumulate | None = None
     prefetch: int = 1
+    replicas: LocalSteps | None = None
 
 
 class Strategy(Protocol):

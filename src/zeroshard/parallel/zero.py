@@ -34,6 +34,7 @@ class ZeroStrategy:
             prefetch=setup.prefetch,
             accumulate=setup.accumulate,
             shard_size=setup.shard_size,
+            replicas=setup.replicas,
         )
         self._reshard_after_forward = setup.reshard_after_forward
         self.model: nn.Module = setup.model

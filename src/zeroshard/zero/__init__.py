@@ -9,7 +9,7 @@ from zeroshard.zero.levels import Levels
 from zeroshard.zero.optimizers.requirements import OptimizerKind, Scope, classify
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.replicas.local_steps import LocalSteps
-from zeroshard.zero.replicas.replicas import Meeting, Replicas
+from zeroshard.zero.replicas.replicas import Meeting, ReplicaDivergedError, Replicas
 from zeroshard.zero.sharded_optimizer.optimizer import ShardedOptimizer
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 from zeroshard.zero.strategy import STAGES, Placement, ShardingStrategy, resolve_strategy
@@ -26,6 +26,7 @@ __all__ = [
     "OptimizerKind",
     "Piece",
     "Placement",
+    "ReplicaDivergedError",
     "Replicas",
     "Scope",
     "ShardReader",

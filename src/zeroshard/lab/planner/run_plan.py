@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from zeroshard.comm.wrappers.throttle import bytes_per_link, num_hops
 from zeroshard.errors import UserError
+from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.hardware import Calibration, Link, read_calibration
+from zeroshard.lab.predict.meetings import meeting_messages, outer_bytes
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, state_bytes
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.step import Settings, Step, step_of
@@ -41,11 +44,13 @@ def predict(job: Job) -> Planned:
     buffers = buffers_of(job.model, job.shard_size, list(job.model.blocks))
     rank = job.rank % job.shard_size
     optimizer = OPTIMIZER_STATES["AdamW"]
-    num_replicas = job.world_size // job.shard_size
+    num_replicas = job.world_size // job.shard_size if job.local_steps is None else 1  # each takes its steps alone
     kind = job.device_type
     held = state_bytes(buffers, job.row, rank, optimizer, precision, num_reductions=num_reductions, device_type=kind)
     if job.keeps_ema:
         held["ema"] = ema_bytes(buffers, job.row, rank)
+    if job.local_steps is not None:
+        held["outer"] = outer_bytes(buffers)
     found = messages(
         buffers,
         job.row,
@@ -57,9 +62,10 @@ def predict(job: Job) -> Planned:
         num_replicas=num_replicas,
         flows=None if job.model.lora is None else flows_of(buffers),
     )
-    sent = [Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in found]
+    leaving, arriving = _meetings(job, buffers)
+    planned = Planned(held, _sent(job, found), leaving=leaving, arriving=arriving)
     if not job.estimates:
-        return Planned(held, sent)
+        return planned
     settings = Settings(
         job.row,
         precision,
@@ -78,11 +84,52 @@ def predict(job: Job) -> Planned:
     except UserError as error:  # a model of somebody else's whose activations nobody can foresee
         if calibration is not None:
             raise
-        return Planned(held, sent, why_no_peak=error.what)
+        return replace(planned, why_no_peak=error.what)
     if calibration is not None and calibration.link is not None and job.links is not None:
         calibration = replace(calibration, link=behind(calibration.link, job.links))
-    timing = None if calibration is None else _timing(step, calibration, job.world_size)
-    return Planned(held, sent, step.peak.total + held.get("ema", 0), None if timing is None else timing.step_s)
+    alone = job.shard_size if job.local_steps is not None else job.world_size
+    step_s = None if calibration is None else _timing(step, calibration, alone).step_s
+    if step_s is not None and calibration is not None and job.local_steps is not None:
+        step_s += _meeting_s(job, leaving, calibration) / job.local_steps.every
+    beside = held.get("ema", 0) + held.get("outer", 0)
+    return replace(planned, peak_bytes=step.peak.total + beside, step_s=step_s)
+
+
+def _sent(job: Job, found: Iterable[Message]) -> list[Sent]:
+    """Those that are counted: a replica of one rank that takes local steps talks to nobody."""
+    counted = job.local_steps is None or job.world_size == job.shard_size
+    return [
+        Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in found if counted or m.world_size > 1
+    ]
+
+
+def _meetings(job: Job, buffers: list[Buffer]) -> tuple[dict[int, list[Sent]], dict[int, list[Sent]]]:
+    """By fragment, what replicas with local steps send when its difference leaves, and when it arrives."""
+    leaving: dict[int, list[Sent]] = {}
+    arriving: dict[int, list[Sent]] = {}
+    for fragment in range(0 if job.local_steps is None else job.local_steps.fragments):
+        assert job.local_steps is not None
+        whole = job.row.optim is not SHARD and job.shard_size > 1
+        num_replicas = job.world_size // job.shard_size
+        there, here = meeting_messages(buffers, job.local_steps, fragment, num_replicas, whole_masters=whole)
+        leaving[fragment], arriving[fragment] = (
+            [Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in each if m.world_size > 1]
+            for each in (there, here)
+        )
+    return leaving, arriving
+
+
+def _meeting_s(job: Job, leaving: Mapping[int, Sequence[Sent]], calibration: Calibration) -> float:
+    """Seconds of all fragments' differences on their way, as far as no computation of theirs hides them.
+
+    A fragment that travels for some steps while these compute is counted as hidden.
+    """
+    if job.local_steps is None or job.local_steps.overlap_steps:
+        return 0.0
+    link = calibration.link or NOBODY
+    cluster = Cluster(job.world_size, 1, link, link)
+    sent = [message for each in leaving.values() for message in each]
+    return sum(cluster.collective_s(m.op, m.num_bytes, m.world_size, replicas=True) for m in sent)
 
 
 def predicted_step(

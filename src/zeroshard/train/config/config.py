@@ -22,6 +22,7 @@ from zeroshard.errors import UserError, shown
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
 from zeroshard.train.config.registered import CommName, StrategyName
+from zeroshard.train.config.replica_settings import ReplicasConfig, check_replicas
 from zeroshard.train.config.sections import (
     SHORTHANDS,
     Config,
@@ -56,6 +57,7 @@ class TrainConfig(Config):
     profile: ProfileConfig = ProfileConfig()
     plan: ContractConfig = ContractConfig()
     link: LinkConfig = LinkConfig()
+    replicas: ReplicasConfig = ReplicasConfig()
     track: TrackConfig = TrackConfig()
 
     strategy: StrategyName = Field(
@@ -245,7 +247,8 @@ class TrainConfig(Config):
             what = f"{self.global_batch_size} already sets how many micro-batches a step has"
             raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
         strategy = strategy_entry(self.strategy)
-        if self.shard_size and not (strategy.planned and strategy.stage):
+        check_replicas(self.replicas, self.strategy, self.shard_size, ema_decay=self.ema_decay, dtype=self.dtype)
+        if self.shard_size and not (strategy.planned and (strategy.stage or self.replicas.on)):
             what = f"{self.strategy} has no shards of ours to size"
             sharding = [name for name in strategies_with("planned") if STRATEGIES[name].stage]
             raise UserError("shard_size", what, f"leave it out, or use --strategy {', '.join(sharding)}")

@@ -39,6 +39,7 @@ from zeroshard.train.records.plan_contract import Contract, Predict
 from zeroshard.train.records.records import Observer, StepRecord
 from zeroshard.train.setup.auto import ChooseStage, move_up
 from zeroshard.train.setup.build import built
+from zeroshard.zero import ReplicaDivergedError
 
 TIME_TO_SPEAK_S = 1.0
 
@@ -118,6 +119,10 @@ def train(
     saving = Saving(run, alive)
     try:
         return _train(run, saving, stop_wanted, alive)
+    except ReplicaDivergedError as error:  # on every rank
+        if run.strategy.comm.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return ExitStatus.NOT_FINITE
     finally:
         saving.close()
         gc.unfreeze()
@@ -207,20 +212,25 @@ def _evaluate(
 ) -> tuple[float, float | None, dict[str, float]]:
     """The validation loss of the weights, that of their moving average where there is one, and of further sets by name.
 
-    ``settle``: called before the average takes the weights' place, which a save under way may still read.
+    Of replicas that take local steps they are those of the anchors, the last weights that all had in common.
+
+    ``settle``: called before others take the weights' place, which a save under way may still read.
     ``alive``: called after each batch.
     """
     strategy = run.strategy
-    loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device, alive)
+    if run.replicas is not None:
+        settle()
+    with nullcontext() if run.replicas is None else run.replicas.anchors():
+        loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device, alive)
+        named = {
+            name: evaluate(strategy.model, batches, strategy.comm, run.device, alive)
+            for name, batches in run.named_evals.items()
+        }
     ema_loss = None
     if strategy.ema is not None:
         settle()
         with strategy.ema.weights():
             ema_loss = evaluate(strategy.model, run.eval_batches, strategy.comm, run.device, alive)
-    named = {
-        name: evaluate(strategy.model, batches, strategy.comm, run.device, alive)
-        for name, batches in run.named_evals.items()
-    }
     more = (named,) if named else ()
     _tell(run, lambda observer: observer.on_eval(step, loss, ema_loss, *more))
     if run.contract:
@@ -233,7 +243,7 @@ def _evaluate(
 
 def _broken(run: Run, contract: Contract) -> bool:
     """Whether any rank's step was not as planned; the first such rank says what differs. Collective."""
-    comm = run.strategy.comm
+    comm = run.together
     first = torch.tensor([comm.rank if contract.difference else comm.world_size], device=comm.control_device)
     with scope(CONTROL):
         comm.all_reduce(first, "min").wait()
@@ -282,9 +292,9 @@ def _complain(run: Run, record: StepRecord) -> None:
     """Say on rank 0 why the run is given up, and which module was the first to go wrong; collective."""
     step = record.step - 1
     torch.manual_seed(step_seed(run.schedule.seed, step, run.strategy.comm.rank))
-    origin = first_not_finite(run.strategy.model, run.strategy.comm, lambda: backward(run, step))
+    origin = first_not_finite(run.strategy.model, run.together, lambda: backward(run, step))
     run.strategy.optimizer.zero_grad()
-    if run.strategy.comm.rank == 0:
+    if run.together.rank == 0:
         scale = "" if record.loss_scale is None else f" at a loss scale of {record.loss_scale:g}"
         print(
             f"error: step {record.step}: loss {record.loss} with gradient norm {record.grad_norm} is not finite{scale},"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.comm import ObservedCommunicator
+from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.data import Batches
 from zeroshard.data.base import EvalBatch
 from zeroshard.optim import LossScaler
@@ -24,6 +24,7 @@ from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.train.records.plan_contract import Contract
 from zeroshard.train.records.records import Observer
 from zeroshard.train.state.lock import RunLock
+from zeroshard.zero import Replicas
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Run:
             mean over what counts] in `zeroshard.data.examples.batches`; None: nothing.
         named_evals: this rank's batches of further validation sets, by name.
         rows: how full the rows of examples are, as numbers for the log; empty: rows are of plain text.
+        replicas: those that take local steps; None where all ranks take each step together.
         data_position: where the data of a step begin, for its checkpoint; None where the step says it.
     """
 
@@ -118,6 +120,12 @@ class Run:
     data_position: Callable[[int], dict[str, Any] | None] = lambda step: None
     loss_weight: Callable[[int, int], float] | None = None
     named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)
+    replicas: Replicas | None = None
+
+    @property
+    def together(self) -> Communicator:
+        """The ranks that take each step together: all, or those of a replica that takes local steps."""
+        return self.strategy.comm if self.replicas is None else self.replicas.shard
 
     def tokens_at(self, step: int) -> int:
         """Tokens seen by all ranks together once ``step`` steps are done."""

@@ -15,6 +15,7 @@ from zeroshard.checkpoint.shared_outcome import largest
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.run import Run, checkpoint_folder
 from zeroshard.train.loop.watchdog import PATIENCE_S, Alive
+from zeroshard.train.state.replicas import guards_of_replicas
 
 STOPPED = (ExitStatus.TERMINATED, ExitStatus.PREEMPTED)
 
@@ -42,6 +43,8 @@ class Saving:
             on_progress=self.alive,
         )
         self._hook = run.strategy.optimizer.register_step_pre_hook(lambda *_: self.settle())
+        if run.replicas is not None:
+            run.replicas.before_change = self.settle
         self.saved_at = run.first_step
         self._wanted_at = run.first_step
         self._num_complete, self._last_error = 0, ""
@@ -62,6 +65,8 @@ class Saving:
         if run.scaler:
             extra["loss_scaler"] = run.scaler.state_dict()
         extra["guard"] = run.guard.state_dict()
+        if run.replicas is not None:
+            extra["guards"] = guards_of_replicas(run.strategy.comm, run.together, run.guard)
         extra["best"] = run.best.state_dict()
         path = self._folder / step_name(step)
         if self._renewed():

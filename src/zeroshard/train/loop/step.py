@@ -20,6 +20,7 @@ from zeroshard.comm import CONTROL, scope
 from zeroshard.data.base import as_arguments
 from zeroshard.errors import ExitStatus
 from zeroshard.profiling.flops import hardware_flops_utilisation, model_flops_utilisation
+from zeroshard.train.loop.meetings import meet, moves
 from zeroshard.train.loop.run import Run
 from zeroshard.train.records.records import StepRecord
 
@@ -64,6 +65,8 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
         scaler.update()
     memory_bytes = strategy.memory_bytes()  # here all of it is alive at once
     strategy.optimizer.zero_grad()
+    with span("meeting"):
+        meeting, stop = meet(run, health.loss, health.stop, taken=verdict == "taken")
     speed = _speed(run, perf_counter() - start)
     taken = verdict == "taken"
     traffic, exposed_s = _communicated(run, step, memory_bytes, taken=taken)
@@ -81,9 +84,10 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
         loss_scale=loss_scale,
         exposed_s=exposed_s,
         spans_s=run.clock.take(),
+        meeting=meeting,
         **speed,
     )
-    return record, health.stop
+    return record, stop
 
 
 def _communicated(
@@ -94,7 +98,7 @@ def _communicated(
     exposed_s = run.comm.exposed.take() if run.comm and run.comm.world_size > 1 else {}
     records = run.comm.drain() if run.comm else []
     if run.contract:
-        run.contract.see(step + 1, records, memory_bytes, taken=taken)
+        run.contract.see(step + 1, records, memory_bytes, taken=taken, moves=moves(run))
     if run.measures:
         run.measures.see(records, exposed_s)
     return traffic, exposed_s
@@ -138,13 +142,15 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _agree(run: Run, loss: Tensor, grad_norm: Tensor, stop: int) -> _Health:
-    """The mean loss over ranks, and whether any of them wants to stop and why: one message of 24 bytes.
+    """The mean loss over the ranks that take this step together, and whether any of them wants to stop and why.
+
+    One message of 24 bytes.
 
     The norm, which all ranks have, is read with it: the host waits for the device once.
     """
     preempted = stop == signal.SIGUSR1
     wishes = loss.new_tensor([float(preempted), float(bool(stop) and not preempted)])
-    comm = run.strategy.comm
+    comm = run.together
     report = torch.cat([loss.view(1), wishes, grad_norm.detach().to(loss).view(1)]).to(comm.control_device)
     with scope(CONTROL):
         comm.all_reduce(report[:3]).wait()

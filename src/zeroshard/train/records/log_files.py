@@ -40,7 +40,8 @@ class JsonlWriter:
 
     def on_step(self, record: StepRecord) -> None:
         """Write a ``step`` line; exposed communication by kind, all units together."""
-        self._write("step", asdict(record) | {"exposed_s": by_kind(record.exposed_s)})
+        values = asdict(record) | {"exposed_s": by_kind(record.exposed_s)}
+        self._write("step", {name: value for name, value in values.items() if name != "meeting" or value})
 
     def on_eval(
         self, step: int, loss: float, ema_loss: float | None = None, named: Mapping[str, float] | None = None

@@ -22,7 +22,7 @@ import torch
 from zeroshard.comm import CONTROL, CommRecord
 from zeroshard.models import LanguageModel
 from zeroshard.train.setup.links import Links
-from zeroshard.zero import ShardingStrategy
+from zeroshard.zero import LocalSteps, ShardingStrategy
 from zeroshard.zero.engine import Accumulate
 
 
@@ -46,6 +46,7 @@ class Job:
         saves_passes: whether the optimizer writes 16-bit weights beside their masters (`FusedAdamW`).
         calibration: path of a file of `zeroshard bench device`; empty: the device is known by name, or not at all.
         estimates: whether peak and time are wanted too: a second's work (a trace), which one rank does for all.
+        local_steps: how replicas meet that take local steps; None: all ranks take each step together.
         links: what slows the ranks' way to each other, which was not there when the device was measured; None: nothing.
     """
 
@@ -68,6 +69,14 @@ class Job:
     reduce_dtype: torch.dtype | None = None
     accumulate: Accumulate | None = None
     prefetch: int = 1
+    local_steps: LocalSteps | None = None
+
+
+class Moves(NamedTuple):
+    """The fragments of replicas with local steps whose differences left, and arrived, at a step."""
+
+    left: tuple[int, ...]
+    arrived: tuple[int, ...]
 
 
 class Sent(NamedTuple):
@@ -91,6 +100,8 @@ class Planned:
         messages: a step's collectives, in order; without control messages.
         peak_bytes: at the worst moment of a step.
         step_s: of a step.
+        leaving: by fragment of replicas with local steps, the collectives when its difference leaves.
+        arriving: the same when it arrives: at stage 0 the anchors of a replica's ranks.
         why_no_peak: what kept the peak from being predicted; empty: nothing, or nobody tried.
     """
 
@@ -99,6 +110,17 @@ class Planned:
     peak_bytes: int | None = None
     step_s: float | None = None
     why_no_peak: str = ""
+    leaving: Mapping[int, Sequence[Sent]] = field(default_factory=dict)
+    arriving: Mapping[int, Sequence[Sent]] = field(default_factory=dict)
+
+    def at(self, moves: Moves | None) -> Sequence[Sent]:
+        """A step's collectives, with those of a meeting."""
+        if moves is None:
+            return self.messages
+        left = [message for fragment in moves.left for message in self.leaving[fragment]]
+        arrived = [message for fragment in moves.arrived for message in self.arriving[fragment]]
+        at_once = moves.left == moves.arrived  # waited for where it leaves
+        return [*self.messages, *left, *arrived] if at_once else [*self.messages, *arrived, *left]
 
 
 Predict = Callable[[Job], Planned]
@@ -123,18 +145,28 @@ class Contract:
     difference: str = ""
     memory_bytes: dict[str, int] = field(default_factory=dict)  # of the last step that was checked
     messages: list[Sent] = field(default_factory=list)
+    expected: Sequence[Sent] | None = None  # of that step
     _follows: bool = False
 
-    def see(self, step: int, records: Iterable[CommRecord], memory_bytes: Mapping[str, int], *, taken: bool) -> None:
+    def see(
+        self,
+        step: int,
+        records: Iterable[CommRecord],
+        memory_bytes: Mapping[str, int],
+        *,
+        taken: bool,
+        moves: Moves | None = None,
+    ) -> None:
         """Compare a step, number ``step`` from 1, of which this was sent and held on this rank."""
         follows, self._follows = self._follows, taken
         if not (follows and taken):
             return
         self.memory_bytes = dict(memory_bytes)
         self.messages = [Sent(r.op, r.num_bytes, r.scope, r.world_size) for r in records if r.scope != CONTROL]
+        self.expected = self.planned.at(moves)
         self.num_checked += 1
         found = memory_difference(self.planned.memory_bytes, self.memory_bytes) or message_difference(
-            self.planned.messages, self.messages
+            self.expected, self.messages
         )
         self.num_broken += bool(found)
         if found and not self.difference:
@@ -165,7 +197,8 @@ class Contract:
         """
         planned = self.planned
         categories = [*planned.memory_bytes, *(self.memory_bytes.keys() - planned.memory_bytes.keys())]
-        ops = sorted({message.op for message in (*planned.messages, *self.messages)})
+        expected = planned.messages if self.expected is None else self.expected
+        ops = sorted({message.op for message in (*expected, *self.messages)})
         measured = self.num_checked > 0
         return {
             "num_checked": self.num_checked,
@@ -177,9 +210,9 @@ class Contract:
             },
             "messages": {
                 op: {
-                    what: _pair(_total(planned.messages, op, what), _total(self.messages, op, what))
+                    what: _pair(_total(expected, op, what), _total(self.messages, op, what))
                     if measured
-                    else _pair(_total(planned.messages, op, what), None)
+                    else _pair(_total(expected, op, what), None)
                     for what in ("number", "bytes")
                 }
                 for op in ops

@@ -40,6 +40,9 @@ class StepRecord:
             not reached yet is in the next step's.
         spans_s: seconds of this rank's step by part: "data", "forward", "backward", "clip", "update"; on CUDA as
             ``exposed_s``.
+        meeting: of replicas that take local steps, where differences left or arrived: ``sent`` and ``arrived``
+            (fragments), ``num_bytes`` and ``difference_norm`` of what arrived, ``num_replicas``, and ``loss``, the mean
+            of this step over all replicas; empty elsewhere. The other numbers are then the first replica's.
         hfu: as ``mfu``, with what activation checkpointing computes again; None where it is the same, or unknown.
     """
 
@@ -60,6 +63,7 @@ class StepRecord:
     exposed_s: Mapping[str, float] = field(default_factory=dict)
     spans_s: Mapping[str, float] = field(default_factory=dict)
     hfu: float | None = None
+    meeting: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Observer(Protocol):

@@ -228,6 +228,9 @@ def values_of(record: StepRecord) -> dict[str, float]:
         "speed/step_s": record.step_s,
         "speed/mfu": record.mfu,
         "speed/exposed_s": sum(record.exposed_s.values()) if record.exposed_s else None,
+        "meeting/difference_norm": record.meeting.get("difference_norm"),
+        "meeting/num_bytes": record.meeting.get("num_bytes"),
+        "meeting/loss": record.meeting.get("loss"),
         **{f"memory/{name}_bytes": value for name, value in record.memory_bytes.items()},
     }
     return {name: float(value) for name, value in found.items() if value is not None}

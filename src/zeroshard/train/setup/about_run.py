@@ -64,7 +64,9 @@ def about_run(
     resumed = f", resumed after step {first_step:,}" if first_step else ""
     return {
         "run": f"{folder}, {config.max_steps:,} steps{resumed}",
-        "strategy": strategy_in_words(config.strategy, world_size, config.shard_size, chosen=chosen),
+        "strategy": strategy_in_words(
+            config.strategy, world_size, config.shard_size, chosen=chosen, every=config.replicas.every
+        ),
         "comm": communicator_in_words(comm, config.strategy),
         "model": f"{config.model.name}, {_num_params(model)}",
         "data": corpus_in_words(config, corpus),
@@ -75,7 +77,7 @@ def about_run(
     }
 
 
-def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen: bool = False) -> str:
+def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen: bool = False, every: int = 1) -> str:
     """``zero2: optimizer states and gradients sharded over 2 ranks``.
 
     Args:
@@ -83,6 +85,7 @@ def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen
         world_size: ranks of the run.
         shard_size: ranks that share out training state; 0: all.
         chosen: whether ``--strategy auto`` has chosen it.
+        every: steps between meetings of replicas; 1: their gradients are reduced at each.
     """
     said = f"{name} (chosen by auto)" if chosen else name
     if name in _TORCH_STRATEGIES:
@@ -95,11 +98,13 @@ def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen
         return f"{said} one rank, which keeps all training state"
     row = STAGES[strategy_entry(name).stage]
     sharded = [words for column, words in _KINDS if getattr(row, column).value == "shard"]
-    if not sharded:
+    if not sharded and every == 1:
         return f"{said} all training state replicated on {_ranks(world_size)}"
+    sharded = sharded or ["anchors"]
     kinds = " and ".join([", ".join(sharded[:-1]), sharded[-1]] if sharded[1:] else sharded)
     over = shard_size or world_size
     copies = f", in {world_size // over} replicas" if over < world_size else ""
+    copies += f" that meet every {every:,} steps" if every > 1 else ""
     return f"{said} {kinds} sharded over {_ranks(over)}{copies}"
 
 

@@ -30,10 +30,11 @@ from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.replica_settings import check_num_replicas
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.setup.agree import agree_on, model_facts
 from zeroshard.train.setup.compiled import compile_blocks
-from zeroshard.zero import loaded_later
+from zeroshard.zero import LocalSteps, loaded_later
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,6 +59,7 @@ def check_shard_size(config: TrainConfig, world_size: int) -> None:
         sizes = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
         what = f"{config.shard_size} does not divide a world of {world_size}"
         raise UserError("shard_size", what, f"choose one of {sizes}, or 0 for all ranks")
+    check_num_replicas(config.replicas, config.shard_size, world_size, config.nnodes)
 
 
 def _check_vocab_size(config: TrainConfig, vocab_size: int) -> None:
@@ -184,6 +186,7 @@ def sharded(
         reduce_dtype=reduce_dtype(config),
         accumulate=None if config.accumulate == "auto" else config.accumulate,
         prefetch=config.prefetch,
+        replicas=local_steps(config, len(model.blocks)),
     )
     return model, build_strategy(config.strategy, setup)
 
@@ -200,6 +203,30 @@ def _param_groups(config: TrainConfig, blocks: nn.ModuleList, module: nn.Module)
 def reduce_dtype(config: TrainConfig) -> torch.dtype | None:
     """In which gradients add up and travel; None: in the masters' dtype."""
     return DTYPES.get(config.reduce_dtype)
+
+
+def local_steps(config: TrainConfig, num_blocks: int) -> LocalSteps | None:
+    """How replicas meet; None where all ranks take each step together.
+
+    Raises:
+        UserError: more fragments than the blocks and the root unit are.
+    """
+    given = config.replicas
+    if not given.on:
+        return None
+    if given.fragments > num_blocks + 1:
+        what = f"{given.fragments} are more than the {num_blocks + 1} units of the model"
+        raise UserError("replicas.fragments", what, f"give at most {num_blocks + 1}")
+    wire = None if given.wire == "float32" else DTYPES[given.wire]
+    return LocalSteps(
+        every=given.every,
+        outer_lr=given.outer_lr,
+        outer_momentum=given.outer_momentum,
+        fragments=given.fragments,
+        overlap_steps=given.overlap_steps,
+        mixing=given.mixing,
+        wire=wire,
+    )
 
 
 def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

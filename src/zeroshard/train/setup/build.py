@@ -30,6 +30,7 @@ from zeroshard.parallel.zero import ZeroStrategy
 from zeroshard.profiling.clock import Clock
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.replica_settings import unmet_steps
 from zeroshard.train.loop.best_loss import BestLoss
 from zeroshard.train.loop.measures import Measures
 from zeroshard.train.loop.run import Run, Schedule, checkpoint_folder
@@ -63,6 +64,7 @@ from zeroshard.train.setup.run_folder import claim_folder, describe_run
 from zeroshard.train.state import resume
 from zeroshard.train.state.initial import load_initial_weights, with_initial_run
 from zeroshard.train.state.lock import RunLock
+from zeroshard.train.state.replicas import other_replicas, own_guard
 from zeroshard.train.state.saved_run import saved_run
 
 
@@ -151,6 +153,9 @@ def _build_in(
     observed = ObservedCommunicator(comm, timed=config.profile.overlap or config.profile.trace_steps > 0)
     as_given, stage = config, None
     eos_id = separating_id(config, corpus.eos_id)
+    unmet = unmet_steps(config.replicas, config.max_steps)
+    if comm.rank == 0 and unmet:
+        print(unmet, file=sys.stderr, flush=True)
     if config.strategy == "auto":
         stage = automatic_stage(config, _shapes(config, corpus.vocab_size, eos_id), comm, device, choose_stage)
         config = config.model_copy(update={"strategy": f"zero{stage}"})
@@ -189,6 +194,7 @@ def _build_in(
         describe=partial(describe_run, folder, as_given, corpus),
         clock=Clock(device),
         release=corpus.close,
+        replicas=strategy.zero.replicas if isinstance(strategy, ZeroStrategy) else None,
     )
     if resume_from is not None:
         run = _resumed(run, resume_from, config, corpus, comm)
@@ -234,7 +240,9 @@ def _resumed(run: Run, path: Path, config: TrainConfig, corpus: Corpus, comm: Co
     now = config.model_dump(mode="json")
     changes = resume.check_changes(saved, now, run.tokens_per_step, corpus.sha256, corpus.earlier_sha256)
     run.best.load_state_dict(saved.get("best") or run.best.state_dict())
-    first_step = _load(path, run.strategy, run.scaler, run.guard, verified=config.resume == "auto")
+    world_before = checkpoint.read_manifest(path).world_size
+    changes += other_replicas(saved.get("config", {}), world_before, now, comm.world_size)
+    first_step = _load(path, run, verified=config.resume == "auto")
     position = saved.get("position", {})
     corpus.go_on(position.get("stream"), first_step)
     resume.say_start(comm, path, changes)
@@ -244,18 +252,18 @@ def _resumed(run: Run, path: Path, config: TrainConfig, corpus: Corpus, comm: Co
     return replace(run, first_step=first_step, first_token=first_token)
 
 
-def _load(path: Path, strategy: Strategy, scaler: LossScaler | None, guard: StepGuard, *, verified: bool) -> int:
-    """Give these the state of a checkpoint; returns the step that comes next. Collective.
+def _load(path: Path, run: Run, *, verified: bool) -> int:
+    """Give the run the state of a checkpoint; returns the step that comes next. Collective.
 
     Raises:
         UserError: it is not one of this model and optimizer, or cannot be read.
     """
     try:
         # The optimizer's settings are the configuration's; resuming says what of it has changed.
-        saved = checkpoint.load(path, strategy, verified=verified, settings=False)
-        if scaler is not None and saved.get("loss_scaler"):
-            scaler.load_state_dict(saved["loss_scaler"])
-        guard.load_state_dict(saved.get("guard") or guard.state_dict())
+        saved = checkpoint.load(path, run.strategy, verified=verified, settings=False)
+        if run.scaler is not None and saved.get("loss_scaler"):
+            run.scaler.load_state_dict(saved["loss_scaler"])
+        run.guard.load_state_dict(own_guard(saved, run.replicas) or run.guard.state_dict())
         return int(saved["step"])
     except UserError:
         raise

@@ -11,7 +11,7 @@ from zeroshard.models import LanguageModel
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.records.plan_contract import Contract, Job, Predict
-from zeroshard.train.setup.assemble import DTYPES, reduce_dtype
+from zeroshard.train.setup.assemble import DTYPES, local_steps, reduce_dtype
 from zeroshard.train.setup.links import Links
 from zeroshard.zero import STAGES
 
@@ -49,5 +49,6 @@ def contract_of(
         calibration=config.plan.device,
         estimates=comm.rank == 0,  # who reports
         links=Links.of(config.link),
+        local_steps=local_steps(config, len(model.blocks)),
     )
     return Contract(predict(job), config.plan.enforce)

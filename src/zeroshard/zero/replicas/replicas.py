@@ -49,6 +49,10 @@ class Meeting:
     num_replicas: int
 
 
+class ReplicaDivergedError(RuntimeError):
+    """A difference is not finite: some replica's weights are not. On every rank."""
+
+
 class Replicas:
     """What `Zero.replicas` is: call `step` after each step of the optimizer.
 
@@ -59,6 +63,9 @@ class Replicas:
         buffers: of the model, made alike over replicas at meetings.
 
     Attributes:
+        comm: the ranks that hold the same shard, one of each replica.
+        shard: the ranks of this replica.
+        left: the fragments whose differences left at the last `step`.
         num_steps: steps done, of the optimizer or skipped.
         applied: whether anchors are in the place of the local weights.
         before_change: called before a meeting changes weights and anchors, which a save may still read.
@@ -66,12 +73,13 @@ class Replicas:
 
     def __init__(self, settings: LocalSteps, runtime: Runtime, levels: Levels, buffers: ModuleBuffers) -> None:
         settings.check_units(len(runtime.all_units()))
-        self.settings, self.comm, self._shard = settings, levels.replicas, levels.shard
+        self.settings, self.comm, self.shard = settings, levels.replicas, levels.shard
         self._runtime, self._buffers = runtime, buffers
         self._outer: dict[tuple[Unit, int], Outer] = {}
         self._sent: dict[int, tuple[int, int]] = {}  # by fragment on its way: steps when it left, bytes
         self._stepped: list[Optimizer] = []
         self.num_steps = 0
+        self.left: list[int] = []
         self.applied = False
         self.rests = True  # whether local weights are the anchors, so that none is to be saved beside them
         self.before_change: Callable[[], None] = lambda: None
@@ -176,7 +184,7 @@ class Replicas:
         if not taken:
             self._mark_stale(group for _, group in self.groups())
         met = self._take_in([each for each in self._sent if self._due(each) <= self.num_steps])
-        leaving = self.settings.leaving(self.num_steps)
+        self.left = leaving = self.settings.leaving(self.num_steps)
         if leaving:
             met += self._take_in([each for each in leaving if each in self._sent])  # of a run with another `every`
             self._send(leaving)
@@ -221,7 +229,7 @@ class Replicas:
         norms = self._norms(fragments)
         for fragment, norm in zip(fragments, norms, strict=True):
             if not math.isfinite(norm):
-                raise RuntimeError(
+                raise ReplicaDivergedError(
                     f"replicas: after step {self._sent[fragment][0]} the difference of fragment {fragment} has norm "
                     f"{norm}: the weights of a replica have diverged; lower lr, or resume from the last checkpoint"
                 )
@@ -244,10 +252,10 @@ class Replicas:
             arrived = [outer.difference() for _, outer in self._in(fragment)]
             norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in arrived if each is not None]
             sums.append(torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64))
-        message = torch.stack(sums).to(self._shard.control_device)
-        if self._shard.world_size > 1:
+        message = torch.stack(sums).to(self.shard.control_device)
+        if self.shard.world_size > 1:
             with scope(CONTROL):
-                self._shard.all_reduce(message).wait()
+                self.shard.all_reduce(message).wait()
         return message.sqrt().tolist()
 
     def _sync_buffers(self) -> None:

@@ -1,0 +1,106 @@
+"""The table ``[replicas]`` of a run's settings: how often groups of ``shard_size`` ranks meet, and how."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from zeroshard.errors import UserError
+from zeroshard.parallel.registry import strategies_with, strategy_entry
+from zeroshard.train.config.sections import Config
+
+
+class ReplicasConfig(Config):
+    """Whether the groups of ``shard_size`` ranks take local steps, and how they meet (DiLoCo)."""
+
+    every: int = Field(
+        1,
+        ge=1,
+        description="Steps between meetings of replicas, the groups of shard_size ranks; 1: gradients at each step.",
+    )
+    outer_lr: float = Field(
+        0.7, gt=0, allow_inf_nan=False, description="Learning rate of the outer optimizer, which moves common weights."
+    )
+    outer_momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the outer optimizer.")
+    fragments: int = Field(
+        1, ge=1, description="Parts of the model that meet at different steps, each after `every` of them."
+    )
+    overlap_steps: int = Field(
+        0, ge=0, description="Steps that a difference may travel for while they compute; 0: the meeting waits for it."
+    )
+    mixing: float = Field(
+        0.5, ge=0, lt=1, description="With overlap_steps: share of a replica's own weights that stays at a meeting."
+    )
+    wire: Literal["float32", "bfloat16"] = Field("float32", description="Type in which differences travel.")
+
+    @property
+    def on(self) -> bool:
+        """Whether replicas take local steps."""
+        return self.every > 1
+
+    @model_validator(mode="after")
+    def _meetings_are_possible(self) -> Self:
+        fields = type(self).model_fields
+        given = [name for name in fields if name != "every" and getattr(self, name) != fields[name].default]
+        if given and not self.on:
+            what = f"{getattr(self, given[0])} is given, and replicas.every is 1: replicas take no local steps"
+            raise UserError(f"replicas.{given[0]}", what, "add --replicas.every 32, or leave it out")
+        if self.fragments > self.every:
+            what = f"{self.fragments} fragments cannot meet at different steps of {self.every} (replicas.every)"
+            raise UserError("replicas.fragments", what, f"give at most {self.every}")
+        if self.overlap_steps >= self.every > 1:
+            what = f"{self.overlap_steps} is not below replicas.every = {self.every}: a difference must have arrived"
+            raise UserError("replicas.overlap_steps", what, f"give at most {self.every - 1}")
+        if self.mixing != fields["mixing"].default and not self.overlap_steps:
+            what = f"{self.mixing} is given, and without overlap a meeting leaves nothing of a replica's own weights"
+            raise UserError("replicas.mixing", what, "add --replicas.overlap-steps 1, or leave it out")
+        return self
+
+
+def check_replicas(
+    replicas: ReplicasConfig, strategy: str, shard_size: int, *, ema_decay: float = 0.0, dtype: str = "auto"
+) -> None:
+    """Raise UserError where local steps do not go with the other settings of a run."""
+    if not replicas.on:
+        return
+    entry = strategy_entry(strategy)
+    todo = f"leave it out, or use --strategy {', '.join(strategies_with('planned'))}"
+    if not entry.planned:
+        raise UserError("replicas.every", f"{strategy} is not our engine, which alone takes local steps", todo)
+    if strategy == "auto":
+        raise UserError("replicas.every", "auto cannot take local steps: what fits is found for one replica", todo)
+    if not shard_size:
+        what = f"{replicas.every} needs replicas, and with shard_size 0 all ranks are one"
+        raise UserError("replicas.every", what, "give --shard-size, the ranks of a replica; 1: each rank is one")
+    if ema_decay:
+        what = f"{ema_decay} averages the weights of each step, which replicas do not have in common"
+        raise UserError("ema_decay", what, "leave it out, or --replicas.every")
+    if dtype == "float16":
+        what = "float16 scales the loss by what all ranks agree on at each step, and replicas do not"
+        raise UserError("dtype", what, "use bfloat16, or leave out --replicas.every")
+
+
+def check_num_replicas(replicas: ReplicasConfig, shard_size: int, world_size: int, nnodes: str) -> None:
+    """Raise UserError where a world that cannot have lost any replica is one replica alone.
+
+    Args:
+        replicas, shard_size, nnodes: settings of the run; ``nnodes`` as ``2:4`` is a world that may lose some.
+        world_size: ranks that there are.
+    """
+    least, _, most = nnodes.partition(":")
+    fixed = not most or least == most
+    if replicas.on and shard_size == world_size and fixed:
+        what = f"{replicas.every} needs replicas, and {world_size} ranks of shard_size {shard_size} are one"
+        raise UserError("replicas.every", what, "lower --shard-size, start more ranks, or leave it out")
+
+
+def unmet_steps(replicas: ReplicasConfig, max_steps: int) -> str:
+    """What to say of last steps that no meeting follows; empty where there are none."""
+    every = replicas.every
+    if not replicas.on or max_steps % every == 0:
+        return ""
+    todo = f"choose a multiple, as {max_steps // every * every or every} or {(max_steps // every + 1) * every}"
+    return (
+        f"replicas.every: {every} does not divide max_steps = {max_steps}: the last steps' weights never meet; {todo}"
+    )

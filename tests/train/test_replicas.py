@@ -1,0 +1,174 @@
+"""Runs whose replicas take local steps: held to their plan, logged, resumed, and refused where they make no sense."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard import checkpoint
+from zeroshard.comm import run_threads
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.lab.planner.run_plan import predict
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.replica_settings import unmet_steps
+from zeroshard.train.config.validate import validate
+from zeroshard.train.loop.loop import train
+from zeroshard.train.loop.run import checkpoint_folder
+from zeroshard.train.setup.build import build_run
+from zeroshard.train.state.replicas import other_replicas
+
+CPU = torch.device("cpu")
+SOAK = pytest.mark.soak
+STREAMING = {"every": 3, "fragments": 2, "overlap_steps": 1, "outer_lr": 0.4}
+
+
+def _events(config, kind):
+    lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def _trained(comm, config, until=None, planned=False):
+    run = build_run(config, comm, CPU, predict=predict if planned else None)
+    if until is not None:
+        run = replace(run, schedule=replace(run.schedule, max_steps=until))
+    status = train(run)
+    run.close()
+    with run.replicas.anchors():
+        anchors = run.strategy.state_dict()
+    return status, anchors, run.strategy.state_dict(), run.contract
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shard_size", "given"),
+    [
+        ("zero2", 2, {"every": 3}),
+        ("zero0", 2, STREAMING),
+        pytest.param("zero3", 2, STREAMING, marks=SOAK),
+        pytest.param("zero1", 1, {"every": 2, "wire": "bfloat16"}, marks=SOAK),
+        pytest.param("zero0", 2, {"every": 2}, marks=SOAK),
+    ],
+)
+def test_a_run_keeps_its_plan_and_logs_its_meetings(tiny_config, strategy, shard_size, given):
+    config = tiny_config(
+        strategy=strategy, shard_size=shard_size, replicas=given, plan={"enforce": True}, eval_interval=0
+    )
+    (status, anchors, _, contract), *others = run_threads(lambda comm: _trained(comm, config, planned=True), 4)
+    assert status == ExitStatus.OK
+    assert (contract.num_broken, contract.difference) == (0, "")
+    assert contract.num_checked == 5
+    assert all(torch.equal(anchors[name], other[1][name]) for other in others for name in anchors)
+    meetings = {event["step"]: event["meeting"] for event in _events(config, "step") if "meeting" in event}
+    every, late = given["every"], given.get("overlap_steps", 0)
+    assert {step for step, meeting in meetings.items() if 0 in meeting["sent"]} == set(
+        range(every // given.get("fragments", 1), 7, every)
+    )
+    arrived = {step - late: meeting for step, meeting in meetings.items() if meeting["arrived"]}
+    assert all(meetings[step]["sent"] == meeting["arrived"] for step, meeting in arrived.items())
+    assert all(meeting["difference_norm"] > 0 and meeting["num_bytes"] > 0 for meeting in arrived.values())
+    assert {meeting["num_replicas"] for meeting in meetings.values()} == {4 // shard_size}
+
+
+@pytest.mark.parametrize("given", [{"every": 3}, pytest.param(STREAMING, marks=SOAK)], ids=["diloco", "streaming"])
+def test_a_run_that_stops_between_meetings_goes_on_to_the_bit(tiny_config, given):
+    config = tiny_config(strategy="zero2", shard_size=1, replicas=given, eval_interval=2, optim={"skip_spikes": 0.0})
+    parts = config.model_copy(update={"out": f"{config.out}-parts"})
+    whole = run_threads(lambda comm: _trained(comm, config), 2)
+    run_threads(lambda comm: _trained(comm, parts, until=4), 2)
+    resumed = run_threads(lambda comm: _trained(comm, parts.model_copy(update={"resume": "auto"})), 2)
+    for (_, anchors, local, _), (_, anchors_then, local_then, _) in zip(whole, resumed, strict=True):
+        assert all(torch.equal(anchors[name], anchors_then[name]) for name in anchors)
+        assert all(torch.equal(local[name], local_then[name]) for name in local)
+    assert _events(parts, "eval")[-1] == _events(config, "eval")[-1]
+    manifest = checkpoint.read_manifest(checkpoint.latest(checkpoint_folder(Path(parts.out))))
+    assert [guard["num_skipped"] for guard in manifest.extra["guards"]] == [0, 0]
+
+
+def test_ranks_stop_together_where_replicas_meet(tiny_config):
+    """A rank that is told to stop between meetings goes on until the next."""
+    config = tiny_config(strategy="zero1", shard_size=1, replicas={"every": 4}, eval_interval=0, max_steps=8)
+
+    def go(comm):
+        run = build_run(config, comm, CPU)
+        status = train(run, lambda: comm.rank == 1)
+        run.close()
+        return status, run.replicas.num_steps
+
+    assert run_threads(go, 2) == [(ExitStatus.TERMINATED, 4)] * 2
+
+
+def test_a_replica_that_diverges_ends_the_run_in_a_line(tiny_config, capsys):
+    config = tiny_config(strategy="zero1", shard_size=1, replicas={"every": 2}, eval_interval=0)
+
+    def go(comm):
+        run = build_run(config, comm, CPU)
+        if comm.rank == 1:
+            step = run.replicas.step
+
+            def poisoned(**kwargs):
+                for piece in run.strategy.zero.pieces() if run.replicas.num_steps else ():
+                    piece.data.fill_(float("inf"))
+                return step(**kwargs)
+
+            run.replicas.step = poisoned
+        status = train(run)
+        run.close()
+        return status
+
+    assert run_threads(go, 2) == [ExitStatus.NOT_FINITE] * 2
+    assert "error: replicas: after step 2 the difference of fragment 0 has norm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"replicas": {"every": 0}}, r"replicas.every: 0 is below 1; give 1 or more"),
+        ({"replicas": {"every": "x"}}, r"replicas.every: 'x' is not a whole number"),
+        ({"replicas": {"every": 8}}, r"replicas.every: 8 needs replicas, and with shard_size 0 all ranks are one"),
+        ({"replicas": {"outer_lr": 0.5}}, r"replicas.outer_lr: 0.5 is given, and replicas.every is 1"),
+        ({"replicas": {"every": 8, "outer_lr": 0}, "shard_size": 1}, r"replicas.outer_lr: 0 is not above 0"),
+        ({"replicas": {"every": 8, "outer_momentum": 1}, "shard_size": 1}, r"replicas.outer_momentum: 1 is not below"),
+        ({"replicas": {"every": 4, "fragments": 5}, "shard_size": 1}, r"replicas.fragments: 5 fragments cannot meet"),
+        ({"replicas": {"every": 4, "overlap_steps": 4}, "shard_size": 1}, r"replicas.overlap_steps: 4 is not below"),
+        ({"replicas": {"every": 4, "mixing": 0.2}, "shard_size": 1}, r"replicas.mixing: 0.2 is given"),
+        ({"replicas": {"every": 4, "wire": "int7"}, "shard_size": 1}, r"replicas.wire: 'int7' is not a choice"),
+        ({"replicas": {"every": 4}, "shard_size": 1, "strategy": "ddp"}, r"replicas.every: ddp is not our engine"),
+        ({"replicas": {"every": 4}, "shard_size": 1, "strategy": "auto"}, r"replicas.every: auto cannot take local"),
+        ({"replicas": {"every": 4}, "shard_size": 1, "ema_decay": 0.9}, r"ema_decay: 0.9 averages the weights of each"),
+        ({"replicas": {"every": 4}, "shard_size": 1, "dtype": "float16"}, r"dtype: float16 scales the loss"),
+        ({"shard_size": 1, "strategy": "zero0"}, r"shard_size: zero0 has no shards of ours to size"),
+    ],
+)
+def test_local_steps_that_make_no_sense_are_refused(given, words):
+    with pytest.raises(UserError, match=words):
+        validate(TrainConfig, given)
+
+
+def test_a_world_of_one_replica_and_more_fragments_than_units_are_refused(tiny_config):
+    config = tiny_config(shard_size=2, replicas={"every": 4})
+    with pytest.raises(UserError, match=r"replicas.every: 4 needs replicas, and 2 ranks of shard_size 2 are one"):
+        run_threads(lambda comm: build_run(config, comm, CPU), 2)
+    config = tiny_config(shard_size=1, replicas={"every": 8, "fragments": 4})
+    with pytest.raises(UserError, match=r"replicas.fragments: 4 are more than the 3 units of the model; give at most"):
+        run_threads(lambda comm: build_run(config, comm, CPU), 2)
+
+
+def test_last_steps_that_never_meet_are_told_of():
+    config = validate(TrainConfig, {"replicas": {"every": 32}, "shard_size": 1, "max_steps": 500})
+    assert unmet_steps(config.replicas, config.max_steps) == (
+        "replicas.every: 32 does not divide max_steps = 500: the last steps' weights never meet; "
+        "choose a multiple, as 480 or 512"
+    )
+    assert not unmet_steps(config.replicas, 512)
+
+
+def test_a_run_that_goes_on_says_what_becomes_of_its_replicas():
+    local, plain = {"replicas": {"every": 8}, "shard_size": 2}, {"shard_size": 2}
+    assert other_replicas(local, 4, local, 4) == other_replicas(plain, 4, plain, 8) == []
+    assert "there were 2 replicas, now there are 3" in other_replicas(local, 4, local, 6)[0]
+    assert "the last ones did since their last meeting is left out" in other_replicas(local, 6, local, 4)[0]
+    assert "without outer momentum" in other_replicas(local, 4, plain, 4)[0]
+    assert "take local steps from here on" in other_replicas(plain, 4, local, 4)[0]
