@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import chats
-from zeroshard.comm import LocalCommunicator
+from hf_models import make_model
+from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
+from zeroshard.interop.hf_export import run_export
+from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import load_config
 from zeroshard.train.loop.loop import run_training, train
 from zeroshard.train.setup.build import build_run
@@ -99,9 +103,81 @@ def test_another_tokenizer_is_refused(second, tmp_path):
 
 def test_what_is_no_run_is_refused(second, tmp_path, first):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="is a Hugging Face folder, and no run; make a run of it by `zeroshard import"):
+    with pytest.raises(UserError, match=r"init_from: .* is no GPT-2 or LLaMA .* --model hf:\S+ instead"):
         built(second(init_from=str(tmp_path)))
+    with pytest.raises(UserError, match=r"holds no run .*, no checkpoint and no Hugging Face model; give a run as"):
+        built(second(init_from=str(first / "checkpoints")))
     for path in (first / "checkpoints").iterdir():
         path.rename(tmp_path / path.name)
     with pytest.raises(UserError, match="has no complete checkpoint yet"):
         built(second())
+
+
+def weights_of(config):
+    """Of a run before its first step."""
+    run = built(config)
+    run.close()
+    return run.strategy.state_dict()
+
+
+def test_a_checkpoint_is_begun_with_as_its_run_is(second, first):
+    steps = sorted((first / "checkpoints").glob("step-*"))
+    weights, same = weights_of(second()), weights_of(second(init_from=str(steps[-1]), out=second().out + "-2"))
+    assert weights.keys() == same.keys()
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_an_exported_folder_is_begun_with_as_its_run_is(second, first, tmp_path, strategy):
+    """GPT-2's matrices lie transposed there; model and tokenizer are the folder's."""
+    assert run_export(ExportConfig(source=str(first), out=str(tmp_path / "exported"))) == 0
+    weights = weights_of(second())
+    data = second().data.model_copy(update={"dir": str(tmp_path / "as-exported")})
+    config = second(data=data, init_from=str(tmp_path / "exported"), out=str(tmp_path / "third"), strategy=strategy)
+
+    def rank(comm):
+        run = build_run(config, comm, torch.device("cpu"))
+        run.close()
+        return run.strategy.state_dict(), run.config["data"]["tokenizer"]
+
+    for found, tokenizer in run_threads(rank, 2):
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+        assert tokenizer == f"json:{tmp_path}/exported/tokenizer.json"
+
+
+PLAIN = {"vocab_size": 256, "rope_scaling": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "model"),
+    [("llama", PLAIN, ""), ("gpt_neox", {"vocab_size": 256}, "hf"), ("mixtral", {"vocab_size": 256}, "hf")],
+)
+def test_weights_of_a_hugging_face_folder_are_those_of_transformers(second, tmp_path, kind, changes, model):
+    theirs = make_model(kind, seed=1, **changes)
+    theirs.save_pretrained(tmp_path / "theirs")
+    make_model(kind, seed=2, **changes).save_pretrained(tmp_path / "ours")
+    asked = {"data": second().data.model_copy(update={"tokenizer": "bytes"}), "init_from": str(tmp_path / "theirs")}
+    named = {"name": f"hf:{tmp_path}/ours"} if model else {}
+    run = built(second(model=named, dtype="float32", seq_len=24, **asked))
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        found, expected = run.strategy.model.eval()(tokens), theirs(input_ids=tokens).logits
+    run.close()
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(second, tmp_path):
+    make_model("llama", **PLAIN).save_pretrained(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = torch.zeros(25, 16)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    asked = {"data": second().data.model_copy(update={"tokenizer": "bytes"}), "init_from": str(tmp_path / "model")}
+    of_transformers = {"name": f"hf:{tmp_path}/model"}
+    ours, theirs = r"\[24, 16\]", r"\[25, 16\]"
+    for model, words in (({}, f"{theirs} .* {ours}"), (of_transformers, f"{ours} .* {theirs}")):
+        with pytest.raises(UserError, match=rf"layers\.1\.mlp\.up_proj\.weight.* has shape {words}"):
+            built(second(model=model, seq_len=24, **asked))
+    with pytest.raises(UserError, match=r"model\.n_layer: the checkpoint's model has 2, this one 3"):
+        built(second(model={"name": "llama-tiny", "n_layer": 3}, seq_len=24, **asked))

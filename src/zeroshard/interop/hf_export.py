@@ -29,11 +29,11 @@ from zeroshard.data.portable import portable
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop import hf_folder_export
 from zeroshard.interop.adapter_export import base_of, write_adapters
-from zeroshard.interop.hf_config import HFWeight, hf_config, hf_weights, published
 from zeroshard.models import GPT2Config, LlamaConfig, model_config
 from zeroshard.models.adapters import Lora, base_name
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.hugging_face.model import HuggingFaceModel
+from zeroshard.models.hugging_face.own_models import HFWeight, hf_config, hf_weights, published
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sizes import parse_size

@@ -32,9 +32,9 @@ from zeroshard.data.tokenizer import (
     read_tokenizer,
 )
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.interop.hf_config import find_weights, from_hf_config
 from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
 from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig
+from zeroshard.models.hugging_face.own_models import find_weights, from_hf_config
 from zeroshard.regular_files import read_text, require_regular
 from zeroshard.train.config.command_settings import ImportConfig
 from zeroshard.train.config.config import FINE_TUNING, TrainConfig

@@ -32,7 +32,7 @@ from zeroshard.regular_files import open_binary, open_regular
 READ_AT_ONCE = 1 << 20  # elements
 INDEX = "model.safetensors.index.json"
 _MOST_HEADER_BYTES = 100 << 20  # of the format itself
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WHOLE_MODEL = "take the folder of a whole model"
 # Buffers that older releases wrote among the weights.
 _NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$")
@@ -111,7 +111,7 @@ def _tensors_of(path: Path) -> dict[str, FileTensor]:
                 continue
             first, last = facts["data_offsets"]
             tensor = FileTensor(name, path, facts["dtype"], tuple(map(int, facts["shape"])), 8 + length + first)
-            dtype = _DTYPES.get(tensor.dtype)
+            dtype = DTYPES.get(tensor.dtype)
             if not 0 <= first <= last <= size - 8 - length:
                 raise damaged
             if dtype is not None and last - first != tensor.numel * dtype.itemsize:
@@ -129,7 +129,7 @@ def read_elements(tensor: FileTensor, start: int, values: Tensor) -> None:
     Raises:
         UserError: the file has changed meanwhile.
     """
-    dtype = _DTYPES[tensor.dtype]
+    dtype = DTYPES[tensor.dtype]
     buffer = torch.empty(min(READ_AT_ONCE, values.numel()), dtype=dtype)
     descriptor = open_regular(tensor.path)
     try:
@@ -164,7 +164,7 @@ class FileWeights:
         self._runs = match(model, {name: tensor.shape for name, tensor in found.items()})
         self._found = found
         for name in {key for keys in self._runs.values() for key in keys}:
-            if found[name].dtype not in _DTYPES:
+            if found[name].dtype not in DTYPES:
                 what = f"{name} in {folder} is of dtype {found[name].dtype}"
                 raise UserError("model", what, "take the model before quantisation")
 

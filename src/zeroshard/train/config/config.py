@@ -194,7 +194,9 @@ class TrainConfig(Config):
     )
     out: str = Field("", description="Run folder; empty: runs/MODEL-DATA-STRATEGY.")
     init_from: str = Field(
-        "", description="Run folder whose newest weights this run begins with, at its own step 0; empty: drawn."
+        "",
+        description="Run, checkpoint, Hugging Face folder or hf:OWNER/NAME whose weights this run begins with, at its "
+        "own step 0; empty: drawn.",
     )
     resume: str = Field("none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint.")
 

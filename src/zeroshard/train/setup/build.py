@@ -162,7 +162,7 @@ def _build_in(
     draw = resume_from is None and not config.init_from
     model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=draw)
     if resume_from is None and config.init_from:
-        load_initial_weights(Path(config.init_from), model, strategy, comm)
+        load_initial_weights(config.init_from, model, strategy, comm)
     if resume_from is None and apart_by(config) and not isinstance(model, GPT2 | Llama):
         require_apart(
             strategy.model, apart_by(config), corpus.vocab_size, config.micro_batch_size, config.seq_len, device

@@ -45,7 +45,7 @@ def with_model_files(config: TrainConfig) -> TrainConfig:
     model = config.model.model_copy(update={"config_json": text})
     if not model.from_config and config.resume == "none":
         find_tensors(weight_folder(source))
-    return _with_tokenizer(config.model_copy(update={"model": model}), source)
+    return with_tokenizer_of(source, config.model_copy(update={"model": model}))
 
 
 def with_kept_tokenizer(config: TrainConfig, run_folder: Path) -> TrainConfig:
@@ -69,7 +69,12 @@ def load_model_tokenizer(name: str) -> Tokenizer:
     return read_tokenizer(file)
 
 
-def _with_tokenizer(config: TrainConfig, source: str) -> TrainConfig:
+def with_tokenizer_of(source: str, config: TrainConfig) -> TrainConfig:
+    """``config`` with the tokenizer of the model ``source``, a folder or a name of the hub, where it names none.
+
+    Raises:
+        UserError: there is none; or the one that is named gives other ids.
+    """
     data = config.data
     if not (source_entry(data.source).has_text or data.streaming):
         return config

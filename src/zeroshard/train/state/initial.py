@@ -1,56 +1,73 @@
-"""``--init-from RUN``: weights of another run, and from there a schedule, data and an optimizer of this run's own."""
+"""``--init-from``: weights that are trained already, and from there a schedule, data and an optimizer of the run's own.
+
+They are a run's, a checkpoint's, or those of a Hugging Face folder, which `zeroshard export` writes too.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from zeroshard import checkpoint
+from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.checkpoint.shared_outcome import fail_together
 from zeroshard.comm import Communicator
 from zeroshard.data.meta import DataMeta, read_meta
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, make_tokenizer
 from zeroshard.errors import UserError
 from zeroshard.models import LanguageModel
-from zeroshard.models.hugging_face.folder import is_hugging_face
+from zeroshard.models.hugging_face.folder import PREFIX, config_text, is_hugging_face, source_of, weight_folder
+from zeroshard.models.hugging_face.own_models import from_hf_config
 from zeroshard.models.lora import initial_adapters
 from zeroshard.parallel import Strategy
 from zeroshard.train.config.config import TrainConfig, load_config
-from zeroshard.train.config.sections import LoraConfig
+from zeroshard.train.config.sections import LoraConfig, ModelConfig
+from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.run import checkpoint_folder
-from zeroshard.train.setup.assemble import lora_of
+from zeroshard.train.setup.assemble import lora_of, model_table
+from zeroshard.train.setup.hugging_face import with_tokenizer_of
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state import resume
+from zeroshard.train.state.initial_files import reader_of
 from zeroshard.train.state.merged_weights import MergedWeights, NewAdapters, transposed_weights
+from zeroshard.train.state.saved_run import saved_run
 from zeroshard.train.state.weights_alone import WeightsAlone
 from zeroshard.zero.state.named_shards import ShardReader
 
 
 def with_initial_run(config: TrainConfig) -> TrainConfig:
-    """``config`` with the model and the tokenizer of the run that it begins from, where it does not name its own.
+    """``config`` with the model and the tokenizer of what it begins from, where it does not name its own.
 
     Raises:
-        UserError: there is no such run; or another model or tokenizer is named.
+        UserError: there is no such thing; or another model or tokenizer is named.
     """
-    run = Path(config.init_from)
-    if not config.init_from or (config.resume != "none" and not run.exists()):
+    source = Path(config.init_from)
+    if not config.init_from or (config.resume != "none" and not source.exists()):
         return config
-    if not (run / "config.toml").is_file():
-        if (run / "config.json").is_file():
-            todo = f"make a run of it by `zeroshard import {run} RUN`, and give that"
-            raise UserError("init_from", f"{run} is a Hugging Face folder, and no run", todo)
-        raise UserError("init_from", f"{run} holds no run (no config.toml)", "give a run folder, as in runs/NAME")
-    theirs = load_config(run / "config.toml").model
+    if is_hugging_face(config.init_from) or (source / "config.json").is_file():
+        return _with_hugging_face(config, source_of(config.init_from))
+    run = source
+    if (source / MANIFEST).is_file():
+        saved = _saved_config(source).get("model")
+        if saved is None:  # not by `zeroshard train`: names and shapes are compared when it is loaded
+            return config
+        theirs, run = validate(ModelConfig, saved), source.parent.parent
+    elif (source / "config.toml").is_file():
+        theirs = load_config(source / "config.toml").model
+    else:
+        what = f"{source} holds no run (no config.toml), no checkpoint and no Hugging Face model"
+        raise UserError("init_from", what, "give a run as runs/NAME, a checkpoint in it, or a folder with config.json")
     kept = tokenizer_folder(run)
     meta = read_meta(kept) if kept.is_dir() else None
     # A model of transformers may have more ids than its tokenizer.
     if meta is not None and not theirs.vocab_size and not is_hugging_face(theirs.name):
         theirs = theirs.model_copy(update={"vocab_size": meta.vocab_size})
-    named = {name: getattr(config.model, name) for name in config.model.model_fields_set}
-    model = theirs.model_copy(update=named)
-    resume.check_model(theirs.model_dump(), model.model_dump(), free=("activation_checkpointing", "dropout"))
-    config = config.model_copy(update={"model": model})
+    config = _with_model(config, theirs)
     if meta is None or meta.tokenizer == "none":
         return config
     data = config.data
@@ -63,35 +80,87 @@ def with_initial_run(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"data": data.model_copy(update={"tokenizer": own})})
 
 
-def load_initial_weights(run: Path, model: LanguageModel, strategy: Strategy, comm: Communicator) -> None:
-    """Give ``strategy`` the weights of the newest good checkpoint of ``run``, and no optimizer state. Collective.
+def _with_model(config: TrainConfig, theirs: ModelConfig) -> TrainConfig:
+    """``config`` with the settings of the model ``theirs``, where it names none; a UserError where it names others."""
+    named = {name: getattr(config.model, name) for name in config.model.model_fields_set}
+    model = theirs.model_copy(update=named)
+    resume.check_model(theirs.model_dump(), model.model_dump(), free=("activation_checkpointing", "dropout"))
+    return config.model_copy(update={"model": model})
 
-    Adapters of that run are added to its weights; those of ``model`` begin as in a new run.
+
+def _with_hugging_face(config: TrainConfig, source: str) -> TrainConfig:
+    """As a model of `transformers` where one is named; else as the GPT-2 or LLaMA of ours that computes the same."""
+    if is_hugging_face(config.model.name):
+        theirs = ModelConfig(name=PREFIX + source)
+    else:
+        try:
+            theirs = model_table(from_hf_config(json.loads(config_text(source))))
+        except UserError as error:
+            what = f"{source} is no GPT-2 or LLaMA that our models compute ({error.field} {error.what})"
+            raise UserError("init_from", what, f"give it as --model hf:{source} instead") from None
+    return with_tokenizer_of(source, _with_model(config, theirs))
+
+
+def load_initial_weights(init_from: str, model: LanguageModel, strategy: Strategy, comm: Communicator) -> None:
+    """Give ``strategy`` the weights that ``init_from`` has, and no optimizer state. Collective.
+
+    Of a run these are those of its newest good checkpoint. Adapters are added to the weights; those of ``model`` begin
+    as in a new run.
 
     Args:
-        run: its folder.
+        init_from: a run, a checkpoint, or a Hugging Face folder.
         model: the strategy's, with its names.
         strategy: is loaded.
         comm: the ranks.
 
     Raises:
-        UserError: there is none, or it is of another model.
+        UserError: there are none, or they are of another model.
     """
+    source = Path(init_from)
+    if is_hugging_face(init_from) or (source / "config.json").is_file():
+        source = weight_folder(source_of(init_from))
+
+        def load() -> None:
+            reader = _as_initial(LoraConfig(), model, reader_of(source, model))
+            WeightsAlone(strategy, ("param", "buffer")).load_named_shards(reader)
+
+        fail_together(comm, "loading", load)
+    else:
+        is_run = not (source / MANIFEST).is_file()
+        source = _newest(source, comm) if is_run else source
+        _load_checkpoint(source, model, strategy, verified=is_run)
+    if comm.rank == 0:
+        print(f"init-from: the weights of {source}", file=sys.stderr, flush=True)
+
+
+def _newest(run: Path, comm: Communicator) -> Path:
     try:
         path = resume.choose(comm, "auto", checkpoint_folder(run))
     except UserError as error:
         raise UserError("init_from", error.what, "restore one from a copy, or begin from another run") from None
     if path is None:
         raise UserError("init_from", f"{run} has no complete checkpoint yet", "let it train up to one first")
+    return path
+
+
+def _load_checkpoint(path: Path, model: LanguageModel, strategy: Strategy, *, verified: bool) -> None:
     try:
-        seen_as = partial(_as_initial, load_config(run / "config.toml").lora, model)
-        checkpoint.load(path, WeightsAlone(strategy, ("param", "buffer"), seen_as), verified=True, settings=False)
+        lora = _saved_config(path).get("lora") or {}
+        seen_as = partial(_as_initial, validate(LoraConfig, lora), model)
+        target = WeightsAlone(strategy, ("param", "buffer"), seen_as)
+        checkpoint.load(path, target, verified=verified, settings=False)
     except UserError:
         raise
     except ValueError as error:
         raise UserError("init_from", f"{path}: {error}", "name the model of that run, or none") from None
-    if comm.rank == 0:
-        print(f"init-from: the weights of {path}", file=sys.stderr, flush=True)
+
+
+def _saved_config(path: Path) -> Mapping[str, Any]:
+    """The settings of the run that wrote a checkpoint; empty where none did."""
+    try:
+        return saved_run(path).get("config", {})
+    except UserError as error:
+        raise UserError("init_from", error.what, error.todo) from None
 
 
 def _as_initial(lora: LoraConfig, model: LanguageModel, reader: ShardReader) -> ShardReader:

@@ -1,0 +1,116 @@
+"""The weights of a Hugging Face folder as something that a strategy is loaded from, as a checkpoint is.
+
+Each rank reads the elements that it keeps. A matrix of GPT-2's lies transposed in the files, and is read whole for a
+part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeroshard.errors import UserError
+from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig
+from zeroshard.models.hugging_face.config import HuggingFaceConfig
+from zeroshard.models.hugging_face.model import INNER, HuggingFaceModel
+from zeroshard.models.hugging_face.own_models import HFWeight, find_weights
+from zeroshard.models.hugging_face.weights import (
+    DTYPES,
+    READ_AT_ONCE,
+    FileTensor,
+    FileWeights,
+    find_tensors,
+    read_elements,
+)
+from zeroshard.zero.state.named_shards import ShardReader
+
+
+def reader_of(folder: Path, model: LanguageModel) -> ShardReader:
+    """What is read of ``folder`` by the names of ``model``, without its adapters.
+
+    Args:
+        folder: with ``config.json`` and safetensors.
+        model: GPT-2, LLaMA, or one of `transformers`; sharded or not, since its configuration alone is asked.
+
+    Raises:
+        UserError: a tensor is missing, has no place in the model, or another shape, which the line names.
+    """
+    if isinstance(model.config, HuggingFaceConfig):
+        return _OfTransformers(model.config, folder)
+    if not isinstance(model.config, GPT2Config | LlamaConfig):
+        what = f"{folder} is a Hugging Face folder, whose names a {type(model).__name__} does not have"
+        raise UserError("init_from", what, "give a run or a checkpoint of that model")
+    return _OfOurs(model.config, find_tensors(folder))
+
+
+class _OfTransformers:
+    """For a model of `transformers`; values are float32."""
+
+    def __init__(self, config: HuggingFaceConfig, folder: Path) -> None:
+        with torch.device("meta"):
+            model = config.build()
+        assert isinstance(model, HuggingFaceModel)
+        self._weights = FileWeights(model.hf, folder)
+        buffers = {name for name, _ in model.hf.named_buffers()}
+        self._kinds = {
+            INNER + name: {"buffer" if name in buffers else "param": tuple(tensor.shape)}
+            for name, tensor in model.hf.state_dict(keep_vars=True).items()
+            if name in self._weights
+        }
+
+    def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        return self._kinds.get(name, {})
+
+    def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
+        values = torch.empty(interval[1] - interval[0])
+        self._weights.fill(name.removeprefix(INNER), values, interval[0])
+        return values
+
+
+class _OfOurs:
+    """For a GPT-2 or LLaMA of ours; values are float32."""
+
+    def __init__(self, config: GPT2Config | LlamaConfig, tensors: Mapping[str, FileTensor]) -> None:
+        found = find_weights(config, {name: tensor.shape for name, tensor in tensors.items()})
+        for name in found:
+            if tensors[name].dtype not in DTYPES:
+                raise UserError(name, f"is of dtype {tensors[name].dtype}", "take a model that is not quantised")
+        head = found.pop("lm_head.weight", None) if _is_tied(config) else None
+        self._found: dict[str, tuple[FileTensor, HFWeight]] = {
+            weight.name: (tensors[name], weight) for name, weight in found.items() if weight.name is not None
+        }
+        if head is not None:
+            assert head.name is not None
+            _require_equal(tensors["lm_head.weight"], self._found[head.name][0])
+
+    def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        return {"param": self._found[name][1].shape} if name in self._found else {}
+
+    def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
+        (tensor, weight), (start, stop) = self._found[name], interval
+        if not weight.transposed:
+            values = torch.empty(stop - start)
+            read_elements(tensor, start, values)
+            return values
+        whole = torch.empty(tensor.numel)
+        read_elements(tensor, 0, whole)
+        return whole.view(weight.hf_shape).t().reshape(-1)[start:stop].clone()
+
+
+def _is_tied(config: GPT2Config | LlamaConfig) -> bool:
+    return isinstance(config, GPT2Config) or config.tie_embeddings
+
+
+def _require_equal(head: FileTensor, embedding: FileTensor) -> None:
+    """Raise UserError where a head that is tied differs from the embedding."""
+    both = [torch.empty(min(READ_AT_ONCE, head.numel)) for _ in range(2)]
+    for start in range(0, head.numel, READ_AT_ONCE):
+        parts = [each[: head.numel - start] for each in both]
+        for tensor, part in zip((head, embedding), parts, strict=True):
+            read_elements(tensor, start, part)
+        if not torch.equal(*parts):
+            what = f"is tied to {embedding.name} and differs from it"
+            raise UserError("lm_head.weight", what, "correct tie_word_embeddings in config.json")
