@@ -76,6 +76,15 @@ class TakesParamGroups(Protocol):
 
 
 @runtime_checkable
+class Resumes(Protocol):
+    """What computes with the number of the step."""
+
+    def resume_at(self, step: int) -> None:
+        """So many optimizer steps are done."""
+        ...
+
+
+@runtime_checkable
 class HasTiedNames(Protocol):
     """What can tell which names are one tensor."""
 
@@ -146,6 +155,8 @@ def load(
     with CheckpointReader(folder, manifest) as reader:
         # All ranks leave together: nobody may overwrite the folder while others still read.
         fail_together(comm, "loading", lambda: target.load_named_shards(reader))
+    if isinstance(target, Resumes):
+        target.resume_at(manifest.step)
     if settings and isinstance(target, TakesParamGroups):
         target.load_param_groups(manifest.param_groups)
     return {**manifest.extra, "step": manifest.step}

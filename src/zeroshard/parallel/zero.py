@@ -71,6 +71,10 @@ class ZeroStrategy:
         """What this rank saves."""
         return self.zero.named_shards()
 
+    def resume_at(self, step: int) -> None:
+        """So many optimizer steps are done: what is rounded at random is rounded as in the run that did them."""
+        self.zero.resume_at(step)
+
     def named_param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's param groups, ``params`` by their ordinary names."""
         return self.zero.named_param_groups()

@@ -24,7 +24,7 @@ from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 from zeroshard.zero.construction import build_units, check_arguments, ordinary_weights
-from zeroshard.zero.levels import Levels, check_levels, check_row
+from zeroshard.zero.levels import Levels, check_levels, check_row, check_wire
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.optimizers.state_dict import whole_state
@@ -120,6 +120,7 @@ class Zero:
         self.comm: Communicator = comm
         self.levels = Levels.of(comm, shard_size)
         self.precision = precision or MixedPrecision()
+        check_wire(self.strategy, self.precision)
         self._accumulate = accumulate
 
         on_meta = [param for param in model.parameters() if param.is_meta]
@@ -138,6 +139,7 @@ class Zero:
         self._guard = Guard(model, self._runtime, self._stepping)
         adoption.replaced(on_meta)
         adoption.own(model.parameters(), self._stepping)
+        self._stepping.show_what_travels()
         if self.replicas is not None and init is not loaded_later:
             self.replicas.begin_alike()
 
@@ -244,11 +246,17 @@ class Zero:
             RuntimeError: inside `full_params` or `Ema.weights`, or while gradients wait for a step.
         """
         strategy = resolve_strategy(stage)
+        check_wire(strategy, self.precision)
         if self.levels.shard is not self.comm and self.replicas is None:
             check_row(strategy)
         restaging.restage(self._runtime, strategy, self._stepping.state_holders("restage"))
         self.strategy = strategy
         self._stepping.hold_pieces()
+        self._stepping.show_what_travels()
+
+    def resume_at(self, step: int) -> None:
+        """Round what travels as a run does that has made ``step`` steps; `zeroshard.checkpoint.load` calls it."""
+        self._stepping.resume_at(step)
 
     # -- whole state ------------------------------------------------------------------------------------------
 

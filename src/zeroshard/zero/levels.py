@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroshard.comm import Communicator, LocalCommunicator, split
+from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 
 
@@ -72,6 +73,14 @@ def check_shard_size(shard_size: int, world_size: int) -> None:
     if isinstance(shard_size, bool) or shard_size not in sizes:
         choices = ", ".join(map(str, sizes))
         raise ValueError(f"shard_size: {shard_size} does not divide a world of {world_size}; choose one of {choices}")
+
+
+def check_wire(strategy: ShardingStrategy, precision: MixedPrecision) -> None:
+    """Raise ValueError for a row of the table by which a wire format would mean nothing."""
+    if strategy.optim is not SHARD and precision.has_wire:
+        name = "gather" if precision.gather is not None else "reduce"
+        what = "stage 0 has no owner of a shard who could send or sum it in a format of its own"
+        raise ValueError(f"{name}: {what}; choose stage 1, 2 or 3, or leave it out")
 
 
 def check_row(strategy: ShardingStrategy) -> None:

@@ -1,4 +1,4 @@
-"""Which dtype computes, which one travels, which one is the truth.
+"""Which dtype computes, what travels, which dtype is the truth.
 
 Micikevicius et al. 2018, "Mixed Precision Training", https://arxiv.org/abs/1710.03740, section 3.1: weights and
 activations may be 16 bits wide when a 32-bit master copy of the weights takes the updates.
@@ -6,9 +6,19 @@ activations may be 16 bits wide when a 32-bit master copy of the weights takes t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
+
+from zeroshard.errors import UserError
+from zeroshard.kernels import FORMATS, BlockFormat, DtypeFormat, Format
+from zeroshard.kernels.block_formats import BLOCK, FormatName, check_block
+
+EXACT_NUMEL = 4096
+"""Elements of the smallest parameter that travels in a wire format: a smaller one has few bytes to save."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +33,33 @@ class MixedPrecision:
             has the range of fp32, they also wait for the optimizer; else they are cast to the master's dtype for it.
         cast_forward_inputs: whether floating-point tensors given to the model are cast to ``param_dtype``.
 
+        gather: what weights travel in: a dtype or a block format (``"int8"``, ``"int4"``, ``"e4m3"``), in which each
+            rank sends its shard of the fp32 masters; every rank computes with what arrives, in ``param_dtype``.
+            None: ``param_dtype``. Stages 1, 2 and 3.
+        reduce: what gradients travel in, as ``gather``; they are summed in fp32 and accumulate in ``reduce_dtype``.
+            With a ``shard_size`` it is what crosses between the replicas. None: ``reduce_dtype``. Stages 1, 2 and 3.
+        block: elements that share a scale in a block format.
+        rounding_seed: of the noise by which gradients are rounded stochastically.
+
+    Norms' weights and biases, and whatever else has one dimension or fewer than `EXACT_NUMEL` elements, travel as they
+    are, in flat buffers of their own: there are few of them, and a block's scale would be set by its largest neighbour.
+
     Raises:
-        ValueError: a dtype that is not a floating-point one.
+        ValueError: a dtype that is not a floating-point one; no such format; a block that does not pack.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    gather: torch.dtype | str | None = None
+    reduce: torch.dtype | str | None = None
+    block: int = BLOCK
+    rounding_seed: int = 0
 
     def __post_init__(self) -> None:
+        check_block("block", self.block)
+        for field in ("gather", "reduce"):
+            _check_travels(field, getattr(self, field))
         for field in ("param_dtype", "reduce_dtype"):
             dtype = getattr(self, field)
             if dtype is not None and not dtype.is_floating_point:
@@ -45,6 +73,32 @@ class MixedPrecision:
         """The dtype in which gradients of weights with that master accumulate and travel."""
         return self.reduce_dtype if self.reduce_dtype is not None and master.is_floating_point else master
 
+    @property
+    def has_wire(self) -> bool:
+        """Whether anything travels in a format of its own."""
+        return self.gather is not None or self.reduce is not None
+
+    def weights_format(self, master: torch.dtype) -> Format | None:
+        """What weights with that master travel in; None: in the dtype that computes."""
+        return self._format(self.gather) if master.is_floating_point else None
+
+    def gradients_format(self, master: torch.dtype) -> Format | None:
+        """What gradients of weights with that master travel in; None: in the dtype that they accumulate in."""
+        return self._format(self.reduce) if master.is_floating_point else None
+
+    def _format(self, wire: torch.dtype | str | None) -> Format | None:
+        if wire is None:
+            return None
+        return DtypeFormat(wire) if isinstance(wire, torch.dtype) else BlockFormat(cast(FormatName, wire), self.block)
+
+    def is_exact(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter of that shape travels as it is, though others have a wire format."""
+        return self.has_wire and (len(shape) < 2 or math.prod(shape) < EXACT_NUMEL)
+
+    def exactly(self) -> MixedPrecision:
+        """The same without wire formats."""
+        return replace(self, gather=None, reduce=None)
+
     def reduced_dtype(self, master: torch.dtype) -> torch.dtype:
         """The dtype in which reduced gradients of weights with that master wait for the optimizer.
 
@@ -53,3 +107,12 @@ class MixedPrecision:
         """
         reduce = self.gradient_dtype(master)
         return reduce if reduce == torch.bfloat16 else master
+
+
+def _check_travels(field: str, wire: torch.dtype | str | None) -> None:
+    """Raise UserError, a ValueError, for what is neither a floating-point dtype nor a block format."""
+    if wire is None or wire in FORMATS or (isinstance(wire, torch.dtype) and wire.is_floating_point):
+        return
+    raise UserError(
+        field, f"{wire!r} is no format that travels", f"choose a floating-point dtype, or {', '.join(FORMATS)}"
+    )

@@ -41,7 +41,7 @@ def predict(job: Job) -> Planned:
     precision = MixedPrecision(param_dtype, job.reduce_dtype)
     each_reduces = (job.accumulate or ("sharded" if job.row.grads is SHARD else "local")) == "sharded"
     num_reductions = job.num_micro if each_reduces else 1
-    buffers = buffers_of(job.model, job.shard_size, list(job.model.blocks))
+    buffers = buffers_of(job.model, job.shard_size, list(job.model.blocks), precision=precision)
     rank = job.rank % job.shard_size
     optimizer = OPTIMIZER_STATES["AdamW"]
     num_replicas = job.world_size // job.shard_size if job.local_steps is None else 1  # each takes its steps alone

@@ -14,6 +14,7 @@ from torch import nn
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout
 from zeroshard.zero.buffers.partition import partition
 from zeroshard.zero.buffers.unit_choice import UnitChoice
+from zeroshard.zero.precision import MixedPrecision
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Buffer:
         layout: where each parameter lies.
         dtype: of the parameters, and so of their masters.
         trained: whether they take gradients.
+        exact: whether they travel as they are, though others have a wire format.
     """
 
     unit: str
@@ -34,6 +36,7 @@ class Buffer:
     layout: FlatLayout
     dtype: torch.dtype
     trained: bool
+    exact: bool = False
 
 
 Named = list[tuple[str, tuple[int, ...]]]
@@ -45,6 +48,7 @@ def buffers_of(
     units: UnitChoice | None = None,
     *,
     whole: Iterable[nn.Parameter] = (),
+    precision: MixedPrecision | None = None,
 ) -> list[Buffer]:
     """The buffers of ``model``, root first.
 
@@ -53,16 +57,18 @@ def buffers_of(
         world_size: number of shards: of all ranks, or the ``shard_size`` where there is one.
         units: as `Zero` takes them, in the order in which they run.
         whole: the parameters of an optimizer that needs whole tensors, such as `torch.optim.Muon`.
+        precision: the dtype policy, which may have parts of a unit travel apart.
     """
+    policy = precision or MixedPrecision()
     root, specs = partition(model, units)
     kept = set(whole)
     loads = [0] * world_size
     buffers = []
     for spec in (root, *specs):
-        flat: dict[tuple[torch.dtype, bool], Named] = {}
-        tensors: dict[tuple[torch.dtype, bool], Named] = {}
+        flat: dict[tuple[torch.dtype, bool, bool], Named] = {}
+        tensors: dict[tuple[torch.dtype, bool, bool], Named] = {}
         for name, param in spec.params:
-            kind = (param.dtype, param.requires_grad)
+            kind = (param.dtype, param.requires_grad, policy.is_exact(param.shape))
             flat.setdefault(kind, [])  # a kind has its place by its first parameter, kept whole or not
             chosen = tensors if param in kept else flat
             chosen.setdefault(kind, []).append((name, tuple(param.shape)))

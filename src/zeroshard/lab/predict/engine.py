@@ -174,10 +174,9 @@ class _Log(StorageEvents):
     def issue(self, comm: _Peers, op: str, whole: Tensor) -> _Pending:
         """Write a collective down."""
         self.look_for_freed()
-        key, num_bytes = whole.untyped_storage()._cdata, whole.nbytes
-        gathered = num_bytes if key in self.freed and key not in self._whole else 0
+        gathered = self._grown()
+        num_bytes = whole.nbytes
         if gathered:
-            self._whole[key] = gathered
             self.told.append(Change("prefetch", gathered))
         self._number += 1
         label = current_scope()
@@ -187,6 +186,12 @@ class _Log(StorageEvents):
         replicas = comm is self.levels.replicas and not control
         self.told.append(Sent(self._number, Message(op, num_bytes, buffer, phase, comm.world_size), replicas, control))
         return _Pending(self, self._number, gathered)
+
+    def _grown(self) -> int:
+        """Bytes of full weights that are not freed any more: a storage that grows tells nobody either."""
+        grown = {key: each.nbytes() for key, each in self.freed.items() if key not in self._whole and each.nbytes()}
+        self._whole.update(grown)
+        return sum(grown.values())
 
     def look_for_freed(self) -> None:
         """A storage that shrinks tells nobody."""
@@ -310,7 +315,7 @@ def _group(buffer: Buffer, settings: Settings, levels: Levels) -> FlatGroup:
         params,
         settings.strategy,
         levels,
-        settings.precision,
+        settings.precision.exactly() if buffer.exact else settings.precision,
         loaded_later,
         buffer.layout,
         frozen=not buffer.trained,

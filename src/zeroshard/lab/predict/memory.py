@@ -3,7 +3,8 @@
 With N elements of a buffer, padded to P = W * S, and itemsizes c (compute), m (master), g (reduction), h (reduced
 gradients: m, or g where that is bfloat16):
 
-    params      P c, whole;  S m, sharded, where c is m's dtype, and else nothing between uses
+    params      P c, whole;  S m, sharded, where c is m's dtype, and else nothing between uses; both where weights
+                travel in a wire format and c is m's dtype
     master      P m or S m by the `optim` column, where compute has another dtype and they are trained; else the weights
     grads       S h, sharded;  P g, whole, and what the optimizer sees beside it where that is no view of it
     optimizer   per element of the pieces that the rank owns, without padding; and scalars per piece
@@ -107,7 +108,7 @@ def state_bytes(
             total["params"] += layout.padded_numel * compute.itemsize
         if compute != master:
             total["master"] += seen * master.itemsize
-        elif shard_params:
+        elif shard_params or (shard_optim and _has_format(buffer, precision)):
             total["params"] += layout.shard_numel * master.itemsize
         if buffer.trained:
             total["grads"] += _grad_bytes(
@@ -116,6 +117,11 @@ def state_bytes(
             kept = optimizer if layout.longest is None or whole_optimizer is None else whole_optimizer
             total["optimizer"] += _optimizer_bytes(buffer, rank if shard_optim else None, kept, device_type)
     return total
+
+
+def _has_format(buffer: Buffer, precision: MixedPrecision) -> bool:
+    """Whether the weights travel in a wire format: what computes is then no view of the masters."""
+    return not buffer.exact and precision.weights_format(buffer.dtype) is not None
 
 
 def ema_bytes(buffers: Iterable[Buffer], strategy: ShardingStrategy, rank: int) -> int:

@@ -35,7 +35,9 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Work, empty_for, scope
+from zeroshard.kernels import Format
 from zeroshard.zero.buffers.layout import FlatLayout, Piece
+from zeroshard.zero.buffers.wire import AcrossReplicas, PackedReduce, Rounding
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import NO_STREAMS, Streams
@@ -50,6 +52,7 @@ class FlatGrads:
         reduced: the mean over ranks of what has been reduced; None before the first reduction.
         factor: what ``reduced`` is still to be multiplied by, 0-dim fp32; None where nothing is due. Clipping leaves
             it to an optimizer that multiplies as it reads; whatever else looks at ``reduced`` calls `apply_factor`.
+        rounding: of what travels in a wire format.
     """
 
     def __init__(
@@ -62,6 +65,8 @@ class FlatGrads:
         device: torch.device,
         reduced_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        wire: Format | None = None,
+        rounding_seed: int = 0,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -78,8 +83,11 @@ class FlatGrads:
         self._written = [False] * len(layout.slots)
         self._work: Work | None = None
         self._arriving: Tensor | None = None
-        self._across = False  # whether the sum over replicas is yet to be issued
+        self._across = 0  # collectives of the sum over replicas that are yet to be issued
         self._streams: Streams = NO_STREAMS
+        self._wire = wire if self.shard_optim else None
+        self._packed: PackedReduce | AcrossReplicas | None = None
+        self.rounding = Rounding(rounding_seed, name, levels.world.rank)
         self._scale = 1.0 / levels.world.world_size
         self._scale_is_exact = math.frexp(self._scale)[0] == 0.5
         start, stop = layout.interval(comm.rank)
@@ -146,7 +154,7 @@ class FlatGrads:
 
         Where there are replicas, `reduce_across` goes on with it.
         """
-        self.reduce_across()
+        self._go_across()
         self._vacate_local()
         views = self._local_views()
         local = self._local
@@ -163,20 +171,43 @@ class FlatGrads:
         self._arriving = target
         with scope(f"{self.name}/grads"), self._streams.on("reduce", self._streams.mark()):
             self._work = self._streams.issued(self._collective(target, local))
-        self._across = self.replicas.world_size > 1
+        self._across = (2 if self._wire is not None else 1) if self.replicas.world_size > 1 else 0
+
+    @property
+    def crossing(self) -> bool:
+        """Whether `reduce_across` has more to issue."""
+        return self._across > 0
+
+    def _go_across(self) -> None:
+        while self._across:
+            self.reduce_across()
 
     def reduce_across(self) -> None:
-        """Where there are replicas: start to add up their shards. Collective. [Note: Two levels]"""
+        """Where there are replicas: issue the next collective by which their shards are added up. Collective.
+
+        [Note: Two levels]; in a wire format there are two of them.
+        """
         if not self._across:
             return
         assert self._work is not None
         assert self._arriving is not None
         with scope(f"{self.name}/grads"), self._streams.on("replicas"):
             self._work.wait()
-            self._work = self._streams.issued(self.replicas.all_reduce(self._arriving))
-        self._across = False
+            self._work = self._streams.issued(self._collective_across(self._arriving))
+        self._across -= 1
+
+    def _collective_across(self, shard: Tensor) -> Work:
+        if self._wire is None:
+            return self.replicas.all_reduce(shard)
+        if isinstance(self._packed, AcrossReplicas):
+            return self._packed.gather()
+        self._packed = AcrossReplicas(self.replicas, self._wire, shard, self.rounding)
+        return self._packed.exchange()
 
     def _collective(self, target: Tensor, local: Tensor) -> Work:
+        if self._wire is not None and self.comm.world_size > 1 and self.replicas.world_size == 1:
+            self._packed = PackedReduce(self.comm, self._wire, local, self.rounding)
+            return self._packed.exchange()
         if self.shard_optim:
             return self.comm.reduce_scatter(target, local)
         if self.comm.uniform_order:
@@ -191,10 +222,13 @@ class FlatGrads:
         """Finish the reduction under way, if any, and add it to what was reduced before."""
         if self._work is None:
             return
-        self.reduce_across()
+        self._go_across()
         self._work.wait()
         arrived, self._work, self._arriving = self._arriving, None, None
         assert arrived is not None
+        if self._packed is not None:
+            self._packed.deliver(arrived)
+            self._packed = None
         if self.reduced is not None:
             self.reduced.add_(arrived)
         else:
@@ -249,6 +283,7 @@ class FlatGrads:
     def zero(self, slots: set[int]) -> None:
         """Make the gradients of ``slots`` zero, reduced or not; those that there are stay there."""
         self.settle()
+        self.rounding.end_step()
         self.apply_factor()  # a factor that is not finite would make NaN of the zeros
         for slot in slots:
             if self._written[slot]:
@@ -261,6 +296,7 @@ class FlatGrads:
     def clear(self, slots: set[int]) -> None:
         """Forget the gradients of ``slots``; with the last of them all buffers are freed."""
         self.settle()
+        self.rounding.end_step()
         for slot in slots:
             self._written[slot] = self.used[slot] = False
         if not any(self.used):
@@ -277,6 +313,11 @@ class FlatGrads:
     def buffers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """This rank's local sum, the reduced mean, and the mean that is being reduced; they may share memory."""
         return self._local, self.reduced, self._arriving
+
+    @property
+    def packed(self) -> Tensor | None:
+        """What arrives in a wire format, until it has been added up."""
+        return None if self._packed is None else self._packed.packed
 
     @property
     def resident_bytes(self) -> int:

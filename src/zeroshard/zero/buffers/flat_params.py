@@ -38,6 +38,7 @@ from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.differences import take_where_it_differs
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
 from zeroshard.zero.buffers.partition import DrawsParts, Init
+from zeroshard.zero.buffers.wire import PackedGather, there_and_back
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
@@ -61,6 +62,7 @@ class FlatParams:
         comm: the ranks that hold the shards.
         pieces: what of each parameter the optimizer on this rank updates. Where it is replicated on the CPU these are
             the pieces of every rank, so that vector bodies and scalar tails fall on the same elements at each stage.
+        wire: what weights travel in; None: in the dtype that computes.
         stale: whether the master is newer than ``full``.
         on_read: called before a parameter is read that a step has outdated, and ends in `show_as_current`; None: nobody
             is told. [Note: Read between steps] in `outdated`.
@@ -92,6 +94,7 @@ class FlatParams:
         self._copy_due = False  # whether `full` lacks what this rank's master holds
         self._shown = False  # whether the parameters are the views of `full`
         self._work: Work | None = None
+        self._packed: PackedGather | None = None
         self._streams: Streams = NO_STREAMS
         self._written_at: Mark = None  # where the master's values were complete
 
@@ -101,9 +104,11 @@ class FlatParams:
         compute_dtype = precision.compute_dtype(self.dtype)
         same = frozen or compute_dtype == self.dtype
         self._own = own
-        self._aliased = same and not self.shard_params
+        self.wire = precision.weights_format(self.dtype) if self.shard_optim else None
+        self._aliased = same and not self.shard_params and self.wire is None
         self._thawed = False
-        self._always_compared = not same and not self.shard_params and compute_dtype.itemsize < self.dtype.itemsize
+        rounded = self.wire is not None or (not same and compute_dtype.itemsize < self.dtype.itemsize)
+        self._always_compared = rounded and not self.shard_params
         self.full = initial if compute_dtype == self.dtype else initial.to(compute_dtype)
         held = self.full if same else initial
         self.master = held[own] if self.shard_optim else held
@@ -201,7 +206,7 @@ class FlatParams:
 
         None where there is nothing to write: the master is those weights, or they do not outlive a step.
         """
-        if self._aliased or self.shard_params:
+        if self._aliased or self.shard_params or self.wire is not None:
             return None
         return self.full[piece.offset : piece.offset + piece.numel].view(piece.shape)
 
@@ -226,10 +231,13 @@ class FlatParams:
                     self.full.copy_(self.master)
                 return
             with self._streams.on("copy_in", self._written_at, read_at):
-                own = self._copied_in(copy_due=copy_due)
+                own = self._copied_in(copy_due=copy_due and self.wire is None)
+                if self.wire is not None:
+                    self._packed = PackedGather(self.comm, self.wire, self.full, self.master)
                 copied_at = self._streams.mark()
             with scope(f"{self.name}/weights"), self._streams.on("gather", copied_at):
-                self._work = self._streams.issued(self.comm.all_gather(self.full, own))
+                work = self.comm.all_gather(self.full, own) if self._packed is None else self._packed.gather()
+                self._work = self._streams.issued(work)
 
     def _copied_in(self, *, copy_due: bool) -> Tensor:
         """This rank's shard, for the all-gather into ``full``, which has memory from here on."""
@@ -243,19 +251,24 @@ class FlatParams:
 
     def wait(self) -> None:
         """Finish what `gather` started and let the parameters see it."""
+        self._finish()
+        if self.whole and not self._shown:
+            self._attach()
+
+    def _finish(self) -> None:
+        """Wait for the all-gather that is under way."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self.whole and not self._shown:
-            self._attach()
+        if self._packed is not None:
+            self._packed.deliver()
+            self._packed = None
 
     def release(self) -> None:
         """Free the full weights, where they are sharded."""
         if not self.shard_params or not self.whole:
             return
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        self._finish()
         self.take_changes()
         self._hide()
         self._streams.freed()
@@ -322,7 +335,11 @@ class FlatParams:
             return
         with torch.no_grad():
             written = self.full[self._own] if self.shard_optim else self.full
-            if written.dtype == self.master.dtype:
+            if self.wire is not None:
+                shown = there_and_back(self.master, self.wire, written.dtype)
+                if take_where_it_differs(self.master, written, shown):  # a block's scale may have changed with it
+                    written.copy_(there_and_back(self.master, self.wire, written.dtype))
+            elif written.dtype == self.master.dtype:
                 self.master.copy_(written)
             else:
                 take_where_it_differs(self.master, written)
@@ -379,6 +396,11 @@ class FlatParams:
         with scope(f"{self.name}/state"):
             self.comm.all_gather(flat, self.master).wait()
         return flat.to(self.dtype)
+
+    @property
+    def packed(self) -> Tensor | None:
+        """What is being gathered in a wire format, until it has been unpacked."""
+        return None if self._packed is None else self._packed.packed
 
     @property
     def on_its_way(self) -> bool:

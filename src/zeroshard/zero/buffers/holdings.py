@@ -93,6 +93,8 @@ def _weights(unit: str, params: FlatParams) -> Iterator[Holding]:
         yield Holding("params", unit, params.full)
     else:
         yield Holding("prefetch" if params.on_its_way else "unit_buffers", unit, params.full)
+    if params.packed is not None:
+        yield Holding("prefetch", unit, params.packed)
     same_dtype = params.master.dtype == params.full.dtype
     yield Holding("params" if same_dtype else "master", unit, params.master)
 
@@ -101,4 +103,6 @@ def _grads(unit: str, grads: FlatGrads) -> Iterator[Holding]:
     local, reduced, arriving = grads.buffers
     if local is not None:
         yield Holding("grads" if grads.keep_local else "unit_buffers", unit, local)
+    if grads.packed is not None:
+        yield Holding("unit_buffers", unit, grads.packed)
     yield from (Holding("grads", unit, tensor) for tensor in (reduced, arriving) if tensor is not None)

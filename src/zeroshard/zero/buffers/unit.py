@@ -61,6 +61,8 @@ class FlatGroup:
             device=device,
             reduced_dtype=precision.reduced_dtype(master_dtype),
             reduce_dtype=precision.gradient_dtype(master_dtype),
+            wire=precision.gradients_format(master_dtype),
+            rounding_seed=precision.rounding_seed,
         )
         floating = master_dtype.is_floating_point or master_dtype.is_complex
         self.shards = [
@@ -103,12 +105,18 @@ class FlatGroup:
         for rank in range(layout.world_size):
             loads[rank] += sum(piece.numel for piece in own.owned(rank))
         made = [self._again(self.params.name, stay, frozen=self._frozen)] if stay else []
-        return [*made, self._again(name if stay else self.params.name, leave, layout=own, frozen=self._frozen)]
+        made.append(self._again(name if stay else self.params.name, leave, layout=own, frozen=self._frozen))
+        for group in made:
+            group.grads.rounding.resume_at(self.grads.rounding.step)
+        return made
 
     def restaged(self, strategy: ShardingStrategy) -> FlatGroup:
         """The same parameters, laid out alike, by another row of the table. Collective; as in `keep_whole`."""
         named = self._take_out()
-        return self._again(self.params.name, named, strategy=strategy, layout=self.params.layout, frozen=self._frozen)
+        layout = self.params.layout
+        made = self._again(self.params.name, named, strategy=strategy, layout=layout, frozen=self._frozen)
+        made.grads.rounding = self.grads.rounding
+        return made
 
     def thaw(self) -> None:
         """Parameters that were frozen from the start are trained now: [Note: Frozen] in `flat_params`."""
@@ -209,6 +217,11 @@ class Unit:
         for group in self.groups:
             group.grads.reduce_across()
 
+    @property
+    def crossing(self) -> bool:
+        """Whether `reduce_across` has more to issue."""
+        return any(group.grads.crossing for group in self.groups)
+
     def settle(self) -> None:
         """Finish the reductions under way."""
         for group in self.groups:
@@ -253,14 +266,16 @@ def build_groups(
     init: dict[nn.Parameter, Init],
 ) -> list[FlatGroup]:
     """Group a unit's parameters and make them flat; those in ``init`` get their values from it, not from memory."""
-    by_kind: dict[tuple[torch.dtype, torch.device, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    by_kind: dict[tuple[torch.dtype, torch.device, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for param_name, param in params:
-        kind = (param.dtype, param.device, param.requires_grad, param in init)
+        exact = precision.is_exact(param.shape)
+        kind = (param.dtype, param.device, param.requires_grad, param in init, exact)
         by_kind.setdefault(kind, []).append((param_name, param))
     groups = []
-    for index, members in enumerate(by_kind.values()):
+    for index, ((*_, exact), members) in enumerate(by_kind.items()):
         group_name = name if index == 0 else f"{name}#{index}"
-        groups.append(FlatGroup(group_name, members, strategy, levels, precision, init.get(members[0][1])))
+        policy = precision.exactly() if exact else precision
+        groups.append(FlatGroup(group_name, members, strategy, levels, policy, init.get(members[0][1])))
     return groups
 
 

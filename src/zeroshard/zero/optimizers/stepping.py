@@ -138,8 +138,19 @@ class Stepping:
         if self.replicas is not None:
             self.replicas.require_rest(what)
 
+    def show_what_travels(self) -> None:
+        """Where weights travel in a format of their own, have those that outlive a step be what arrives. Collective."""
+        if any(group.params.wire is not None for group in self._runtime.groups()):
+            self._runtime.masters_replaced()
+
+    def resume_at(self, step: int) -> None:
+        """See `Zero.resume_at`."""
+        for group in self._runtime.groups():
+            group.grads.rounding.resume_at(step)
+
     def weights_replaced(self) -> None:
         """All weights were replaced by others, the same on every rank."""
+        self.show_what_travels()
         if self.replicas is not None:
             self.replicas.begin_again()
 

@@ -36,8 +36,10 @@ class Reductions:
                 self._in_flight.popleft().settle()
 
     def _across(self) -> None:
-        while self._to_replicas:
-            self._to_replicas.popleft().reduce_across()
+        """Issue the next collective of each unit that has more to issue."""
+        for unit in self._to_replicas:
+            unit.reduce_across()
+        self._to_replicas = deque(unit for unit in self._to_replicas if unit.crossing)
 
     def settle(self, all_units: Sequence[Unit]) -> None:
         """Agree on which parameters had gradients anywhere, reduce what came late, wait for all. Collective.
@@ -45,7 +47,8 @@ class Reductions:
         Raises:
             RuntimeError: ranks have gone different ways; see `CollectiveOrder.agree_on_flags`.
         """
-        self._across()
+        while self._to_replicas:
+            self._across()
         units = [unit for unit in all_units if unit.trained_groups()]
         groups = [group for unit in units for group in unit.trained_groups()]
         late = [any(group.grads.pending for group in unit.groups) for unit in units]
@@ -59,8 +62,9 @@ class Reductions:
         for unit, is_late in zip(units, flags[start : start + len(late)], strict=True):
             if is_late:
                 unit.reduce_grads()
-        for unit in units:
-            unit.reduce_across()
+        while any(unit.crossing for unit in units):
+            for unit in units:
+                unit.reduce_across()
         for unit in units:
             unit.settle()
         self._in_flight.clear()

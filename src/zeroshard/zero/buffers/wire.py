@@ -1,0 +1,223 @@
+"""What travels in a wire format: weights that are gathered, gradients that are exchanged and added up.
+
+    weights     each rank quantises its fp32 shard; codes and scales are gathered; every rank, the owner too, computes
+                with what comes out. The master is never rounded, so errors do not add up from step to step.
+    gradients   one all-to-all of quantised shards, and the sum in fp32 at the owner in the order of ranks. A ring would
+                quantise a partial sum again at each hop. The owner's own part is not quantised: it does not travel.
+    replicas    the shard is summed within the group in its own dtype, as ever; what crosses between groups is exchanged
+                by pieces, each summed by one replica, and the sums are gathered, quantised once more.
+
+Gradients are rounded stochastically, so that the mean over steps is right; weights to the nearest.
+
+Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training",
+https://arxiv.org/abs/2306.10209, section 3: qwZ and qgZ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import Communicator, Work, all_to_all, empty_for
+from zeroshard.kernels import Format, dequantise, quantise, rounding_key
+
+
+class PackedGather:
+    """The all-gather of weights in a wire format.
+
+    Args:
+        comm: the ranks that hold the shards.
+        form: what travels.
+        full: ``[world_size * n]`` in the compute dtype; written by `deliver`.
+        master: ``[n]``, this rank's; it is read here and not any more.
+
+    Attributes:
+        packed: what is gathered.
+    """
+
+    def __init__(self, comm: Communicator, form: Format, full: Tensor, master: Tensor) -> None:
+        self._comm, self._form, self._full = comm, form, full
+        self.packed = _rows(comm, form, master.numel(), full.device)
+        quantise(master, self.packed[comm.rank], form)
+
+    def gather(self) -> Work:
+        """Issue the collective."""
+        return self._comm.all_gather(self.packed.view(-1), self.packed[self._comm.rank])
+
+    def deliver(self) -> None:
+        """Write the weights, once it is done."""
+        for row, shard in _by_rank(self.packed, self._full.view(self._comm.world_size, -1)):
+            dequantise(row, shard, self._form)
+        _read_here(self.packed)
+
+
+class Rounding:
+    """The keys of one buffer's stochastic rounding: another for each step, and each reduction of a step.
+
+    Args:
+        seed: of the run.
+        unit: the buffer's name.
+        rank: among all ranks.
+
+    Attributes:
+        step: optimizer steps so far, as `zeroshard.Zero.resume_at` may set it.
+    """
+
+    def __init__(self, seed: int, unit: str, rank: int) -> None:
+        self._seed, self._unit, self._rank = seed, unit, rank
+        self.step = 0
+        self._num_reductions = 0
+        self._over = False
+
+    def end_step(self) -> None:
+        """Gradients are cleared: what is reduced next belongs to the next step."""
+        self._over = self._over or self._num_reductions > 0
+
+    def resume_at(self, step: int) -> None:
+        """What is reduced next belongs to this step."""
+        self.step, self._num_reductions, self._over = step, 0, False
+
+    def keys(self, num_parts: int) -> list[int]:
+        """The keys of the parts of the next reduction."""
+        if self._over:
+            self.resume_at(self.step + 1)
+        first = self._num_reductions * num_parts
+        self._num_reductions += 1
+        fixed = self._seed, self.step, self._unit, self._rank
+        return [rounding_key(*fixed, first + part) for part in range(num_parts)]
+
+
+class PackedReduce:
+    """A reduce-scatter in a wire format: an all-to-all of quantised shards, and the sum in the order of ranks.
+
+    Args:
+        comm: the ranks that hold the shards.
+        form: what travels.
+        local: ``[world_size * n]``: this rank's sum. Its own shard is read in `deliver`.
+        rounding: of this buffer.
+
+    Attributes:
+        packed: what arrives.
+    """
+
+    def __init__(self, comm: Communicator, form: Format, local: Tensor, rounding: Rounding) -> None:
+        self._comm, self._form = comm, form
+        shards = local.view(comm.world_size, -1)
+        self._own = shards[comm.rank]
+        self._sent = _rows(comm, form, self._own.numel(), local.device)
+        _pack(self._sent, shards, form, rounding.keys(comm.world_size), but=comm.rank)
+        self.packed = torch.empty_like(self._sent)
+
+    def exchange(self) -> Work:
+        """Issue the collective."""
+        return all_to_all(self._comm, self.packed.view(-1), self._sent.view(-1))
+
+    def deliver(self, target: Tensor) -> None:
+        """``target [n]`` becomes the sum, once the exchange is done; it may be this rank's shard of ``local``."""
+        _add_up(self.packed, self._own, self._comm.rank, self._form, target)
+        _read_here(self.packed)
+
+
+class AcrossReplicas:
+    """The sum of a shard over replicas in a wire format: an all-to-all of pieces, then a gather of their sums.
+
+    Two collectives, of which the second can be issued only when the first is done: see [Note: Two levels] in
+    `flat_grads`. Every replica takes the sums as they were sent, so that all have the same bits.
+
+    Args:
+        comm: the replicas.
+        form: what travels.
+        values: ``[n]``, this replica's; read here, and written by `deliver`.
+        rounding: of this buffer.
+
+    Attributes:
+        packed: what arrives.
+    """
+
+    def __init__(self, comm: Communicator, form: Format, values: Tensor, rounding: Rounding) -> None:
+        self._comm, self._form = comm, form
+        self._length = -(-values.numel() // comm.world_size)
+        *keys, self._key = rounding.keys(comm.world_size + 1)
+        ranks = (comm.rank,) if values.is_meta else range(comm.world_size)  # a plan's worlds are large
+        pieces = [_padded(values, rank * self._length, self._length) for rank in ranks]
+        self._own = pieces[comm.rank if len(pieces) > 1 else 0].to(torch.float32, copy=True)
+        self._sent = _rows(comm, form, self._length, values.device)
+        _pack(self._sent, pieces, form, keys, but=comm.rank)
+        self.packed = torch.empty_like(self._sent)
+
+    def exchange(self) -> Work:
+        """Issue the exchange of the pieces."""
+        return all_to_all(self._comm, self.packed.view(-1), self._sent.view(-1))
+
+    def gather(self) -> Work:
+        """Once that is done: add up this replica's piece, and issue the gather of the sums."""
+        _add_up(self.packed, self._own, self._comm.rank, self._form, self._own)
+        own = self.packed[self._comm.rank]
+        quantise(self._own, own, self._form, self._key)
+        return self._comm.all_gather(self.packed.view(-1), own)
+
+    def deliver(self, values: Tensor) -> None:
+        """``values [n]`` become the sum over replicas, once all is done."""
+        for rank, (row, _) in enumerate(_by_rank(self.packed, self.packed)):
+            part = values[rank * self._length : (rank + 1) * self._length]
+            piece = part if part.numel() == self._length else values.new_empty(self._length)
+            dequantise(row, piece, self._form)
+            if piece is not part:
+                part.copy_(piece[: part.numel()])
+        _read_here(self.packed)
+
+
+def there_and_back(values: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
+    """What every rank computes with where a shard of the masters is ``values [n]``: a new tensor of ``dtype``."""
+    packed = torch.empty(form.num_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+    quantise(values, packed, form)
+    back = torch.empty_like(values, dtype=dtype)
+    dequantise(packed, back, form)
+    return back
+
+
+def _rows(comm: Communicator, form: Format, numel: int, device: torch.device) -> Tensor:
+    """``[world_size, bytes]``: a packed shard of each rank."""
+    num_bytes = form.num_bytes(numel)
+    return empty_for(comm, comm.world_size * num_bytes, torch.uint8, device).view(comm.world_size, num_bytes)
+
+
+def _by_rank(rows: Tensor, parts: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each rank's row and part; none of a plan, which has no values, and whose worlds are large."""
+    return [] if rows.is_meta else list(zip(rows, parts, strict=True))
+
+
+def _pack(rows: Tensor, parts: Tensor | Sequence[Tensor], form: Format, keys: Sequence[int], but: int) -> None:
+    """Quantise each part into its row; nobody reads row ``but``."""
+    for rank, (row, part) in enumerate(_by_rank(rows, parts)):
+        if rank != but:
+            quantise(part, row, form, keys[rank])
+
+
+def _add_up(rows: Tensor, own: Tensor, rank: int, form: Format, target: Tensor) -> None:
+    """``target`` becomes the sum of the rows and of ``own`` at place ``rank``, in fp32 and in order."""
+    total = torch.empty_like(own, dtype=torch.float32)
+    part = torch.empty_like(total)
+    for index, (row, _) in enumerate(_by_rank(rows, rows)):
+        if index == rank:
+            total.copy_(own) if index == 0 else total.add_(own)
+        elif index == 0:
+            dequantise(row, total, form)
+        else:
+            dequantise(row, part, form)
+            total.add_(part)
+    target.copy_(total)
+
+
+def _read_here(packed: Tensor) -> None:
+    """Memory of another stream has been read on this one: it must not be taken again there before that is over."""
+    if packed.is_cuda:
+        packed.record_stream(torch.cuda.current_stream(packed.device))
+
+
+def _padded(values: Tensor, start: int, length: int) -> Tensor:
+    """``values[start : start + length]``, with zeros where they end before."""
+    part = values[min(start, values.numel()) : start + length]
+    return part if part.numel() == length else torch.cat([part, part.new_zeros(length - part.numel())])

@@ -1,0 +1,273 @@
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from late import late
+from zeroshard import checkpoint
+from zeroshard.comm import NullCommunicator, ObservedCommunicator, ThreadCommunicator, run_threads
+from zeroshard.kernels import BlockFormat
+from zeroshard.zero import MixedPrecision, Zero
+from zeroshard.zero.buffers.wire import there_and_back
+
+INT8 = MixedPrecision(gather="int8", reduce="int8", block=64)
+WIRES = {
+    "int8": INT8,
+    "int4": MixedPrecision(gather="int8", reduce="int4", block=64),
+    "e4m3": MixedPrecision(gather="e4m3", reduce="e4m3", block=32),
+    "bf16": MixedPrecision(gather=torch.bfloat16, reduce=torch.bfloat16),
+    "bf16 computes": MixedPrecision(torch.bfloat16, torch.bfloat16, gather="int8", reduce="int8"),
+}
+
+
+class _Net(nn.Module):
+    """Matrices that travel in a wire format, norms and biases that do not, and a unit that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(48, 96)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(96), nn.Linear(96, 100), nn.Tanh(), nn.Linear(100, 96)) for _ in range(3)
+        )
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.float().square().mean()
+
+
+@functools.cache
+def _original():
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return _Net()
+
+
+def _net():
+    return copy.deepcopy(_original())  # threads share a generator
+
+
+def _batch(rank, step):
+    return torch.randn(5, 48, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def _steps(zero, optimizer, steps, num_micro=1):
+    losses = []
+    for step in steps:
+        for micro in range(num_micro):
+            with zero.micro_batch(last=micro == num_micro - 1):
+                loss = zero.model(_batch(zero.comm.rank, 10 * step + micro))
+                loss.backward()
+        losses.append((loss.detach(), zero.clip_grad_norm_(1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _train(comm, stage, precision, *, num_micro=1, accumulate=None, **kwargs):
+    zero = Zero(_net(), stage, comm=comm, precision=precision, accumulate=accumulate, **kwargs)
+    optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-2)
+    losses = _steps(zero, optimizer, range(3), num_micro)
+    with zero.full_params():
+        shown = {name: param.detach().clone() for name, param in zero.model.named_parameters()}
+    return losses, zero.state_dict(), shown
+
+
+def _same(one, other):
+    return all(
+        torch.equal(a, b) for x, y in zip(one[0], other[0], strict=True) for a, b in zip(x, y, strict=True)
+    ) and all(torch.equal(one[i][name], other[i][name]) for i in (1, 2) for name in one[i])
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("accumulate", [None, "local", "sharded"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_stages_have_the_same_bits_under_any_wire(wire, world_size, accumulate, is_late):
+    settings = {"num_micro": 1 if accumulate is None else 2, "accumulate": accumulate}
+    wrap = late if is_late else lambda comm: comm
+    by_stage = [
+        run_threads(lambda comm, stage=stage: _train(wrap(comm), stage, WIRES[wire], **settings), world_size)
+        for stage in (1, 2, 3)
+    ]
+    for ranks in by_stage:
+        assert all(torch.isfinite(loss) for loss, _ in ranks[0][0])
+        for one, other in zip(ranks, by_stage[0], strict=True):
+            assert _same(one, other)
+        assert all(torch.equal(ranks[0][2][name], each[2][name]) for each in ranks for name in each[2])
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("shard_size", [1, 2])
+@pytest.mark.parametrize("wire", ["int8", "int4", "bf16"])
+@pytest.mark.parametrize("accumulate", ["local", "sharded"])
+def test_replicas_that_exchange_in_a_wire_format_have_the_same_bits(shard_size, wire, accumulate):
+    settings = {"shard_size": shard_size, "num_micro": 2, "accumulate": accumulate}
+    by_stage = [
+        run_threads(lambda comm, stage=stage: _train(late(comm), stage, WIRES[wire], **settings), 4)
+        for stage in (1, 2, 3)
+    ]
+    for ranks in by_stage:
+        for one, other in zip(ranks, by_stage[0], strict=True):
+            assert _same(one, other)
+        for name, weight in ranks[0][2].items():
+            assert all(torch.equal(weight, each[2][name]) for each in ranks)
+
+
+def test_every_rank_computes_with_what_the_owners_shards_come_to_and_masters_stay_exact():
+    def on_rank(comm):
+        zero = Zero(_net(), 2, comm=comm, precision=INT8)
+        exact = zero.state_dict()
+        return exact, {name: param.detach().clone() for name, param in zero.model.named_parameters()}
+
+    original = _net().state_dict()
+    for exact, shown in run_threads(on_rank, 2):
+        for name, weight in original.items():
+            assert torch.equal(exact[name], weight)
+            if weight.dim() < 2:
+                assert torch.equal(shown[name], weight)
+            else:
+                assert not torch.equal(shown[name], weight)
+                assert (shown[name] - weight).abs().max() <= weight.abs().max() / 127 / 2 * 1.01
+
+
+def test_gradients_are_near_those_that_travel_as_they_are_and_right_in_the_mean():
+    def grads(precision):
+        def on_rank(comm):
+            zero = Zero(_net(), 2, comm=comm, precision=precision)
+            total = None
+            for _ in range(60):
+                zero.model(_batch(comm.rank, 0)).backward()
+                found = torch.cat([g.reshape(-1) for g in zero.full_grads().values() if g is not None])
+                total = found.double() if total is None else total + found
+                zero.zero_grad()
+            return found, total / 60
+
+        return run_threads(on_rank, 2)[0]
+
+    once, mean = grads(MixedPrecision(reduce="int8"))
+    exact, _ = grads(None)
+    assert (once - exact).norm() < 0.01 * exact.norm()
+    assert (mean - exact).norm() < 0.3 * (once - exact).norm()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_resumed_run_rounds_as_the_one_that_went_on(stage, tmp_path):
+    def on_rank(comm):
+        zero = Zero(_net(), stage, comm=comm, precision=INT8, accumulate="sharded")
+        optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-2)
+        _steps(zero, optimizer, range(3), 2)
+        checkpoint.save(tmp_path / "saved", zero, step=3)
+        went_on = _steps(zero, optimizer, range(3, 5), 2), zero.state_dict()
+        other = Zero(_net(), 2, comm=comm, precision=INT8)
+        optimizer = other.optimizer(torch.optim.AdamW, lr=1e-2)
+        checkpoint.load(tmp_path / "saved", other)
+        return went_on, (_steps(other, optimizer, range(3, 5), 2), other.state_dict())
+
+    for (losses, state), (other_losses, other_state) in run_threads(on_rank, 2):
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(losses, other_losses, strict=True))
+        assert all(torch.equal(state[name], other_state[name]) for name in state)
+
+
+def test_nan_and_inf_are_still_seen_behind_the_wire():
+    def on_rank(comm, bad):
+        zero = Zero(_net(), 3, comm=comm, precision=INT8)
+        batch = _batch(comm.rank, 0)
+        if comm.rank == 1:
+            batch[0, 0] = bad
+        zero.model(batch).backward()
+        return zero.clip_grad_norm_(1.0)
+
+    for bad in (float("nan"), float("inf")):
+        assert not any(norm.isfinite() for norm in run_threads(lambda comm, bad=bad: on_rank(comm, bad), 2))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_written_into_weights_reaches_the_masters_and_the_rest_keeps_its_digits(stage):
+    def on_rank(comm):
+        zero = Zero(_net(), stage, comm=comm, precision=INT8)
+        optimizer = zero.optimizer(torch.optim.SGD, lr=0.0)
+        with zero.full_params(write_back=True), torch.no_grad():
+            zero.model.blocks[0][1].weight[3, 5] = 0.625
+        if stage == 2:
+            zero.model.embed.weight.data[1, 2] = 0.5  # between steps, and through .data
+            optimizer.step()
+        return zero.state_dict()
+
+    original = _net().state_dict()
+    for state in run_threads(on_rank, 2):
+        expected = copy.deepcopy(original)
+        expected["blocks.0.1.weight"][3, 5] = 0.625
+        if stage == 2:
+            expected["embed.weight"][1, 2] = 0.5
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_a_change_of_stage_goes_on_with_the_same_bits():
+    def on_rank(comm, stages):
+        zero = Zero(_net(), stages[0], comm=comm, precision=INT8)
+        optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-2)
+        losses = _steps(zero, optimizer, range(2))
+        zero.restage(stages[1])
+        return losses + _steps(zero, optimizer, range(2, 4)), zero.state_dict()
+
+    stayed = run_threads(lambda comm: on_rank(comm, (2, 2)), 2)
+    for stages in ((3, 1), (1, 3)):
+        for one, other in zip(stayed, run_threads(lambda comm, s=stages: on_rank(comm, s), 2), strict=True):
+            assert all(torch.equal(a[0], b[0]) for a, b in zip(one[0], other[0], strict=True))
+            assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+def test_bytes_on_the_wire_are_a_quarter_and_an_eighth():
+    def sent(precision):
+        observed = ObservedCommunicator(NullCommunicator(4))
+        zero = Zero(nn.Sequential(nn.Linear(512, 512, bias=False)), 3, units=[], comm=observed, precision=precision)
+        optimizer = zero.optimizer(torch.optim.SGD, lr=0.1)
+        for _ in range(2):
+            observed.drain()
+            zero.model(torch.randn(1, 512)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return sum(record.num_bytes for record in observed.records if record.scope.startswith("root"))
+
+    exact = sent(None)
+    assert sent(MixedPrecision(gather="int8", reduce="int8")) <= 0.27 * exact
+    assert sent(MixedPrecision(gather="int4", reduce="int4")) <= 0.145 * exact
+
+
+def test_there_and_back_is_what_every_rank_has():
+    values = torch.randn(1000)
+    back = there_and_back(values, BlockFormat("int8"), torch.float32)
+    assert torch.equal(there_and_back(back, BlockFormat("int8"), torch.float32).sign(), back.sign())
+    assert (back - values).abs().max() < values.abs().max() / 127
+
+
+def test_bad_wires_are_named():
+    comm = NullCommunicator(2)
+    for bad in ("int3", torch.int8, 8):
+        with pytest.raises(
+            ValueError, match="^gather: .* is no format that travels; choose a floating-point dtype, or"
+        ):
+            MixedPrecision(gather=bad)
+    with pytest.raises(ValueError, match="^reduce: 'int8-delta' is no format that travels"):
+        MixedPrecision(reduce="int8-delta")
+    with pytest.raises(ValueError, match="^block: blocks of 100 elements do not pack"):
+        MixedPrecision(gather="int8", block=100)
+    with pytest.raises(ValueError, match="^reduce: stage 0 has no owner of a shard"):
+        Zero(_net(), 0, comm=comm, precision=MixedPrecision(reduce="int8"))
+    zero = Zero(_net(), 1, comm=comm, precision=INT8)
+    with pytest.raises(ValueError, match="^gather: stage 0 has no owner of a shard"):
+        zero.restage(0)
+
+    class NoExchange(ThreadCommunicator):
+        all_to_all = None
+
+    engine = Zero(_net(), 1, comm=NullCommunicator(2), precision=INT8)
+    engine.comm.all_to_all = None
+    with pytest.raises(ValueError, match="^comm: gradients cannot travel in a wire format over a NullCommunicator"):
+        engine.model(_batch(0, 0)).backward()
