@@ -15,12 +15,18 @@ from zeroshard.lab.predict.step import Settings, step_of
 from zeroshard.lab.predict.traffic import messages
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, MixedPrecision, Placement, ShardingStrategy
+from zeroshard.zero import precision as precision_module
 
 SEQ_LEN = 32
 PRECISIONS = {
     "fp32": MixedPrecision(),
     "bf16": MixedPrecision(param_dtype=torch.bfloat16),
     "bf16-reduced": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+}
+WIRES = {
+    "wire int8": MixedPrecision(gather="int8", reduce="int8", block=16),
+    "wire int4, bf16 computes": MixedPrecision(torch.bfloat16, gather="int8", reduce="int4"),
+    "wire bf16, bf16 adds up": MixedPrecision(None, torch.bfloat16, gather=torch.bfloat16, reduce=torch.bfloat16),
 }
 MODELS = {
     "gpt2-demo": {"n_head": 4, "n_embd": 36},
@@ -39,7 +45,7 @@ def _model(name, recomputed="none", num_layers=4):
 @functools.cache
 def _trace(name, recomputed, micro_batch, precision):
     """What a plan is made of; it knows no stage and no world."""
-    return trace_language_model(_model(name, recomputed), micro_batch, SEQ_LEN, PRECISIONS[precision])
+    return trace_language_model(_model(name, recomputed), micro_batch, SEQ_LEN, {**PRECISIONS, **WIRES}[precision])
 
 
 def _both(
@@ -56,10 +62,10 @@ def _both(
     micro_batch=2,
     rank=0,
 ):
-    model, policy = _model(name, recomputed), PRECISIONS[precision]
+    model, policy = _model(name, recomputed), {**PRECISIONS, **WIRES}[precision]
     shards = shard_size or world_size
     num_replicas = world_size // shards
-    buffers = buffers_of(model, shards, list(model.blocks))
+    buffers = buffers_of(model, shards, list(model.blocks), precision=policy)
     settings = Settings(row, policy, num_micro, accumulate, prefetch, num_replicas, rank=rank % shards)
     predicted = step_of(_trace(name, recomputed, micro_batch, precision), buffers, OPTIMIZER_STATES["AdamW"], settings)
     listed = messages(
@@ -125,6 +131,19 @@ def test_recomputation_and_weights_that_stay_are_planned_too(name, row, recomput
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_replicas_are_planned_too(stage, shard_size, precision):
     _assert_equal(*_both("llama-tiny", STAGES[stage], 6, precision, shard_size=shard_size, num_micro=2, rank=5))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("shard_size", [None, 1, 2])
+@pytest.mark.parametrize("accumulate", [None, "local", "sharded"])
+@pytest.mark.parametrize("row", [STAGES[1], STAGES[2], STAGES[3], KEEP_WEIGHTS], ids=["1", "2", "3", "3, weights kept"])
+def test_wire_formats_are_planned_to_the_byte(row, accumulate, shard_size, wire, monkeypatch):
+    monkeypatch.setattr(precision_module, "EXACT_NUMEL", 64)  # or all of so small a model would travel as it is
+    settings = {"num_micro": 2, "accumulate": accumulate, "shard_size": shard_size, "recomputed": "full"}
+    predicted, listed, measured = _both("llama-tiny", row, 4, wire, rank=3, **settings)
+    assert "all_to_all" in {message.op for message in listed}
+    _assert_equal(predicted, listed, measured)
 
 
 @pytest.mark.parametrize("world_size", [100, pytest.param(1000, marks=pytest.mark.soak)])

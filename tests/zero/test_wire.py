@@ -250,18 +250,16 @@ def test_there_and_back_is_what_every_rank_has():
 def test_bad_wires_are_named():
     comm = NullCommunicator(2)
     for bad in ("int3", torch.int8, 8):
-        with pytest.raises(
-            ValueError, match="^gather: .* is no format that travels; choose a floating-point dtype, or"
-        ):
+        with pytest.raises(ValueError, match=r"^gather: .* is no format that travels; choose a floating-point"):
             MixedPrecision(gather=bad)
-    with pytest.raises(ValueError, match="^reduce: 'int8-delta' is no format that travels"):
+    with pytest.raises(ValueError, match=r"^reduce: 'int8-delta' is no format that travels"):
         MixedPrecision(reduce="int8-delta")
-    with pytest.raises(ValueError, match="^block: blocks of 100 elements do not pack"):
+    with pytest.raises(ValueError, match=r"^block: blocks of 100 elements do not pack"):
         MixedPrecision(gather="int8", block=100)
-    with pytest.raises(ValueError, match="^reduce: stage 0 has no owner of a shard"):
+    with pytest.raises(ValueError, match=r"^reduce: stage 0 has no owner of a shard"):
         Zero(_net(), 0, comm=comm, precision=MixedPrecision(reduce="int8"))
     zero = Zero(_net(), 1, comm=comm, precision=INT8)
-    with pytest.raises(ValueError, match="^gather: stage 0 has no owner of a shard"):
+    with pytest.raises(ValueError, match=r"^gather: stage 0 has no owner of a shard"):
         zero.restage(0)
 
     class NoExchange(ThreadCommunicator):
@@ -269,5 +267,5 @@ def test_bad_wires_are_named():
 
     engine = Zero(_net(), 1, comm=NullCommunicator(2), precision=INT8)
     engine.comm.all_to_all = None
-    with pytest.raises(ValueError, match="^comm: gradients cannot travel in a wire format over a NullCommunicator"):
+    with pytest.raises(ValueError, match=r"^comm: gradients cannot travel in a wire format over a NullCommunicator"):
         engine.model(_batch(0, 0)).backward()

@@ -13,7 +13,7 @@ from zeroshard.comm import Communicator, scope
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.buffers.unit_choice import UnitChoice, told
-from zeroshard.zero.levels import Levels
+from zeroshard.zero.levels import Levels, check_wire
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.runtime.module_methods import has_engine
 from zeroshard.zero.strategy import ShardingStrategy
@@ -57,6 +57,7 @@ def build_units(
 
     Arguments and errors are those of `zeroshard.Zero`.
     """
+    check_wire(strategy, precision)
     on_meta = any(param.is_meta for param in model.parameters())
     if on_meta and init is None:
         raise ValueError("init: the model has parameters on the meta device; give a function that fills them")

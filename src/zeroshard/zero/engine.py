@@ -90,7 +90,6 @@ class Zero:
     step and the next forward gathers the weights first at stages 0, 1 and 2. At stage 3 the parameter reads as NaN and
     a warning says so: use ``full_params``. The results of a unit must reach the loss through its return value; a unit
     that leaves them in an attribute needs ``reshard_after_forward=False`` at stage 3.
-
     Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054; the vocabulary is FSDP2's.
     """
 
@@ -120,22 +119,19 @@ class Zero:
         self.comm: Communicator = comm
         self.levels = Levels.of(comm, shard_size)
         self.precision = precision or MixedPrecision()
-        check_wire(self.strategy, self.precision)
         self._accumulate = accumulate
 
         on_meta = [param for param in model.parameters() if param.is_meta]
         levels = self.levels if replicas is None else self.levels.inside
         root, others = build_units(model, units, self.strategy, levels, self.precision, init, device)
-        self._runtime = Runtime(
-            root, others, levels, self.strategy, prefetch, ModuleBuffers(model, levels.world, buffers)
-        )
+        inside = ModuleBuffers(model, levels.world, buffers)
+        self._runtime = Runtime(root, others, levels, self.strategy, prefetch, inside)
         between = ModuleBuffers(model, self.levels.replicas, buffers)
         self.replicas = None if replicas is None else Replicas(replicas, self._runtime, self.levels, between)
         self._stepping = Stepping(self._runtime, levels, self.replicas)
         cast = self.precision.param_dtype if self.precision.cast_forward_inputs else None
-        self._handles: list[Any] = []
-        for unit in self._runtime.all_units():
-            self._handles += attach(unit, self._runtime, cast if unit is root else None)
+        units_here = self._runtime.all_units()
+        self._handles = [h for unit in units_here for h in attach(unit, self._runtime, cast if unit is root else None)]
         self._guard = Guard(model, self._runtime, self._stepping)
         adoption.replaced(on_meta)
         adoption.own(model.parameters(), self._stepping)
@@ -265,8 +261,7 @@ class Zero:
         """Unshard the module's parameters in this block, in the dtype that computes. Collective.
 
         Args:
-            write_back: whether what the block writes into them becomes the training state. Every rank must write
-                the same values.
+            write_back: whether what the block writes becomes the training state; every rank must write the same.
         """
         if write_back:
             self._stepping.require_common("full_params(write_back=True)")
