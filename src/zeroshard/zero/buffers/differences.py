@@ -1,9 +1,19 @@
-"""What somebody has written into weights that compute in another dtype than their masters have."""
+"""What somebody has written into weights that compute in another dtype than their masters have, or travel otherwise.
+
+[Note: Changes in place]
+    A user may write into weights: clip them, prune them, draw them anew. Where they are (a view of) the master, that is
+    all. Else they are compared with the master before it is used, and what differs is taken over: always where the
+    master is the wider one, because a write through ``.data`` leaves no trace. Where it is not, and before sharded
+    weights are freed, they are compared if autograd's version counters say that somebody wrote: what a module writes
+    through ``.data`` in its own forward is not seen at stage 3, use ``torch.no_grad()``. Who assigns ``param.data`` (as
+    `torch.nn.utils.vector_to_parameters` does) has the parameter show another tensor: its values are taken over, and
+    the parameter shows the buffer again.
+"""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _CHUNK = 1 << 22  # elements that are compared at a time: little memory beside the weights
 _CHUNK_ON_CPU = 1 << 17  # what a cache holds
@@ -31,6 +41,33 @@ def take_where_it_differs(master: Tensor, written: Tensor, shown: Tensor | None 
         mine.copy_(torch.where(same, mine, theirs))
         differs = True
     return differs
+
+
+def take_assigned(elsewhere: list[tuple[str, nn.Parameter, Tensor]]) -> bool:
+    """Have what was assigned to a parameter's ``.data`` be its values, in its place; whether there was any.
+
+    ``elsewhere``: ``(name, parameter, its place)`` of those that show another tensor.
+    """
+    for name, param, view in elsewhere:
+        if param.shape != view.shape:
+            raise RuntimeError(
+                f"{name}: its .data is a tensor of shape {tuple(param.shape)} now; a parameter under an engine "
+                f"keeps its shape, {tuple(view.shape)}"
+            )
+        with torch.no_grad():
+            view.copy_(param.data)
+        param.data = view
+    return bool(elsewhere)
+
+
+def refuse_assigned(elsewhere: list[tuple[str, nn.Parameter, Tensor]]) -> None:
+    """Raise where a tensor was assigned to the ``.data`` of weights that are hidden; ``elsewhere``: as above."""
+    for name, param, freed in elsewhere:
+        param.data = freed
+        raise RuntimeError(
+            f"{name}: its .data was assigned to while the weights were sharded; "
+            "do it inside zero.full_params(write_back=True)"
+        )
 
 
 def _bits(values: Tensor) -> Tensor:

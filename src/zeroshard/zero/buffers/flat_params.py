@@ -9,15 +9,6 @@
     steps is our invariant. Weights that compute in another dtype than their master has are hidden alike from a step
     until they are refreshed: what was written into the old ones would be lost.
 
-[Note: Changes in place]
-    A user may write into weights: clip them, prune them, draw them anew. Where they are (a view of) the master, that is
-    all. Else they are compared with the master before it is used, and what differs is taken over: always where the
-    master is the wider one, because a write through ``.data`` leaves no trace. Where it is not, and before sharded
-    weights are freed, they are compared if autograd's version counters say that somebody wrote: what a module writes
-    through ``.data`` in its own forward is not seen at stage 3, use ``torch.no_grad()``. Who assigns ``param.data`` (as
-    `torch.nn.utils.vector_to_parameters` does) has the parameter show another tensor: its values are taken over, and
-    the parameter shows the buffer again.
-
 [Note: Frozen]
     What is frozen when the engine is built, and computes in another dtype, needs no master: it is kept as it computes,
     and shown in its own dtype. It gets a master when it is trained after all.
@@ -35,10 +26,10 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Work, empty_for, scope
 from zeroshard.zero.buffers import outdated
-from zeroshard.zero.buffers.differences import take_where_it_differs
+from zeroshard.zero.buffers.differences import refuse_assigned, take_assigned, take_where_it_differs
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
 from zeroshard.zero.buffers.partition import DrawsParts, Init
-from zeroshard.zero.buffers.wire import PackedGather, there_and_back
+from zeroshard.zero.buffers.wire import PackedGather, take_written
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
@@ -62,7 +53,7 @@ class FlatParams:
         comm: the ranks that hold the shards.
         pieces: what of each parameter the optimizer on this rank updates. Where it is replicated on the CPU these are
             the pieces of every rank, so that vector bodies and scalar tails fall on the same elements at each stage.
-        wire: what weights travel in; None: in the dtype that computes.
+        wire: what weights travel in; None: the dtype that computes. ``packed_gather``: their gather under way.
         stale: whether the master is newer than ``full``.
         on_read: called before a parameter is read that a step has outdated, and ends in `show_as_current`; None: nobody
             is told. [Note: Read between steps] in `outdated`.
@@ -94,7 +85,7 @@ class FlatParams:
         self._copy_due = False  # whether `full` lacks what this rank's master holds
         self._shown = False  # whether the parameters are the views of `full`
         self._work: Work | None = None
-        self._packed: PackedGather | None = None
+        self.packed_gather: PackedGather | None = None
         self._streams: Streams = NO_STREAMS
         self._written_at: Mark = None  # where the master's values were complete
 
@@ -233,10 +224,11 @@ class FlatParams:
             with self._streams.on("copy_in", self._written_at, read_at):
                 own = self._copied_in(copy_due=copy_due and self.wire is None)
                 if self.wire is not None:
-                    self._packed = PackedGather(self.comm, self.wire, self.full, self.master)
+                    self.packed_gather = PackedGather(self.comm, self.wire, self.full, self.master)
                 copied_at = self._streams.mark()
             with scope(f"{self.name}/weights"), self._streams.on("gather", copied_at):
-                work = self.comm.all_gather(self.full, own) if self._packed is None else self._packed.gather()
+                packed = self.packed_gather
+                work = self.comm.all_gather(self.full, own) if packed is None else packed.gather()
                 self._work = self._streams.issued(work)
 
     def _copied_in(self, *, copy_due: bool) -> Tensor:
@@ -260,9 +252,9 @@ class FlatParams:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._packed is not None:
-            self._packed.deliver()
-            self._packed = None
+        if self.packed_gather is not None:
+            self.packed_gather.deliver()
+            self.packed_gather = None
 
     def release(self) -> None:
         """Free the full weights, where they are sharded."""
@@ -336,9 +328,7 @@ class FlatParams:
         with torch.no_grad():
             written = self.full[self._own] if self.shard_optim else self.full
             if self.wire is not None:
-                shown = there_and_back(self.master, self.wire, written.dtype)
-                if take_where_it_differs(self.master, written, shown):  # a block's scale may have changed with it
-                    written.copy_(there_and_back(self.master, self.wire, written.dtype))
+                take_written(self.master, written, self.wire)
             elif written.dtype == self.master.dtype:
                 self.master.copy_(written)
             else:
@@ -355,26 +345,11 @@ class FlatParams:
 
     def _take_assigned(self) -> bool:
         """Have what was assigned to a parameter's ``.data`` be its values, in its place; whether there was any."""
-        elsewhere = self._elsewhere() if self._shown else []
-        for name, param, view in elsewhere:
-            if param.shape != view.shape:
-                raise RuntimeError(
-                    f"{name}: its .data is a tensor of shape {tuple(param.shape)} now; a parameter under an engine "
-                    f"keeps its shape, {tuple(view.shape)}"
-                )
-            with torch.no_grad():
-                view.copy_(param.data)
-            param.data = view
-        return bool(elsewhere)
+        return take_assigned(self._elsewhere()) if self._shown else False
 
     def _require_unassigned(self) -> None:
         """Raise where a tensor was assigned to the ``.data`` of weights that are hidden."""
-        for name, param, freed in self._elsewhere():
-            param.data = freed
-            raise RuntimeError(
-                f"{name}: its .data was assigned to while the weights were sharded; "
-                "do it inside zero.full_params(write_back=True)"
-            )
+        refuse_assigned(self._elsewhere())
 
     def _require_untouched(self) -> None:
         """Raise where something was written into weights that were not there; on the CPU, for reading stops a GPU."""
@@ -396,11 +371,6 @@ class FlatParams:
         with scope(f"{self.name}/state"):
             self.comm.all_gather(flat, self.master).wait()
         return flat.to(self.dtype)
-
-    @property
-    def packed(self) -> Tensor | None:
-        """What is being gathered in a wire format, until it has been unpacked."""
-        return None if self._packed is None else self._packed.packed
 
     @property
     def on_its_way(self) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.kernels import Format, dequantise, quantise, rounding_key
+from zeroshard.zero.buffers.differences import take_where_it_differs
 
 
 class PackedGather:
@@ -167,6 +168,16 @@ class AcrossReplicas:
             if piece is not part:
                 part.copy_(piece[: part.numel()])
         _read_here(self.packed)
+
+
+def take_written(master: Tensor, written: Tensor, form: Format) -> None:
+    """Take over into ``master [n]`` what somebody has written into its part of the weights, ``written [n]``.
+
+    [Note: Changes in place] in `differences`. A block's scale may have changed with it, so that others of its elements
+    are shown otherwise from now on.
+    """
+    if take_where_it_differs(master, written, there_and_back(master, form, written.dtype)):
+        written.copy_(there_and_back(master, form, written.dtype))
 
 
 def there_and_back(values: Tensor, form: Format, dtype: torch.dtype) -> Tensor:

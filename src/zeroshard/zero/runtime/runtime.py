@@ -312,7 +312,7 @@ class Runtime:
         group.grads.accumulate(slot, grad)
 
     def take_changes(self) -> None:
-        """Copy what was written into weights to the fp32 masters: [Note: Changes in place] in `flat_params`."""
+        """Copy what was written into weights to the fp32 masters: [Note: Changes in place] in `differences`."""
         for group in self.groups():
             group.params.take_changes()
 
