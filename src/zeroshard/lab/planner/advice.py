@@ -44,6 +44,8 @@ def describe(row: Row, world_size: int) -> str:
     stage = "the given row" if row.stage is None else f"stage {row.stage}"
     if row.shard_size < world_size:
         stage += f" over {row.shard_size} GPUs, replicated {world_size // row.shard_size} times"
+    if row.meetings.every > 1:
+        stage += f", meeting every {row.meetings.every:,} steps"
     return f"{stage}, {micro_batch}"
 
 

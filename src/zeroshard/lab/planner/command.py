@@ -24,11 +24,12 @@ from zeroshard.lab.planner.plan import plan
 from zeroshard.lab.planner.plan_cache import PlanAnswer
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, planner_for
+from zeroshard.lab.planner.remedy import remedies
 from zeroshard.lab.planner.show import seconds, size, text
 from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.hardware import find_device, this_machine
 from zeroshard.models import LanguageModel
-from zeroshard.train.setup.assemble import lora_of, model_overrides
+from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides
 from zeroshard.zero import STAGES
 
 
@@ -51,11 +52,18 @@ def _answer(config: PlanConfig) -> PlanAnswer:
     given = arguments(config)
     if config.ask != "none":
         answer = ask(config, planner_for(**given))
-        content = {"question": config.ask, "value": answer.value, "unit": answer.unit}
+        content: dict[str, Any] = {"question": config.ask, "value": answer.value, "unit": answer.unit}
+        content |= {"rows": list(answer.rows)} if answer.rows else {}
         status = ExitStatus.CHECK_FAILED if answer.value is None else ExitStatus.OK
         return PlanAnswer(status, _printed(config, content, answer.sentence))
     stage = None if config.stage == "all" else int(config.stage)
-    found = plan(**given, stage=stage, shard_size=config.shard_size or None, micro_batch=config.micro_batch or None)
+    found = plan(
+        **given,
+        stage=stage,
+        shard_size=config.shard_size or None,
+        micro_batch=config.micro_batch or None,
+        local_steps=local_steps(config.replicas, config.replicas.fragments),  # a model may be anybody's
+    )
     if config.explain or config.dry_run:
         planner = planner_for(**given)
         row = chosen_row(config, found)
@@ -120,6 +128,8 @@ def ask(config: PlanConfig, planner: Planner) -> Answer:
         return fewest(planner, stages, micro_batch)
     if config.ask == "lowest-bandwidth":
         return lowest_bandwidth(planner, stage, micro_batch)
+    if config.ask == "remedy":
+        return remedies(planner, stages, config.micro_batch or None, config.shard_size or None)
     filled = config.ask == "crossover-filled"
     return crossover(planner, stage, int(config.against), None if filled else micro_batch)
 

@@ -9,10 +9,18 @@ from pydantic import Field, model_validator
 
 from zeroshard.errors import UserError
 from zeroshard.lab.predict.hardware import find_device, find_link
+from zeroshard.train.config.replica_settings import ReplicasConfig
 from zeroshard.train.config.sections import Config, LoraConfig, ModelConfig
 
 Question = Literal[
-    "none", "largest-model", "largest-micro-batch", "fewest-gpus", "lowest-bandwidth", "crossover", "crossover-filled"
+    "none",
+    "largest-model",
+    "largest-micro-batch",
+    "fewest-gpus",
+    "lowest-bandwidth",
+    "crossover",
+    "crossover-filled",
+    "remedy",
 ]
 
 
@@ -25,6 +33,7 @@ class PlanConfig(Config):
 
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()
+    replicas: ReplicasConfig = ReplicasConfig()
     gpus: int = Field(1, ge=1, le=999_999, description="GPUs, one rank each.")
     gpu: str = Field("h100-80gb", min_length=1, description="Device by name, or a file of `zeroshard bench device`.")
     gpus_per_node: int = Field(8, ge=1, description="GPUs of a full node.")
@@ -77,6 +86,13 @@ class PlanConfig(Config):
     def _hardware_is_known(self) -> Self:
         find_device(self.gpu)
         find_link(self.network)
+        if self.replicas.on and not self.shard_size:
+            what = f"{self.replicas.every} needs replicas, and with shard_size 0 all GPUs are one"
+            raise UserError("replicas.every", what, "give --shard-size, the GPUs of a replica")
+        if self.replicas.on and (self.explain or self.dry_run or self.ask != "none"):
+            flag = "explain" if self.explain else "dry_run" if self.dry_run else "ask"
+            what = "answers of steps alone, and with replicas.every some of them have a meeting"
+            raise UserError(flag, what, "leave one of the two out")
         if self.within_node:
             find_link(self.within_node, "within_node")
         if self.ask.startswith("crossover") and self.stage in ("all", self.against):

@@ -4,9 +4,9 @@ places. Each is answered by bisection over plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from zeroshard.errors import UserError
 from zeroshard.lab.planner.advice import describe, fewest_gpus, sentence_case
@@ -23,11 +23,12 @@ EXACTNESS = 0.01  # of a bandwidth
 
 @dataclass(frozen=True)
 class Answer:
-    """``value`` is None where there is none; ``sentence`` says it, and the question."""
+    """``value`` is None where there is none; ``sentence`` says it, and the question; ``rows``: what was compared."""
 
     value: float | None
     unit: str
     sentence: str
+    rows: tuple[Mapping[str, Any], ...] = ()
 
 
 def largest_micro_batch(planner: Planner, stage: int) -> Answer:
@@ -93,11 +94,11 @@ def fewest(planner: Planner, stages: tuple[int, ...], micro_batch: int) -> Answe
 
 def lowest_bandwidth(planner: Planner, stage: int, micro_batch: int, keeps: float = KEEPS) -> Answer:
     """The lowest bandwidth of the network at which ``stage`` keeps ``keeps`` of the speed that it has on a fast one."""
-    _require_network(planner)
-    best = _on_network(planner, HIGHEST_BYTES_PER_S).row(stage, micro_batch).tokens_per_s
+    require_network(planner)
+    best = on_network(planner, HIGHEST_BYTES_PER_S).row(stage, micro_batch).tokens_per_s
 
     def slow(bytes_per_s: float) -> bool:
-        return _on_network(planner, bytes_per_s).row(stage, micro_batch).tokens_per_s < keeps * best
+        return on_network(planner, bytes_per_s).row(stage, micro_batch).tokens_per_s < keeps * best
 
     found = _border(slow)
     if found is None:
@@ -119,11 +120,11 @@ def crossover(planner: Planner, stage: int, against: int, micro_batch: int | Non
     Raises:
         UserError: there is one GPU alone, or a stage has no such micro-batch.
     """
-    _require_network(planner)
+    require_network(planner)
     sizes = [micro_batch or _filled(planner, each) for each in (stage, against)]
 
     def rows(bytes_per_s: float) -> tuple[Row, Row]:
-        other = _on_network(planner, bytes_per_s)
+        other = on_network(planner, bytes_per_s)
         return other.row(stage, sizes[0]), other.row(against, sizes[1])
 
     def ahead(bytes_per_s: float) -> bool:
@@ -178,14 +179,16 @@ def _border(below: Callable[[float], bool]) -> float | None:
     return high
 
 
-def _on_network(planner: Planner, bytes_per_s: float) -> Planner:
+def on_network(planner: Planner, bytes_per_s: float) -> Planner:
+    """The same where the slowest link that is passed has this bandwidth."""
     if planner.cluster.world_size <= planner.cluster.ranks_per_node:
         within = planner.cluster.within  # what was measured of whole collectives is of the link as it is
         return planner.on(within=replace(within, name="asked", bytes_per_s=bytes_per_s, collectives={}))
     return planner.on(between=replace(planner.cluster.between, name="asked", bytes_per_s=bytes_per_s))
 
 
-def _require_network(planner: Planner) -> None:
+def require_network(planner: Planner) -> None:
+    """Raise UserError where there is one GPU alone."""
     if planner.cluster.world_size == 1:
         raise UserError("gpus", "1 sends nothing, at any stage", "give 2 or more")
 

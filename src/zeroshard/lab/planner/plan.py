@@ -22,7 +22,7 @@ from zeroshard.lab.predict.actions import Accumulate
 from zeroshard.lab.predict.hardware import Calibration, Device, Link
 from zeroshard.lab.predict.rates import Attention, Impl
 from zeroshard.models.adapters import Lora
-from zeroshard.zero import STAGES, ShardingStrategy
+from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 
 
@@ -54,6 +54,7 @@ def plan(
     units: UnitChoice | None = None,
     inputs: Callable[[int], tuple[Any, ...]] | None = None,
     overrides: Mapping[str, object] = MappingProxyType({}),
+    local_steps: LocalSteps | None = None,
 ) -> Plan:
     """Predict memory, traffic and time of training ``model``, at one stage or at each.
 
@@ -84,10 +85,14 @@ def plan(
         units: as `zeroshard.Zero` takes them; None: the model's blocks.
         inputs: for a module that is no language model of ours: from rows to the arguments of one micro-batch.
         overrides: fields of the preset's configuration to change.
+        local_steps: how replicas of ``shard_size`` ranks meet; None: at each step, by their gradients.
 
     Raises:
         UserError: a ValueError; what cannot be planned, by its field, in one line.
     """
+    if local_steps is not None and (shard_size is None or shard_size >= world_size):
+        what = f"{local_steps.every} needs replicas, and {world_size} GPUs are one"
+        raise UserError("replicas.every", what, "give a shard_size below the GPUs: those of one replica")
     planner = planner_for(
         model,
         world_size=world_size,
@@ -113,16 +118,16 @@ def plan(
         inputs=inputs,
         overrides=overrides,
     )
-    stages = _stages(stage, shard_size, world_size)
+    stages = _stages(stage, shard_size, world_size, local_steps)
     shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing: all stages are alike there
-    rows = list(_rows(planner, shown, micro_batch, shard_size))
+    rows = list(_rows(planner, shown, micro_batch, shard_size, local_steps))
     best = recommended(rows)
     advice = reason(planner, rows, best) if best is not None else nearest_change(planner, stages, micro_batch, rows)
     return Plan(planner.workload, planner.device, planner.cluster, tuple(rows), best, advice)
 
 
 def _stages(
-    stage: int | ShardingStrategy | None, shard_size: int | None, world_size: int
+    stage: int | ShardingStrategy | None, shard_size: int | None, world_size: int, local_steps: LocalSteps | None
 ) -> tuple[int | ShardingStrategy, ...]:
     """The stages to look at: those that shard, where a ``shard_size`` is asked for."""
     given = stage is not None and not isinstance(stage, ShardingStrategy)
@@ -132,21 +137,25 @@ def _stages(
         if shard_size < 1 or world_size % shard_size:
             what = f"{shard_size} does not divide a world of {world_size}"
             raise UserError("shard_size", what, "choose a divisor of it")
-        if stage == 0:
+        if stage == 0 and local_steps is None:
             raise UserError("shard_size", "stage 0 shards nothing", "choose stage 1, 2 or 3, or leave it out")
     if stage is not None:
         return (stage,)
-    return tuple(each for each in STAGES if each or shard_size is None)
+    return tuple(each for each in STAGES if each or shard_size is None or local_steps is not None)
 
 
 def _rows(
-    planner: Planner, stages: Sequence[int | ShardingStrategy], micro_batch: int | None, shard_size: int | None
+    planner: Planner,
+    stages: Sequence[int | ShardingStrategy],
+    micro_batch: int | None,
+    shard_size: int | None,
+    local_steps: LocalSteps | None,
 ) -> Iterator[Row]:
     candidates = micro_batches(planner, micro_batch)
     largest: dict[int | ShardingStrategy, int] = {}
     for stage in stages:
         for candidate in candidates:
-            row = planner.row(stage, candidate, shard_size)
+            row = planner.row(stage, candidate, shard_size, local_steps)
             yield row
             if not row.fits:
                 break

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from zeroshard.lab.predict.actions import Step
 from zeroshard.lab.predict.hardware import Device, Link
+from zeroshard.lab.predict.meetings import Meetings
 from zeroshard.lab.predict.process_memory import ProcessMemory
 from zeroshard.lab.predict.timeline import Cluster, Timing
 from zeroshard.lab.predict.traffic import bytes_by_op
@@ -33,6 +34,7 @@ class Row:
         tokens_per_s: over all ranks.
         mfu: of the device's data-sheet peak for this dtype; None where it is not known.
         binds: what to change first to be faster, or to fit.
+        meetings: of replicas that take local steps; ``timing`` has their share of each step in it.
         spread: predicted / published tokens/s on the runs that nothing was fitted to, the 10th and 90th of a hundred.
     """
 
@@ -51,6 +53,7 @@ class Row:
     mfu: float | None
     binds: Binds
     spread: tuple[float, float] = (1.0, 1.0)
+    meetings: Meetings = field(default_factory=Meetings)
 
     @property
     def tokens_per_s_range(self) -> tuple[float, float]:
@@ -81,6 +84,7 @@ class Row:
                 "after_update": self.step.after_update,
             },
             "messages": {"count": len(messages), "bytes_by_op": bytes_by_op(messages)},
+            **({"meetings": self.meetings.as_dict()} if self.meetings.every > 1 else {}),
             "step_s": self.timing.step_s,
             "compute_s": self.timing.compute_s,
             "comm_s": self.timing.comm_s,

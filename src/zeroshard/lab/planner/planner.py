@@ -14,13 +14,14 @@ from zeroshard.kernels import Choice
 from zeroshard.lab.planner.plan_rows import Row, what_binds
 from zeroshard.lab.predict.actions import Accumulate, Settings, Step
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
+from zeroshard.lab.predict.meetings import Meetings, meetings_of
 from zeroshard.lab.predict.process_memory import Process, ProcessMemory, process_memory
 from zeroshard.lab.predict.rates import Attention, Impl, Loss, Software, spread
 from zeroshard.lab.predict.step import step_of
 from zeroshard.lab.predict.timeline import Cluster, simulate
 from zeroshard.lab.predict.workload import DTYPES, Workload, workload_of
 from zeroshard.models.adapters import Lora
-from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy
+from zeroshard.zero import STAGES, LocalSteps, MixedPrecision, ShardingStrategy
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 from zeroshard.zero.strategy import SHARD
 
@@ -57,18 +58,28 @@ class Planner:
         at_once = micro_batch * self.cluster.world_size
         return self.global_batch // at_once if self.global_batch % at_once == 0 else 0
 
-    def row(self, stage: int | ShardingStrategy, micro_batch: int, shard_size: int | None = None) -> Row:
-        """One way to run; ``shard_size`` None: all ranks."""
+    def row(
+        self,
+        stage: int | ShardingStrategy,
+        micro_batch: int,
+        shard_size: int | None = None,
+        local_steps: LocalSteps | None = None,
+    ) -> Row:
+        """One way to run; ``shard_size`` None: all ranks; ``local_steps`` None: replicas meet at each step."""
         strategy = stage if isinstance(stage, ShardingStrategy) else STAGES[stage]
         strategy = replace(
             strategy, reshard_after_forward=strategy.reshard_after_forward and self.reshard_after_forward
         )
         world_size = self.cluster.world_size
         shards = shard_size or world_size
-        step = self.step(strategy, micro_batch, shards)
+        step = self.step(strategy, micro_batch, shards, alone=local_steps is not None)
         timing = simulate(step, self.device, self.cluster, software=self.software)
+        meetings = Meetings()
+        if local_steps is not None:
+            meetings = meetings_of(self.workload.buffers(shards), local_steps, strategy, self.cluster, timing.step_s)
+            timing = meetings.added_to(timing)
         process = self._process_memory(step, strategy, micro_batch, shards)
-        needed = step.peak.total + process.total
+        needed = step.peak.total + process.total + meetings.held_bytes
         left = self.device.memory_bytes - needed
         fits = left >= self.headroom * self.device.memory_bytes
         tokens_per_s = step.tokens * world_size / timing.step_s if timing.step_s else 0.0
@@ -90,6 +101,7 @@ class Planner:
             mfu=mfu,
             binds=what_binds(timing, fits=fits),
             spread=spread(self.device),
+            meetings=meetings,
         )
 
     def _process_memory(
@@ -107,8 +119,8 @@ class Planner:
         )
         return process_memory(step, self.device, self.software, what)
 
-    def step(self, strategy: ShardingStrategy, micro_batch: int, num_shards: int) -> Step:
-        """The engine's step."""
+    def step(self, strategy: ShardingStrategy, micro_batch: int, num_shards: int, *, alone: bool = False) -> Step:
+        """The engine's step; ``alone``: of a replica that takes it without the others."""
         workload, on_cuda = self.workload, self.device.device_type == "cuda"
         state, whole_state = workload.states
         casts = any(workload.precision.compute_dtype(p.dtype) != p.dtype for p in workload.model.parameters())
@@ -118,7 +130,7 @@ class Planner:
             num_micro=max(self.num_micro(micro_batch), 1),
             accumulate=self.accumulate,
             prefetch=self.prefetch,
-            num_replicas=self.cluster.world_size // num_shards,
+            num_replicas=1 if alone else self.cluster.world_size // num_shards,
             uniform_order=not on_cuda,
             device_type=self.device.device_type,
             fused_copies=on_cuda and casts and workload.optimizer == "AdamW" and workload.kernels != "reference",

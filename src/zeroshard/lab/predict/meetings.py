@@ -15,12 +15,86 @@ Douillard et al. 2023, DiLoCo, https://arxiv.org/abs/2311.08105.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
 from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.buffers import Buffer
-from zeroshard.zero import LocalSteps
+from zeroshard.lab.predict.timeline import Cluster, Timing
+from zeroshard.zero import LocalSteps, ShardingStrategy
+from zeroshard.zero.strategy import SHARD
+
+
+@dataclass(frozen=True)
+class Meetings:
+    """What meetings cost one rank; all zeros where replicas take each step together.
+
+    Attributes:
+        every: steps from one meeting to the next.
+        outer_bytes: resident: anchor and outer momentum.
+        message_bytes: of the differences that travel at once, at the most.
+        all_reduce_bytes: given to all-reduces over replicas in ``every`` steps.
+        comm_s: seconds that these take, and what follows inside the replica.
+        exposed_s: of them, those in which computation waits.
+    """
+
+    every: int = 1
+    outer_bytes: int = 0
+    message_bytes: int = 0
+    all_reduce_bytes: int = 0
+    comm_s: float = 0.0
+    exposed_s: float = 0.0
+
+    @property
+    def held_bytes(self) -> int:
+        """At the fullest moment: with overlap a difference is on its way while a step runs."""
+        return self.outer_bytes + self.message_bytes
+
+    def added_to(self, timing: Timing) -> Timing:
+        """``timing`` of a step with its share of the meetings."""
+        return replace(
+            timing,
+            step_s=timing.step_s + self.exposed_s / self.every,
+            comm_s=timing.comm_s + self.comm_s / self.every,
+            exposed_s=timing.exposed_s + self.exposed_s / self.every,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def meetings_of(
+    buffers: Sequence[Buffer], settings: LocalSteps, strategy: ShardingStrategy, cluster: Cluster, step_s: float
+) -> Meetings:
+    """What meetings come to in ``settings.every`` steps of ``step_s`` seconds each.
+
+    A fragment travels while ``overlap_steps`` steps compute, and computation waits for what it takes longer.
+
+    Args:
+        buffers: of the model, root first, laid out for the ``shard_size``.
+        settings: how replicas meet.
+        strategy: the row of the stage table inside a replica.
+        cluster: ranks and what joins them.
+        step_s: of a step without a meeting.
+    """
+    shard_size = buffers[0].layout.world_size
+    num_replicas = cluster.world_size // shard_size
+    whole = strategy.optim is not SHARD and shard_size > 1
+    comm_s = exposed_s = 0.0
+    num_bytes: list[int] = []
+    for fragment in range(settings.fragments):
+        leaving, arriving = meeting_messages(buffers, settings, fragment, num_replicas, whole_masters=whole)
+        across = (cluster.collective_s(m.op, m.num_bytes, num_replicas, replicas=True) for m in leaving)
+        inside = (cluster.collective_s(m.op, m.num_bytes, shard_size) for m in arriving)
+        across_s, inside_s = sum(across), sum(inside)
+        comm_s += across_s + inside_s
+        exposed_s += max(across_s - settings.overlap_steps * step_s, 0.0) + inside_s
+        num_bytes.append(sum(m.num_bytes for m in leaving))
+    at_once = max(num_bytes) if settings.overlap_steps else 0
+    return Meetings(settings.every, outer_bytes(buffers), at_once, sum(num_bytes), comm_s, exposed_s)
 
 
 def outer_bytes(buffers: Sequence[Buffer]) -> int:

@@ -30,7 +30,7 @@ from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.replica_settings import check_num_replicas
+from zeroshard.train.config.replica_settings import ReplicasConfig, check_num_replicas
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.setup.agree import agree_on, model_facts
 from zeroshard.train.setup.compiled import compile_blocks
@@ -186,7 +186,7 @@ def sharded(
         reduce_dtype=reduce_dtype(config),
         accumulate=None if config.accumulate == "auto" else config.accumulate,
         prefetch=config.prefetch,
-        replicas=local_steps(config, len(model.blocks)),
+        replicas=local_steps(config.replicas, len(model.blocks)),
     )
     return model, build_strategy(config.strategy, setup)
 
@@ -205,13 +205,12 @@ def reduce_dtype(config: TrainConfig) -> torch.dtype | None:
     return DTYPES.get(config.reduce_dtype)
 
 
-def local_steps(config: TrainConfig, num_blocks: int) -> LocalSteps | None:
+def local_steps(given: ReplicasConfig, num_blocks: int) -> LocalSteps | None:
     """How replicas meet; None where all ranks take each step together.
 
     Raises:
         UserError: more fragments than the blocks and the root unit are.
     """
-    given = config.replicas
     if not given.on:
         return None
     if given.fragments > num_blocks + 1:

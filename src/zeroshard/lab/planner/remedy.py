@@ -1,0 +1,183 @@
+"""Which remedy of a slow network is enough, and what each costs: the answer to ``plan --ask remedy``.
+
+A remedy sends less than the stages do: 16-bit gradients, weights gathered inside a node only, fewer meetings of
+replicas. Each is planned at the network that there is, and held against a step that nothing is waited for: the
+fastest that fits on a network without limit. Of local steps the least ``every`` is sought that keeps `ENOUGH` of that
+speed, since more steps alone cost loss, which no plan knows: measure it, as docs/slow-links.md does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from zeroshard.columns import columns
+from zeroshard.errors import UserError
+from zeroshard.lab.planner.advice import GIB
+from zeroshard.lab.planner.inverse import HIGHEST_BYTES_PER_S, Answer, on_network, require_network
+from zeroshard.lab.planner.plan_rows import Row
+from zeroshard.lab.planner.planner import Planner
+from zeroshard.lab.planner.show import seconds
+from zeroshard.zero import LocalSteps
+
+ENOUGH = 0.8  # of the compute-bound speed
+MOST_STEPS = 4096  # between meetings; a run has some thousands
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One way to send less, planned.
+
+    Attributes:
+        name: in words.
+        row: what it comes to; of local steps, at the least ``every`` that is enough, else at `MOST_STEPS`.
+        share: of the compute-bound speed.
+    """
+
+    name: str
+    row: Row
+    share: float
+
+    @property
+    def enough(self) -> bool:
+        """Whether it keeps `ENOUGH` of the speed."""
+        return self.share >= ENOUGH
+
+    def as_dict(self, base: Row) -> dict[str, Any]:
+        """For JSON; ``base``: what its memory is compared with."""
+        return {
+            "remedy": self.name,
+            "stage": self.row.stage,
+            "shard_size": self.row.shard_size,
+            "micro_batch": self.row.micro_batch,
+            "every": self.row.meetings.every,
+            "step_s": self.row.timing.step_s,
+            "share_of_compute_bound_speed": self.share,
+            "enough": self.enough,
+            "needed_bytes": self.row.needed_bytes,
+            "more_bytes": self.row.needed_bytes - base.needed_bytes,
+        }
+
+
+def remedies(
+    planner: Planner, stages: Sequence[int], micro_batch: int | None = None, shard_size: int | None = None
+) -> Answer:
+    """Every remedy that fits, with its speed and memory; the value is the least number of steps between meetings.
+
+    Args:
+        planner: of the workload, on the network that there is.
+        stages: to look at.
+        micro_batch: rows of a rank in one forward; None: 1.
+        shard_size: ranks of a replica; None: a node's, or each rank for itself where all are in one node.
+
+    Raises:
+        UserError: there is one GPU alone, or nothing fits at any of the stages.
+    """
+    require_network(planner)
+    rows = micro_batch or 1
+    fast = on_network(planner, HIGHEST_BYTES_PER_S)
+    there = [row for row in (fast.row(stage, rows) for stage in stages) if row.fits]
+    alone = shard_size or _replica_size(planner)
+    inside = [row for row in (fast.row(stage, rows, alone, LocalSteps(MOST_STEPS)) for stage in stages) if row.fits]
+    if not there and not inside:
+        what = f"nothing fits on {planner.cluster.world_size} x {planner.device.name} at micro-batch {rows}"
+        raise UserError("ask", f"remedy: {what}", "ask --ask fewest-gpus, or give another --micro-batch")
+    bound = max(row.tokens_per_s for row in [*there, *inside])
+    found = [
+        Remedy(name, row, row.tokens_per_s / bound)
+        for name, row in [*_flat(planner, stages, rows, alone), *_local(planner, stages, rows, alone, bound)]
+    ]
+    base = min((each.row for each in found), key=lambda row: row.needed_bytes)
+    enough = [each for each in found if each.enough]
+    best = min(enough, key=lambda each: (each.row.meetings.every, each.row.needed_bytes), default=None)
+    return Answer(
+        None if best is None else best.row.meetings.every,
+        "steps between meetings",
+        _told(planner, found, base, best),
+        tuple(each.as_dict(base) for each in found),
+    )
+
+
+def _replica_size(planner: Planner) -> int:
+    """A node's ranks where there are several nodes; else each rank is a replica."""
+    cluster = planner.cluster
+    several = cluster.world_size > cluster.ranks_per_node and cluster.world_size % cluster.ranks_per_node == 0
+    return cluster.ranks_per_node if several else 1
+
+
+def _flat(planner: Planner, stages: Sequence[int], rows: int, alone: int) -> Iterator[tuple[str, Row]]:
+    """All ranks at each step: at fp32 and 16-bit gradients, sharded over all and over a replica's."""
+    workload = planner.workload
+    narrow = replace(workload, precision=replace(workload.precision, reduce_dtype=torch.bfloat16))
+    for words, each in (("", planner), (", gradients in bfloat16", planner.on(workload=narrow))):
+        for stage in stages:
+            row = each.row(stage, rows)
+            if row.fits:
+                yield f"stage {stage}{words}", row
+            if stage and 1 < alone < planner.cluster.world_size:
+                hybrid = each.row(stage, rows, alone)
+                if hybrid.fits:
+                    yield f"stage {stage} over {alone}{words}", hybrid
+
+
+def _local(planner: Planner, stages: Sequence[int], rows: int, alone: int, bound: float) -> Iterator[tuple[str, Row]]:
+    """Local steps at the lowest stage that fits inside a replica: plain, in 16 bits, overlapped."""
+    kinds = {
+        "local steps": LocalSteps(MOST_STEPS),
+        "local steps, wire in bfloat16": LocalSteps(MOST_STEPS, wire=torch.bfloat16),
+        "local steps, one step of overlap": LocalSteps(MOST_STEPS, overlap_steps=1),
+    }
+    for name, settings in kinds.items():
+        lowest = next((stage for stage in sorted(stages) if planner.row(stage, rows, alone, settings).fits), None)
+        if lowest is None:
+            continue
+        low, high = 1, MOST_STEPS  # at `low` it is too slow, or there are no local steps
+
+        def enough(every: int, settings: LocalSteps = settings, stage: int = lowest) -> Row | None:
+            row = planner.row(stage, rows, alone, replace(settings, every=every))
+            return row if row.tokens_per_s >= ENOUGH * bound else None
+
+        row = enough(high)
+        while row is not None and high - low > 1:
+            middle = (low + high) // 2
+            better = enough(middle)
+            low, high, row = (middle, high, row) if better is None else (low, middle, better)
+        row = row or planner.row(lowest, rows, alone, settings)
+        yield f"{name}, stage {lowest} over {alone}", row
+
+
+def _told(planner: Planner, found: Sequence[Remedy], base: Row, best: Remedy | None) -> str:
+    head = ("remedy", "every", "step", "of compute-bound", "memory", "more", f"{ENOUGH:.0%}")
+    cells = [
+        (
+            each.name,
+            f"{each.row.meetings.every:,}",
+            seconds(each.row.timing.step_s),
+            f"{each.share:.1%}",
+            f"{each.row.needed_bytes / GIB:.2f} GiB",
+            f"{(each.row.needed_bytes - base.needed_bytes) / GIB:+.2f} GiB",
+            "yes" if each.enough else "no",
+        )
+        for each in found
+    ]
+    cluster, between = planner.cluster, planner.cluster.between
+    if cluster.world_size <= cluster.ranks_per_node:
+        between = cluster.within
+    where = (
+        f"{planner.workload.name} on {cluster.world_size:,} x {planner.device.name}, {between.bytes_per_s * 8 / 1e6:g}"
+    )
+    lines = [f"{where} Mbit/s for each GPU, micro-batch {found[0].row.micro_batch}", ""]
+    lines += columns([head, *cells], right=range(1, len(head)))
+    if best is None:
+        conclusion = (
+            f"Nothing here keeps {ENOUGH:.0%} of the compute-bound speed; larger micro-batches send less a token."
+        )
+    elif best.row.meetings.every == 1:
+        conclusion = f"{best.name} keeps {best.share:.0%} with all ranks at each step."
+    else:
+        every = f"a meeting every {best.row.meetings.every:,} steps"
+        conclusion = f"{best.name} keeps {best.share:.0%} with {every}; measure the loss."
+    return "\n".join([*lines, "", conclusion])

@@ -1,0 +1,95 @@
+"""Which remedy of a slow network is enough: the least that is, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from zeroshard.errors import UserError
+from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.lab.planner.plan import plan
+from zeroshard.lab.planner.planner import planner_for
+from zeroshard.lab.planner.remedy import ENOUGH, remedies
+from zeroshard.lab.predict.meetings import meeting_messages
+from zeroshard.train.config.validate import validate
+from zeroshard.zero import LocalSteps
+
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 64}
+
+
+@pytest.fixture(scope="module")
+def planner():
+    return planner_for(
+        "gpt2-demo", world_size=8, gpus_per_node=4, network="100Mbit/s", gpu="a100-80gb", overrides=SIZES, seq_len=64
+    )
+
+
+def test_the_least_number_of_steps_between_meetings_is_found_with_its_memory(planner):
+    answer = remedies(planner, (0, 1, 2, 3))
+    rows = {row["remedy"]: row for row in answer.rows}
+    assert not any(row["enough"] for name, row in rows.items() if name.startswith("stage"))
+    found = rows["local steps, stage 0 over 4"]
+    assert found["enough"]
+    assert found["share_of_compute_bound_speed"] >= ENOUGH
+    bound = planner.row(0, 1, 4, LocalSteps(found["every"])).tokens_per_s / found["share_of_compute_bound_speed"]
+    assert planner.row(0, 1, 4, LocalSteps(found["every"] - 1)).tokens_per_s < ENOUGH * bound
+    assert answer.value == min(row["every"] for row in rows.values() if row["enough"])
+    narrow = rows["local steps, wire in bfloat16, stage 0 over 4"]
+    assert narrow["every"] == pytest.approx(found["every"] / 2, rel=0.1)
+    least = min(row["needed_bytes"] for row in rows.values())
+    assert all(row["more_bytes"] == row["needed_bytes"] - least for row in rows.values())
+    assert "keeps 80% with a meeting every" in answer.sentence
+
+
+def test_a_meeting_costs_a_share_of_a_step_and_anchor_and_momentum(planner):
+    without, every = planner.row(2, 1, 4), 10
+    row = planner.row(2, 1, 4, LocalSteps(every))
+    shard_numel = sum(buffer.layout.shard_numel for buffer in planner.workload.buffers(4))
+    assert row.meetings.outer_bytes == 8 * shard_numel
+    assert row.meetings.all_reduce_bytes == 4 * shard_numel
+    assert row.needed_bytes >= without.needed_bytes
+    crossing = [m for m in row.step.messages() if m.world_size != 4]
+    assert not crossing
+    twice = planner.row(2, 1, 4, LocalSteps(2 * every))
+    alone = row.timing.step_s - row.meetings.exposed_s / every
+    assert twice.timing.step_s == pytest.approx(alone + row.meetings.exposed_s / (2 * every))
+    hidden = planner.row(2, 1, 4, LocalSteps(every, overlap_steps=every - 1)).meetings
+    assert hidden.exposed_s == pytest.approx(max(hidden.comm_s - (every - 1) * alone, 0.0))
+    assert hidden.message_bytes == row.meetings.all_reduce_bytes
+
+
+def test_fragments_share_out_what_meets(planner):
+    buffers = planner.workload.buffers(4)
+    whole, _ = meeting_messages(buffers, LocalSteps(8), 0, 2, whole_masters=False)
+    settings = LocalSteps(8, fragments=2, wire=torch.bfloat16)
+    parts = [meeting_messages(buffers, settings, fragment, 2, whole_masters=True) for fragment in range(2)]
+    assert sorted(m.buffer for leaving, _ in parts for m in leaving) == sorted(m.buffer for m in whole)
+    assert 2 * sum(m.num_bytes for leaving, _ in parts for m in leaving) == sum(m.num_bytes for m in whole)
+    assert sum(m.num_bytes for _, arriving in parts for m in arriving) == 4 * sum(m.num_bytes for m in whole)
+
+
+def test_a_plan_may_have_local_steps(planner):
+    given = {"gpu": "a100-80gb", "overrides": SIZES, "seq_len": 64, "micro_batch": 1, "world_size": 8}
+    found = plan("gpt2-demo", **given, shard_size=4, local_steps=LocalSteps(32))
+    assert [row.stage for row in found.rows] == [0, 1, 2, 3]
+    assert "replicated 2 times, meeting every 32 steps" in found.advice
+    assert found.as_dict()["rows"][0]["meetings"]["every"] == 32
+    with pytest.raises(UserError, match=r"replicas.every: 32 needs replicas, and 8 GPUs are one"):
+        plan("gpt2-demo", **given, local_steps=LocalSteps(32))
+    with pytest.raises(UserError, match="nothing fits on 8 x a100-80gb"):
+        remedies(replace(planner, headroom=0.9999999), (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"replicas": {"every": 8}}, r"replicas.every: 8 needs replicas, and with shard_size 0 all GPUs are one"),
+        ({"replicas": {"every": 8}, "shard_size": 4, "ask": "remedy"}, r"ask: answers of steps alone"),
+        ({"replicas": {"every": 8}, "shard_size": 4, "dry_run": True}, r"dry_run: answers of steps alone"),
+    ],
+)
+def test_questions_that_make_no_sense_are_refused(given, words):
+    with pytest.raises(UserError, match=words):
+        validate(PlanConfig, given)
