@@ -12,7 +12,8 @@ Bytes that must move, for 2-byte logits, loss and gradient together: 4 a logit i
 the second look, for the gradient, finds it in L2. Not in place, the gradient is made in the backward pass instead,
 from the logits, which are then as they were: 6 a logit, and `backward` may run again.
 
-The kernels are in `cross_entropy_kernels`.
+The reference is in `losses`, the kernels are in `cross_entropy_kernels`, and what serves without them in
+`chunked_losses`.
 """
 
 from __future__ import annotations
@@ -20,41 +21,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from zeroshard.kernels import liger
+from zeroshard.kernels import chunked_losses, liger
 from zeroshard.kernels.checks import check_device, check_floating
 from zeroshard.kernels.cross_entropy_kernels import gradient_of_logits, losses_and_gradient, scale_in_place
 from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.kernels.launch import accumulator_dtype, rows_of
-from zeroshard.kernels.losses import Reduction, check_loss_options, mean_scale, split_scale
-
-# ---------------------------------------------------------------------------------------------------- reference
-
-
-def cross_entropy_reference(
-    logits: Tensor,
-    targets: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: Reduction = "mean",
-) -> Tensor:
-    """`cross_entropy` in PyTorch; half-precision logits are widened to fp32 first."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
-    targets = targets.flatten()
-    loss = F.cross_entropy(
-        logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
-    )
-    if z_loss:
-        kept = targets != ignore_index
-        squares = torch.where(kept, logits.logsumexp(-1).square(), 0.0).sum()
-        loss = loss + z_loss * (squares / kept.sum() if reduction == "mean" else squares)
-    return loss
-
+from zeroshard.kernels.losses import (
+    Reduction,
+    check_loss_options,
+    cross_entropy_reference,
+    mean_scale,
+    split_scale,
+)
 
 # ----------------------------------------------------------------------------------------------------- autograd
 
@@ -159,12 +141,14 @@ def cross_entropy(
     options = (ignore_index, label_smoothing, z_loss, reduction)
     check_loss_options(targets, logits.shape, *options, check_targets=check_targets)
     backend = choose("cross_entropy", logits.device, kernels)
+    if not torch.is_grad_enabled():  # autograd tells a function what takes gradients elsewhere, not whether any is due
+        logits = logits.detach()
+    if backend == "reference" and chunked_losses.serves(kernels, logits):
+        return chunked_losses.cross_entropy(logits, targets, *options)
     if backend == "reference":
         return cross_entropy_reference(logits, targets, *options)
     if backend == "liger":
         return liger.cross_entropy(logits, targets, *options)
-    if not torch.is_grad_enabled():  # autograd tells a function what takes gradients elsewhere, not whether any is due
-        logits = logits.detach()
     inplace = inplace and not torch.compiler.is_compiling()  # there the compiler decides what lies where
     if inplace and logits.requires_grad:
         _check_writable(logits)

@@ -82,6 +82,11 @@ def check_choice(choice: str) -> None:
         raise UserError("kernels", f"{choice!r} is unknown", f"choose {', '.join(CHOICES)}")
 
 
+def asked_for(kernels: Choice | None) -> Choice:
+    """``kernels``; where it is None, what `use_kernels` says around the call."""
+    return _choice.get() if kernels is None else kernels
+
+
 def choose(operation: str, device: torch.device, kernels: Choice | None = None) -> Backend:
     """Who serves ``operation`` for tensors on ``device``.
 
@@ -93,7 +98,7 @@ def choose(operation: str, device: torch.device, kernels: Choice | None = None) 
     Raises:
         UserError: a ValueError; what was asked for by name cannot be had here, or there is no such choice.
     """
-    choice = _choice.get() if kernels is None else kernels
+    choice = asked_for(kernels)
     if choice == "reference":
         return "reference"
     if is_traced():

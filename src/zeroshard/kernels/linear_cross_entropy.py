@@ -18,13 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zeroshard.kernels import liger
+from zeroshard.kernels import chunked_losses, liger
 from zeroshard.kernels.checks import check_device, check_floating
-from zeroshard.kernels.cross_entropy import cross_entropy_reference
 from zeroshard.kernels.cross_entropy_kernels import losses_and_gradient
 from zeroshard.kernels.dispatch import Choice, choose
 from zeroshard.kernels.launch import accumulator_dtype, opaque
-from zeroshard.kernels.losses import Reduction, check_loss_options, mean_scale, split_scale
+from zeroshard.kernels.losses import (
+    Reduction,
+    check_loss_options,
+    cross_entropy_reference,
+    mean_scale,
+    split_scale,
+)
 
 CHUNK_BYTES = 2**29  # of logits at once: large products, and a small share of what all logits would take
 ROW_MULTIPLE = 128  # rows of a chunk: a tile of a matrix product
@@ -172,7 +177,9 @@ def linear_cross_entropy(
     check_targets: bool = True,
     kernels: Choice | None = None,
 ) -> Tensor:
-    """`cross_entropy` of the logits ``hidden @ weight.T``, which our kernels never hold all at once.
+    """`cross_entropy` of the logits ``hidden @ weight.T``, which never exist all at once.
+
+    But where PyTorch's own rules are kept: see `zeroshard.kernels.chunked_losses.serves`.
 
     Where a gradient is wanted it is computed with the loss, in forward; `backward` may run again. Under `torch.no_grad`
     and `torch.inference_mode` none is wanted, and no memory is taken for one.
@@ -185,7 +192,7 @@ def linear_cross_entropy(
         label_smoothing: as in `cross_entropy`.
         z_loss: as in `cross_entropy`.
         reduction: ``"mean"`` over the targets that count (NaN without any), or ``"sum"``.
-        chunk_rows: rows whose logits exist at once, >= 1; None: as many as take about half a GiB.
+        chunk_rows: rows whose logits exist at once, >= 1; None: as many as take about half a GiB, or 64 MiB on a CPU.
         check_targets: as in `cross_entropy`.
         kernels: who computes it; see `zeroshard.kernels.use_kernels`.
 
@@ -204,6 +211,8 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():  # autograd tells a function what takes gradients elsewhere, not whether any is due
         hidden, weight = hidden.detach(), weight.detach()
     backend = choose("linear_cross_entropy", hidden.device, kernels)
+    if backend == "reference" and chunked_losses.serves(kernels, hidden, weight):
+        return chunked_losses.linear_cross_entropy(hidden, weight, targets, *options, chunk_rows=chunk_rows)
     if backend == "reference":
         return linear_cross_entropy_reference(hidden, weight, targets, *options)
     if backend == "liger":

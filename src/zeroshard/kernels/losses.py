@@ -1,4 +1,4 @@
-"""What both losses (`cross_entropy`, `linear_cross_entropy`) have in common: options, and the scale of gradients.
+"""What both losses (`cross_entropy`, `linear_cross_entropy`) have in common: reference, options, scale of gradients.
 
 [Note: Small gradients]
     A gradient that is made before the upstream one is known must not already be as small as the mean over all rows
@@ -12,10 +12,32 @@ from math import isfinite
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Reduction = Literal["mean", "sum"]
 FP16_SCALE = 1024.0  # of gradients of at most about 1: ten bits more below, and far from 65504 above
+
+
+def cross_entropy_reference(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """`cross_entropy` in PyTorch; half-precision logits are widened to fp32 first."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
+    targets = targets.flatten()
+    loss = F.cross_entropy(
+        logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+    )
+    if z_loss:
+        kept = targets != ignore_index
+        squares = torch.where(kept, logits.logsumexp(-1).square(), 0.0).sum()
+        loss = loss + z_loss * (squares / kept.sum() if reduction == "mean" else squares)
+    return loss
 
 
 def mean_scale(targets: Tensor, ignore_index: int, reduction: Reduction, dtype: torch.dtype) -> Tensor:

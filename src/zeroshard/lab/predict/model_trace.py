@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.errors import UserError
+from zeroshard.kernels.chunked_losses import all_logits
 from zeroshard.kernels.launch import traced
 from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
 from zeroshard.lab.predict.on_meta import on_meta, serves
@@ -53,7 +54,8 @@ def trace_language_model(
         micro_batch: rows.
         seq_len: tokens in a row.
         precision: the dtype policy.
-        device_type: ``"cpu"``, or ``"cuda"`` for the kernels that a GPU would run.
+        device_type: ``"cpu"``, ``"cuda"`` for the kernels that a GPU would run, or ``"eager"`` for PyTorch's own
+            operations there, which hold all logits.
     """
     if not _is_as_built(model):
         inputs = tokens_and_targets(seq_len)
@@ -229,10 +231,10 @@ def _fake(
 
 @contextmanager
 def _kernels_of(device_type: str, log: _Log) -> Generator[None]:
-    if device_type != "cuda":
+    if device_type == "cpu":
         yield
         return
-    with traced(log.launched):
+    with traced(log.launched) if device_type == "cuda" else all_logits():
         yield
 
 

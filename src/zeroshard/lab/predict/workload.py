@@ -106,7 +106,7 @@ class Workload:
 
     def trace(self, micro_batch: int, device_type: str = "cpu") -> Trace:
         """Of one micro-batch."""
-        as_on = device_type if self.kernels != "reference" else "cpu"
+        as_on = "eager" if self.kernels == "reference" and device_type == "cuda" else device_type
         key = (micro_batch, as_on)
         if key not in self._traces:
             if isinstance(self.model, LanguageModel) and self.ours:

@@ -1,0 +1,324 @@
+"""Both losses in plain PyTorch by chunks of rows: what serves where no Triton kernel does, the CPU first of all.
+
+    for each chunk of rows:   x = h W^T;   loss, and g = dloss/dx in x's own memory;   dh = g W;   dW += g^T h
+
+`torch.nn.functional.cross_entropy` holds the logits three times, with their log-softmax and its gradient. Here a chunk
+of them lives at a time, and the row-wise part goes through it in blocks that stay in a cache, in place. The
+formulas are `zeroshard.kernels.cross_entropy`'s; the references beside the public functions stay the specification.
+
+Of given logits (`_RowLosses`) only their gradient is made beside them, in backward, as a block at a time.
+
+[Note: Gradients made in forward]
+    Forward leaves behind the gradients for an upstream gradient of 1. The first backward multiplies them in place and
+    gives them away, so the weight's [vocab, width] exists once. A further backward (``retain_graph``) makes them again,
+    and ``create_graph`` differentiates the reference: both from the inputs, which are saved as `linear`'s would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zeroshard.kernels.dispatch import Choice, asked_for
+from zeroshard.kernels.launch import accumulator_dtype
+from zeroshard.kernels.losses import Reduction, cross_entropy_reference, mean_scale, split_scale
+
+CHUNK_BYTES = 2**26  # of logits at once on the CPU: large products, and a small share of what all logits would take
+CUDA_CHUNK_BYTES = 2**29
+BLOCK_BYTES = 2**23  # of logits in fp32 that the row-wise part works on at once, in a cache
+ROW_MULTIPLE = 16  # rows of a chunk
+
+
+_all_logits: ContextVar[bool] = ContextVar("all_logits", default=False)
+
+
+@contextmanager
+def all_logits() -> Generator[None]:
+    """Inside, on this thread, losses without our kernels are the references: what other people's code would hold."""
+    token = _all_logits.set(True)
+    try:
+        yield
+    finally:
+        _all_logits.reset(token)
+
+
+def serves(kernels: Choice | None, *tensors: Tensor) -> bool:
+    """Whether these are computed by chunks; where not, the reference keeps PyTorch's own rules.
+
+    It does on a GPU where it is asked for by name (``kernels``), under torch.compile, which fuses in its own way,
+    inside transforms of `torch.func` and forward-mode automatic differentiation, and for tensors that wrap others, such
+    as `DTensor`.
+    """
+    if torch.compiler.is_compiling() or _all_logits.get():
+        return False
+    if tensors[0].is_cuda and asked_for(kernels) == "reference":
+        return False
+    if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+        return False
+    return not any(is_traceable_wrapper_subclass(tensor) for tensor in tensors)
+
+
+def rows_at_once(num_rows: int, vocab: int, itemsize: int, *, on_cuda: bool) -> int:
+    """Rows of a chunk: chunks of one size, of at most about so many bytes of logits."""
+    most = max(1, (CUDA_CHUNK_BYTES if on_cuda else CHUNK_BYTES) // (vocab * itemsize))
+    num_chunks = max(1, -(-num_rows // most))
+    return max(1, -(-num_rows // num_chunks // ROW_MULTIPLE) * ROW_MULTIPLE)
+
+
+# -------------------------------------------------------------------------------------------------- blocks of rows
+
+
+def _losses_and_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    grad: Tensor | None,
+    scale: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> None:
+    """Rows of losses and of gradients, block after block.
+
+    Args:
+        logits: [rows, vocab]; written over where they are ``grad``.
+        targets: [rows] int64.
+        losses: [rows] in the accumulator's dtype, written: 0 where the target is ignored.
+        grad: [rows, vocab] in the logits' dtype: the gradient of ``scale`` times the sum of losses is written there.
+        scale: 0-dim; None: no gradient is wanted.
+        ignore_index, label_smoothing, z_loss: as in `zeroshard.kernels.cross_entropy`.
+    """
+    vocab, dtype = logits.shape[1], losses.dtype
+    block_bytes = CUDA_CHUNK_BYTES if logits.is_cuda else BLOCK_BYTES
+    at_once = max(1, block_bytes // (vocab * dtype.itemsize))
+    options = (ignore_index, label_smoothing, z_loss)
+    in_place = grad is logits and logits.dtype == dtype
+    for start in range(0, logits.shape[0], at_once):
+        block = slice(start, start + at_once)
+        x = logits[block] if in_place else logits[block].to(dtype, copy=True)
+        _block(x, targets[block], losses[block], scale, *options)
+        if scale is not None and grad is not None and not in_place:
+            grad[block].copy_(x)
+
+
+def _block(
+    x: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    scale: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> None:
+    """``x`` [rows, vocab] wide becomes its own gradient where there is a ``scale``; ``losses`` [rows] are written."""
+    ignored = (targets == ignore_index).unsqueeze(1)
+    targets = targets.unsqueeze(1).masked_fill(ignored, 0)
+    peak = x.amax(1, keepdim=True)
+    loss = _at(x, targets).mul_(label_smoothing - 1.0)
+    if label_smoothing:
+        loss.sub_(x.mean(1, keepdim=True), alpha=label_smoothing)
+    total = x.sub_(peak).exp_().sum(1, keepdim=True)
+    lse = total.log().add_(peak)
+    loss.add_(lse)
+    if z_loss:
+        loss.add_(lse.square(), alpha=z_loss)
+    losses.copy_(loss.masked_fill_(ignored, 0.0).squeeze(1))
+    if scale is None:
+        return
+    scales = scale.expand_as(lse).masked_fill(ignored, 0.0)
+    x.mul_((scales * lse.mul_(2 * z_loss).add_(1.0)).div_(total))
+    x.scatter_add_(1, targets, scales * (label_smoothing - 1.0))
+    if label_smoothing:
+        x.sub_(scales, alpha=label_smoothing / x.shape[1])
+
+
+def _at(x: Tensor, targets: Tensor) -> Tensor:
+    """x [rows, vocab], targets [rows, 1] -> the targets' logits [rows, 1]; a wrong one raises on the CPU."""
+    try:
+        return x.gather(1, targets)
+    except RuntimeError:
+        wrong = targets[(targets < 0) | (targets >= x.shape[1])]
+        if targets.is_cuda or not len(wrong):
+            raise
+        what = f"targets: {int(wrong[0])} is outside 0..{x.shape[1] - 1} and is not the index that is ignored"
+        raise IndexError(f"{what}; check the tokenizer") from None
+
+
+# ---------------------------------------------------------------------------------------------- the loss of logits
+
+
+class _RowLosses(torch.autograd.Function):
+    """The loss, 0-dim, of logits [..., vocab] and targets [...]; their gradient is made in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
+        reduction: Reduction,
+    ) -> Tensor:
+        """logits [..., vocab], targets [...] int64 -> the loss, 0-dim, in the accumulator's dtype."""
+        rows, flat = logits.reshape(-1, logits.shape[-1]), targets.flatten()
+        losses = torch.empty(rows.shape[0], dtype=accumulator_dtype(logits.dtype), device=logits.device)
+        _losses_and_gradient(rows, flat, losses, None, None, ignore_index, label_smoothing, z_loss)
+        ctx.save_for_backward(logits, targets)
+        ctx.options = (ignore_index, label_smoothing, z_loss, reduction)
+        return losses.sum() * mean_scale(flat, ignore_index, reduction, losses.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *d_losses: Tensor) -> Any:
+        """d_loss 0-dim -> the logits' gradient, [..., vocab] in their dtype, and None for all else."""
+        (d_loss,) = d_losses
+        logits, targets = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph
+            loss = cross_entropy_reference(logits, targets, *ctx.options)
+            grad = torch.autograd.grad(loss, logits, d_loss, create_graph=True)[0]
+            return grad, None, None, None, None, None
+        rows, flat = logits.reshape(-1, logits.shape[-1]), targets.flatten()
+        *options, reduction = ctx.options
+        losses = torch.empty(rows.shape[0], dtype=d_loss.dtype, device=rows.device)
+        grad = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        scale = mean_scale(flat, options[0], reduction, losses.dtype) * d_loss
+        _losses_and_gradient(rows, flat, losses, grad, scale, *options)
+        return grad.view(logits.shape), None, None, None, None, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *options: Any) -> Tensor:
+    """The loss of checked arguments; ``options`` are ignore_index, label_smoothing, z_loss and reduction."""
+    return _RowLosses.apply(logits, targets, *options)
+
+
+# ------------------------------------------------------------------------------------- the projection and its loss
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    losses: Tensor,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    options: tuple[int, float, float],
+    chunk_rows: int,
+) -> None:
+    """hidden, d_hidden [rows, width]; weight [vocab, width]; targets, losses [rows]; d_weight [vocab, width] wide."""
+    num_rows, wanted = hidden.shape[0], d_hidden is not None or d_weight is not None
+    if num_rows == 0 and d_weight is not None:
+        d_weight.zero_()
+    buffer = torch.empty(min(chunk_rows, num_rows), weight.shape[0], dtype=hidden.dtype, device=hidden.device)
+    for start in range(0, num_rows, chunk_rows):
+        chunk = slice(start, min(start + chunk_rows, num_rows))
+        h = hidden[chunk]
+        logits = buffer[: h.shape[0]]
+        torch.mm(h, weight.t(), out=logits)
+        _losses_and_gradient(logits, targets[chunk], losses[chunk], logits, scale if wanted else None, *options)
+        if d_hidden is not None:
+            torch.mm(logits, weight, out=d_hidden[chunk])
+        if d_weight is not None:
+            _add_product(d_weight, logits.t(), h, first=start == 0)
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """out += a @ b, or out = a @ b for the first; sums of chunks are in ``out``'s dtype."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=int(not first), out=out)
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(not first), out=out)
+    elif a.dtype == torch.float16:  # whose range is too small for a product of scaled gradients
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(not first), out=out)
+    elif first:  # on the CPU no product has an output wider than its inputs, and narrow ones are much faster
+        out.copy_(a @ b)
+    else:
+        out.add_(a @ b)
+
+
+class _LinearLoss(torch.autograd.Function):
+    """The loss, 0-dim, of hidden [..., width], weight [vocab, width] and targets [...]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
+        reduction: Reduction,
+        chunk_rows: int,
+    ) -> Tensor:
+        """hidden [..., width], weight [vocab, width], targets [...] int64 -> the loss, 0-dim, in fp32 or fp64."""
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.options, ctx.chunk_rows = (ignore_index, label_smoothing, z_loss, reduction), chunk_rows
+        loss, ctx.gradients = _loss_and_gradients(ctx, hidden, weight, targets)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *d_losses: Tensor) -> Any:
+        """d_loss 0-dim -> gradients of hidden and weight in their shapes and dtypes, and None for all else."""
+        (d_loss,) = d_losses
+        if torch.is_grad_enabled():  # create_graph
+            found = _differentiated(ctx, d_loss)
+            return *found, None, None, None, None, None, None
+        if ctx.gradients is None:
+            ctx.gradients = _loss_and_gradients(ctx, *ctx.saved_tensors)[1]
+        (d_hidden, d_weight, later), ctx.gradients = ctx.gradients, None
+        if later is not None:
+            d_loss = d_loss * later
+        if d_hidden is not None:
+            d_hidden = _times(d_hidden, d_loss, d_hidden.dtype).view(ctx.shape)
+        if d_weight is not None:
+            d_weight = _times(d_weight, d_loss, ctx.weight_dtype)
+        return d_hidden, d_weight, None, None, None, None, None, None
+
+
+def _loss_and_gradients(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    """The loss, and (d_hidden [rows, width] | None, d_weight wide | None, what they still miss | None)."""
+    *options, reduction = ctx.options
+    ctx.shape, ctx.weight_dtype = hidden.shape, weight.dtype
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
+    dtype = accumulator_dtype(hidden.dtype)
+    scale = mean_scale(targets, options[0], reduction, dtype)
+    losses = torch.empty(rows.shape[0], dtype=dtype, device=hidden.device)
+    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    d_hidden = torch.empty(rows.shape, dtype=hidden.dtype, device=hidden.device) if needs_hidden else None
+    d_weight = torch.empty(weight.shape, dtype=dtype, device=hidden.device) if needs_weight else None
+    at_once, later = split_scale(scale, hidden.dtype)
+    _forward(rows, weight, targets, at_once, losses, d_hidden, d_weight, tuple(options), ctx.chunk_rows)
+    return losses.sum() * scale, (d_hidden, d_weight, later)
+
+
+def _times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``grad * factor`` in ``dtype``, in place where it is the one of both; a narrow factor would be rounded."""
+    if grad.dtype == dtype == factor.dtype:
+        return grad.mul_(factor)
+    return grad.to(factor.dtype).mul_(factor).to(dtype) if grad.dtype != factor.dtype else grad.mul(factor).to(dtype)
+
+
+def _differentiated(ctx: Any, d_loss: Tensor) -> list[Tensor | None]:
+    """The gradients of hidden and weight as a graph of their own."""
+    hidden, weight, targets = ctx.saved_tensors
+    inputs = [x for x, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False) if needed]
+    loss = cross_entropy_reference(torch.nn.functional.linear(hidden, weight), targets, *ctx.options)
+    found = iter(torch.autograd.grad(loss, inputs, d_loss, create_graph=True))
+    return [next(found) if needed else None for needed in ctx.needs_input_grad[:2]]
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any, chunk_rows: int | None
+) -> Tensor:
+    """The loss of checked arguments; ``options`` as of `cross_entropy` here."""
+    sizes = (targets.numel(), weight.shape[0], hidden.element_size())
+    rows = chunk_rows or rows_at_once(*sizes, on_cuda=hidden.is_cuda)
+    return _LinearLoss.apply(hidden, weight, targets, *options, rows)

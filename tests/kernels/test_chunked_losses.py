@@ -1,0 +1,212 @@
+"""The losses without Triton: by chunks of rows, held to the formula in float64 and to PyTorch's own rules."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+from exactness import ROUNDING, assert_near, assert_same_bits, run
+from zeroshard.kernels import chunked_losses, cross_entropy, linear_cross_entropy
+from zeroshard.kernels.chunked_losses import CHUNK_BYTES, rows_at_once
+from zeroshard.kernels.losses import cross_entropy_reference
+from zeroshard.lab.predict.recorder import StorageEvents
+
+OPTIONS = [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}]
+OPTIONS += [{"label_smoothing": 0.2, "z_loss": 1e-2, "reduction": "sum", "ignore_index": 4}]
+
+
+@pytest.fixture
+def device():
+    return torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _blocks_of_two_rows(monkeypatch):
+    monkeypatch.setattr(chunked_losses, "BLOCK_BYTES", 2 * 33 * 4)
+
+
+def draw_targets(shape, vocab, ignored=()):
+    targets = torch.randint(vocab, shape, generator=torch.Generator().manual_seed(3))
+    targets.flatten()[list(ignored)] = -100
+    return targets
+
+
+def projected(hidden, weight, targets, **options):
+    return linear_cross_entropy(hidden, weight, targets, kernels="reference", **options)
+
+
+def specified(hidden, weight, targets, chunk_rows=None, **options):
+    return cross_entropy_reference(hidden @ weight.T, targets, **options)
+
+
+def of_logits(logits, targets, **options):
+    return cross_entropy(logits, targets, kernels="reference", **options)
+
+
+def compare(function, specification, inputs, upstream, names, slack=1.0):
+    grad = [torch.full((), upstream)]
+    wanted = run(specification, [x.double() for x in inputs], grad)
+    got = run(function, inputs, grad)
+    for name, one, other in zip(names, got, wanted, strict=True):
+        assert_near(one, other, slack=slack, terms=1e-3, what=name)
+    assert_same_bits(got, run(function, inputs, grad))
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3, None])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_loss_and_gradients_are_the_formula_s_in_any_number_of_chunks(chunk_rows, options, dtype, random):
+    targets = draw_targets((2, 3), 33, [2])
+    if "ignore_index" in options:
+        targets = targets.clamp(min=0)
+    function = partial(projected, targets=targets, chunk_rows=chunk_rows, **options)
+    inputs = [random(2, 3, 12, dtype=dtype), random(33, 12, dtype=dtype)]
+    compare(function, partial(specified, targets=targets, **options), inputs, 0.5, ("loss", "hidden", "weight"), 4)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_of_given_logits_too(options, random):
+    targets = draw_targets((2, 3), 33, [2]) if "ignore_index" not in options else draw_targets((2, 3), 33)
+    function, wanted = partial(of_logits, targets=targets, **options), partial(cross_entropy_reference, targets=targets)
+    strided = random(2, 3, 66)[..., ::2]
+    compare(function, partial(wanted, **options), [strided], 0.5, ("loss", "logits"), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_the_logits_and_their_gradient_once(dtype, random):
+    hidden, weight = random(6, 32, dtype=dtype), random(40, 32, dtype=dtype) / 8
+    targets = draw_targets((6,), 40, [1])
+    got = run(partial(projected, targets=targets, chunk_rows=4), [hidden, weight])
+    logits = (hidden @ weight.T).double().requires_grad_()
+    loss = cross_entropy_reference(logits, targets)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert_near(got[0], loss.detach())
+    for one, left, right in ((got[1], grad, weight.double()), (got[2], grad.T, hidden.double())):
+        wanted, terms = left @ right, left.abs() @ right.abs()
+        assert ((one.double() - wanted).abs() <= ROUNDING[dtype] * (wanted.abs() + terms)).all()
+
+
+def test_a_scaled_loss_keeps_small_gradients_in_fp16(random):
+    targets, logits = torch.zeros(64, dtype=torch.int64), torch.zeros(64, 16, dtype=torch.float16)
+    logits[:, 1:] = -11.0 + random(64, 15).half() / 8
+    weight = torch.eye(16, dtype=torch.float16)
+    got = run(lambda x: projected(x, weight, targets) * 2.0**16, [logits])[1]
+    (wanted,) = run(lambda x: cross_entropy_reference(x, targets) * 2.0**16, [logits.double()])[1:]
+    assert_near(got, wanted, slack=2)
+
+
+def test_sums_of_chunks_are_in_fp32():
+    """One large and many small addends: in bf16 the small ones would each be lost."""
+    hidden = torch.ones(65, 1, dtype=torch.bfloat16)
+    hidden[1:] *= 2.0**-8
+    weight, targets = torch.zeros(2, 1, dtype=torch.bfloat16), torch.zeros(65, dtype=torch.int64)
+    d_weight = run(partial(projected, targets=targets, chunk_rows=1, reduction="sum"), [hidden, weight])[2]
+    assert d_weight[0, 0] == -0.625  # (1 + 64 / 256) / 2, each row's probability being a half
+
+
+@pytest.mark.parametrize("wanted", ["hidden", "weight"])
+def test_a_second_backward_has_the_same_bits_and_a_third_raises(wanted, random):
+    inputs = {"hidden": random(5, 12), "weight": random(33, 12)}
+    inputs[wanted].requires_grad_()
+    loss = projected(**inputs, targets=draw_targets((5,), 33), chunk_rows=2)
+    first = torch.autograd.grad(loss * 2, inputs[wanted], retain_graph=True)[0].clone()
+    again = torch.autograd.grad(loss * 2, inputs[wanted], retain_graph=True)[0]
+    assert torch.equal(first, again)
+    assert torch.equal(first, torch.autograd.grad(loss * 2, inputs[wanted])[0])
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(loss * 2, inputs[wanted])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch, where it is asked for slopes
+@pytest.mark.parametrize("function", [projected, of_logits])
+def test_second_derivatives_and_transforms_are_pytorch_s(function, random):
+    inputs = [random(3, 4, dtype=torch.float64), random(5, 4, dtype=torch.float64)]
+    call = partial(function, targets=draw_targets((3,), 5, [1]), z_loss=0.1)
+    if function is of_logits:
+        inputs = [random(3, 5, dtype=torch.float64)]
+    inputs = [x.requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradgradcheck(call, inputs)
+    expected = torch.autograd.grad(call(*inputs), inputs[0])[0]
+    assert_near(torch.func.grad(call)(*inputs).detach(), expected)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(inputs[0].detach(), torch.ones_like(inputs[0]))
+        slope = forward_ad.unpack_dual(call(dual, *inputs[1:])).tangent
+    assert_near(slope.detach(), expected.sum(), terms=1)
+    double = torch.func.vmap(call)(*(torch.stack([x, x]).detach() for x in inputs))
+    assert_near(double, call(*inputs).detach().expand(2))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_makes_no_gradient(mode, random, monkeypatch):
+    hidden, weight, targets = random(5, 12).requires_grad_(), random(33, 12).requires_grad_(), draw_targets((5,), 33)
+    with mode(), monkeypatch.context() as patch:
+        patch.setattr(torch, "addmm", None)
+        got = projected(hidden, weight, targets, chunk_rows=2)
+    assert not got.requires_grad
+    assert_near(got, specified(hidden.detach().double(), weight.detach().double(), targets))
+
+
+def test_no_rows_and_all_masked(random):
+    weight = random(33, 12)
+    for hidden, targets in ((random(0, 12), draw_targets((0,), 33)), (random(5, 12), torch.full((5,), -100))):
+        loss, d_hidden, d_weight = run(partial(projected, targets=targets), [hidden, weight])
+        assert loss.isnan()
+        assert not d_hidden.any()
+        assert not d_weight.any()
+
+
+def test_far_logits_and_equal_ones():
+    logits = torch.tensor([[1e4, -1e4, 0.0], [0.0, 0.0, 0.0], [float("-inf"), 0.0, 0.0]])
+    targets = torch.tensor([1, 0, 1])
+    got = run(partial(of_logits, targets=targets), [logits])
+    wanted = run(lambda x: F.cross_entropy(x, targets), [logits])
+    assert_near(got[0], wanted[0].double())
+    assert_near(got[1], wanted[1].double())
+
+
+def test_a_target_outside_the_vocabulary_raises_even_where_nobody_looks(random):
+    with pytest.raises(IndexError, match=r"targets: 7 is outside 0\.\.6"):
+        projected(random(2, 4), random(7, 4), torch.tensor([1, 7]), check_targets=False)
+
+
+def peak_and_left(rows, vocab, width):
+    """Bytes allocated at most and at the end, of a loss and its backward on the meta device."""
+    now, peak = 0, 0
+
+    def heard(storage, change):
+        nonlocal now, peak
+        now += change
+        peak = max(peak, now)
+
+    with torch.device("meta"):
+        hidden, weight = (torch.empty(size, width, requires_grad=True) for size in (rows, vocab))
+        targets = torch.empty(rows, dtype=torch.int64)
+        events = StorageEvents(heard)
+        events.ignore([hidden, weight, targets])
+        with events:
+            loss = linear_cross_entropy(hidden, weight, targets, check_targets=False, kernels="reference")
+            (loss / 2).backward()
+            del loss
+    return peak, now
+
+
+def test_memory_is_a_chunk_of_logits_and_one_gradient_of_the_weight(monkeypatch):
+    """4,096 rows and GPT-2's vocabulary. A plan with ``--impl eager`` has all logits."""
+    monkeypatch.setattr(chunked_losses, "BLOCK_BYTES", 2**23)
+    peak, left = peak_and_left(4096, 50257, 64)
+    gradients = 4 * 64 * (4096 + 50257)
+    assert peak <= 1.1 * CHUNK_BYTES + gradients
+    assert left == gradients
+    with chunked_losses.all_logits():
+        assert peak_and_left(4096, 50257, 64)[0] >= 3 * 4 * 4096 * 50257
+
+
+def test_chunks_are_of_one_size_and_small():
+    for num_rows, vocab in ((16384, 50304), (16384, 128256), (1, 7), (300, 10**9)):
+        rows = rows_at_once(num_rows, vocab, 4, on_cuda=False)
+        assert rows % 16 == 0
+        assert rows * vocab * 4 <= CHUNK_BYTES + 16 * vocab * 4
+    assert rows_at_once(4096, 50257, 4, on_cuda=False) == 320
