@@ -87,21 +87,21 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.n_head, self.dropout = config.n_head, config.dropout
+        self.n_head, self.head_dim, self.dropout = config.n_head, config.n_embd // config.n_head, config.dropout
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
         """Mix each position with those before it, or of those with the ones in ``mask``: [B, T, C] -> [B, T, C]."""
-        B, T, C = x.shape  # (8, 1024, 768)
-        qkv = self.c_attn(x).view(B, T, 3 * self.n_head, C // self.n_head)  # (8, 1024, 36, 64)
+        B, T, _ = x.shape  # (8, 1024, 768)
+        qkv = self.c_attn(x).view(B, T, 3 * self.n_head, self.head_dim)  # (8, 1024, 36, 64)
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=1)  # each [B, H, T, D]: (8, 12, 1024, 64)
         if cache is not None:
             k, v, mask = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, mask, dropout=dropout)  # [B, H, T, D]: (8, 12, 1024, 64)
-        return self.drop(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))  # (8, 1024, 768)
+        return self.drop(self.c_proj(y.transpose(1, 2).reshape(B, T, -1)))  # (8, 1024, 768)
 
 
 class MLP(nn.Module):

@@ -147,7 +147,7 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         """Mix each position with those before it, or of those with the ones in ``mask``: [B, T, C] -> [B, T, C]."""
-        B, T, C = x.shape  # (8, 2048, 1152)
+        B, T, _ = x.shape  # (8, 2048, 1152)
         q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, H, T, D]: (8, 18, 2048, 64)
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
@@ -155,7 +155,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v, mask = cache.extend(k, v)
         y = attend(q, k, v, mask)  # [B, H, T, D]: (8, 18, 2048, 64)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, C))  # (8, 2048, 1152)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))  # (8, 2048, 1152)
 
 
 class MLP(nn.Module):

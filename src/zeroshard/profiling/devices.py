@@ -7,8 +7,9 @@ Memory is what torch reports, the "total capacity" of its out-of-memory errors, 
 nor what nvidia-smi prints (81559 MiB of an H100, of which 79.11 GiB may be used; 81920, 46068, 23034, 23028 and 15360
 MiB of an A100, L40S, L4, A10 and T4: modal-labs/modal-client, pull request 2797). Read in users' reports: A100 39.50
 and 79.25, H100 79.11, H100 NVL 93.00, H100 of 96 GB 95.0, B200 178.35, L40S 44.40, A10 21.99, RTX 4090 23.52, RTX 3090
-23.69, V100 15.78 and 31.74, T4 14.56, MI300X 191.98 (AMD's GB are GiB). Of those that come in several sizes the least.
-Nobody's report was found of an H200 NVL, L4, MI325X and MI250X: taken as the H200, as the A10, and in AMD's GB.
+23.69, RTX 5090 31.36, RTX A6000 47.54, RTX 6000 Ada 47.4, A40 44.35, A10G 22.03, V100 15.78 and 31.74, T4 14.56, MI300X
+191.98 (AMD's GB are GiB). Of those that come in several sizes the least. Nobody's report was found of an H200 NVL, L4,
+MI325X and MI250X: taken as the H200, as the A10, and in AMD's GB.
 
 Nobody computes at the peak. ``matmul_share`` is what large products of matrices reach: Bekman, "Machine Learning
 Engineering", table of maximum achievable matmul FLOPS, bf16, where a row has a share of its own, else a round figure
@@ -174,9 +175,30 @@ _TABLE = (
     ),
     _sold("a100-pcie-80gb", 79.1, (19.5, 312, 312), 1935, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100 80GB", 0.811),
     _sold("a100-pcie-40gb", 39.4, (19.5, 312, 312), 1555, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100", 0.811),
+    _sold(
+        "rtx-6000-ada-48gb",
+        47.4,
+        (91.1, 364.25, 364.25),
+        960,
+        "pcie4",
+        "NVIDIA RTX 6000 Ada data sheet",
+        "RTX 6000 Ada",
+    ),
+    _sold("rtx-a6000-48gb", 47.5, (38.7, 154.8, 154.8), 768, "pcie4", "NVIDIA Ampere GA102 white paper", "RTX A6000"),
+    _sold("a40-48gb", 44.3, (37.4, 149.7, 149.7), 696, "pcie4", "NVIDIA A40 data sheet", "A40"),
+    _sold("a10g-24gb", 22.0, (35, 70, 70), 600, "pcie4", "NVIDIA A10G data sheet", "A10G"),
     _sold("l40s-48gb", 44.4, (91.6, 362.05, 362.05), 864, "pcie4", "NVIDIA L40S data sheet", "L40S"),
     _sold("l4-24gb", 21.9, (30.3, 121, 121), 300, "pcie4-x8", "NVIDIA L4 data sheet", "L4"),
     _sold("a10-24gb", 21.9, (31.2, 125, 125), 600, "pcie4", "NVIDIA A10 data sheet", "A10"),
+    _sold(
+        "rtx-5090-32gb",
+        31.3,
+        (104.8, 209.5, 209.5),
+        1792,
+        "pcie5",
+        "NVIDIA RTX Blackwell GPU architecture white paper, appendix A",
+        "RTX 5090",
+    ),
     _sold(
         "rtx-4090-24gb",
         23.5,

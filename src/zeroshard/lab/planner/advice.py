@@ -35,12 +35,15 @@ def recommended(rows: Iterable[Row]) -> Row | None:
     return max((r for r in of_stage if r.tokens_per_s >= fastest * (1 - AS_FAST)), key=lambda r: r.headroom_bytes)
 
 
-def describe(row: Row, world_size: int) -> str:
-    """A row in words: ``stage 3 over 8 GPUs, replicated 8 times, micro-batch 4``."""
+def describe(row: Row, world_size: int, num_gpus: int = 1) -> str:
+    """A row in words: ``stage 3 over 8 GPUs, replicated 8 times, micro-batch 4``.
+
+    ``num_gpus``: all, where several of them hold one of the ``world_size`` ranks' model together.
+    """
     accumulated = f" x {row.num_micro}" if row.num_micro > 1 else ""
     micro_batch = f"micro-batch {row.micro_batch}{accumulated}"
     if world_size == 1:
-        return f"{micro_batch} on one GPU"
+        return f"{micro_batch} on one GPU" if num_gpus == 1 else f"{micro_batch}, one replica"
     stage = "the given row" if row.stage is None else f"stage {row.stage}"
     if row.shard_size < world_size:
         stage += f" over {row.shard_size} GPUs, replicated {world_size // row.shard_size} times"
@@ -64,12 +67,12 @@ def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
     rule = ", the lowest stage that fits with room" if len(stages) > 1 else ""
     free, memory = best.headroom_bytes / GIB, planner.device.memory_bytes / GIB
     sentences = [
-        f"Take {describe(best, world_size)}{rule}: {best.tokens_per_s:,.0f} tokens/s{_spread(best)}, "
+        f"Take {describe(best, world_size, planner.num_gpus)}{rule}: {best.tokens_per_s:,.0f} tokens/s{_spread(best)}, "
         f"{free:.1f} of {memory:.1f} GiB "
         f"stay free, and the bottleneck is {best.binds}."
     ]
     fitting = [row for row in rows if row.fits]
-    if world_size == 1:
+    if planner.num_gpus == 1:
         sentences.append("One GPU has nothing to shard: every stage is the same there.")
     out = [stage for stage in stages if all(row.stage != stage for row in fitting)]
     if out:
@@ -120,6 +123,7 @@ def nearest_change(
     for way, added in ways:
         more = fewest_gpus(way, stages, smallest)
         if more is not None:
+            more *= way.ranks_a_place
             return f"{start}; {more:,} GPUs would fit, at {_stage_name(stage)} with micro-batch {smallest}{added}."
     way, added = ways[-1]
     length = planner.workload.seq_len // 2

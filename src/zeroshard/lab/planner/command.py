@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.lab.planner import compare_gpus
 from zeroshard.lab.planner.advice import describe, recommended
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.explain import explain
@@ -24,10 +25,12 @@ from zeroshard.lab.planner.plan import plan
 from zeroshard.lab.planner.plan_cache import PlanAnswer
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, planner_for
+from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.planner.remedy import remedies
 from zeroshard.lab.planner.show import seconds, size, text
 from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.hardware import find_device, this_machine
+from zeroshard.lab.predict.plan_only import PlanOnly
 from zeroshard.models import LanguageModel
 from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides
 from zeroshard.zero import STAGES
@@ -49,23 +52,18 @@ def answer_plan(config: PlanConfig) -> PlanAnswer:
 
 
 def _answer(config: PlanConfig) -> PlanAnswer:
+    if len(config.gpu_names) > 1:
+        return _compared_gpus(config)
     given = arguments(config)
     if config.ask != "none":
-        answer = ask(config, planner_for(**given))
+        answer = ask(config, planner_for(**for_planner(given)))
         content: dict[str, Any] = {"question": config.ask, "value": answer.value, "unit": answer.unit}
         content |= {"rows": list(answer.rows)} if answer.rows else {}
         status = ExitStatus.CHECK_FAILED if answer.value is None else ExitStatus.OK
         return PlanAnswer(status, _printed(config, content, answer.sentence))
-    stage = None if config.stage == "all" else int(config.stage)
-    found = plan(
-        **given,
-        stage=stage,
-        shard_size=config.shard_size or None,
-        micro_batch=config.micro_batch or None,
-        local_steps=local_steps(config.replicas, config.replicas.fragments),  # a model may be anybody's
-    )
+    found = _plan(config)
     if config.explain or config.dry_run:
-        planner = planner_for(**given)
+        planner = planner_for(**for_planner(given))
         row = chosen_row(config, found)
         said = [_printed(config, found.as_dict(), explain(planner, row))] if config.explain else []
         if config.dry_run:
@@ -73,8 +71,35 @@ def _answer(config: PlanConfig) -> PlanAnswer:
             said.append(_printed(config, compared, _comparison_text(compared)))
             return PlanAnswer(ExitStatus.OK, "\n".join(said))
     else:
-        said = [_printed(config, found.as_dict(), text(found))]
+        said = [_with_cost(config, found)]
     return PlanAnswer(ExitStatus.OK if found.fits else ExitStatus.CHECK_FAILED, "\n".join(said))
+
+
+def _plan(config: PlanConfig) -> Plan:
+    return plan(
+        **arguments(config),
+        stage=None if config.stage == "all" else int(config.stage),
+        shard_size=config.shard_size or None,
+        micro_batch=config.micro_batch or None,
+        local_steps=local_steps(config.replicas, config.replicas.fragments),  # a model may be anybody's
+    )
+
+
+def _with_cost(config: PlanConfig, found: Plan) -> str:
+    """The whole answer, and what the row advised costs where that was asked."""
+    asked = bool(config.price or config.tokens)
+    prices = parse_prices(config.price, 1)
+    cost = found.cost(config.tokens, prices[0] if prices else 0.0) if asked else None
+    content = found.as_dict() | ({"cost": None if cost is None else cost.as_dict()} if asked else {})
+    return _printed(config, content, text(found) + (f"\n{cost.sentence()}" if cost is not None else ""))
+
+
+def _compared_gpus(config: PlanConfig) -> PlanAnswer:
+    """A plan for each kind of GPU."""
+    plans = [_plan(config.model_copy(update={"gpu": name})) for name in config.gpu_names]
+    found = compare_gpus.offers(plans, parse_prices(config.price, len(plans)), config.tokens)
+    status = ExitStatus.CHECK_FAILED if compare_gpus.cheapest(found) is None else ExitStatus.OK
+    return PlanAnswer(status, _printed(config, compare_gpus.as_dict(found), compare_gpus.text(found)))
 
 
 def chosen_row(config: PlanConfig, found: Plan) -> Row:
@@ -88,8 +113,15 @@ def chosen_row(config: PlanConfig, found: Plan) -> Row:
     return recommended(rows) or min(rows, key=lambda row: row.needed_bytes)
 
 
+def for_planner(given: dict[str, Any]) -> dict[str, Any]:
+    """What `planner_for` takes, from `arguments`."""
+    names = [each.name for each in fields(PlanOnly)]
+    rest = {name: value for name, value in given.items() if name not in names}
+    return {**rest, "beside": PlanOnly(**{name: given[name] for name in names})}
+
+
 def arguments(config: PlanConfig) -> dict[str, Any]:
-    """What `planner_for` takes."""
+    """What `plan` takes, without its stage and sizes."""
     return {
         "model": config.model.name,
         "overrides": model_overrides(config.model),
@@ -107,11 +139,13 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         "prefetch": config.prefetch,
         "reshard_after_forward": config.reshard_after_forward,
         "kernels": config.kernels,
-        "impl": None if config.impl == "auto" else config.impl,
+        "impl": "compile" if config.compile else None if config.impl == "auto" else config.impl,
         "attention": config.attention,
         "document_mask": config.document_mask,
         "lora": lora_of(config.lora),
         "headroom": config.headroom,
+        **{name: getattr(config, name) for name in ("autocast", "master_weights")},
+        **{each.name: getattr(config, each.name) for each in fields(PlanOnly)},
     }
 
 
@@ -143,7 +177,7 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
         raise UserError("dry_run", f"it runs AdamW, and optimizer is {config.optimizer}", "leave one of the two out")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     here: dict[str, Any] = {"gpu": this_machine(2**62, device.type), "within_node": config.network}
-    local = planner_for(**{**arguments(config), **here})
+    local = planner_for(**{**for_planner(arguments(config)), **here})
     shard_size = None if row.shard_size == planner.cluster.world_size else row.shard_size
     again = local.row(row.stage if row.stage is not None else 3, row.micro_batch, shard_size)
     workload = local.workload

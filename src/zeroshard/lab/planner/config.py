@@ -8,9 +8,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from zeroshard.errors import UserError
+from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.train.config.replica_settings import ReplicasConfig
-from zeroshard.train.config.sections import Config, LoraConfig, ModelConfig
+from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig
 
 Question = Literal[
     "none",
@@ -24,6 +25,8 @@ Question = Literal[
 ]
 
 
+ESTIMATE = "plan only: zeroshard does not do it."
+
 # pydantic has an old method of its base class by that name, long replaced by `model_dump_json`.
 warnings.filterwarnings("ignore", message='Field name "json" in "PlanConfig" shadows', category=UserWarning)
 
@@ -35,7 +38,11 @@ class PlanConfig(Config):
     lora: LoraConfig = LoraConfig()
     replicas: ReplicasConfig = ReplicasConfig()
     gpus: int = Field(1, ge=1, le=999_999, description="GPUs, one rank each.")
-    gpu: str = Field("h100-80gb", min_length=1, description="Device by name, or a file of `zeroshard bench device`.")
+    gpu: str = Field(
+        "h100-80gb",
+        min_length=1,
+        description="Device by name, or a file of `zeroshard bench device`; several, as a100-80gb,l40s, are compared.",
+    )
     gpus_per_node: int = Field(8, ge=1, description="GPUs of a full node.")
     network: str = Field(
         "400Gbit/s",
@@ -71,6 +78,23 @@ class PlanConfig(Config):
         "flash-2", description="Fused attention that a GPU runs."
     )
     document_mask: bool = Field(False, description="Attention stays inside a document, which costs a mask.")
+    compile: bool = Field(False, description="As --impl compile.")
+    autocast: bool = Field(False, description="Weights and gradients in fp32, cast to --dtype around forward.")
+    master_weights: bool = Field(
+        True, description="Keep fp32 masters of 16-bit weights; without: weights, gradients and states in --dtype."
+    )
+    fp8: bool = Field(False, description=f"Matrix products of blocks in 8 bits; {ESTIMATE}")
+    optimizer_in_backward: bool = Field(
+        False, description=f"Update each unit, and free its gradients, inside backward; {ESTIMATE}"
+    )
+    offload: Literal["none", "optimizer"] = Field(
+        "none", description=f"Training state that hosts keep and update, as ZeRO-Offload; {ESTIMATE}"
+    )
+    tensor_parallel: int = Field(1, ge=1, description=f"GPUs that share each matrix product; {ESTIMATE}")
+    context_parallel: int = Field(1, ge=1, description=f"GPUs that share each sequence; {ESTIMATE}")
+    pipeline_parallel: int = Field(1, ge=1, description=f"GPUs that share out the blocks; {ESTIMATE}")
+    price: str = Field("", description="Dollars an hour of one GPU, as 2.5/h; of several kinds one each: 2.5/h,1.2/h.")
+    tokens: Count = Field(0, ge=0, description="Tokens to train on, as 10B: the plan says how long, and for how much.")
     headroom: float = Field(0.02, ge=0, lt=1, description="Share of memory that must stay free.")
 
     json: bool = Field(False, description="Print JSON.")  # ty: ignore[incompatible-attribute-override]
@@ -84,7 +108,12 @@ class PlanConfig(Config):
 
     @model_validator(mode="after")
     def _hardware_is_known(self) -> Self:
-        find_device(self.gpu)
+        for name in self.gpu_names:
+            find_device(name)
+        parse_prices(self.price, len(self.gpu_names))
+        if self.compile and self.impl not in ("auto", "compile"):
+            raise UserError("compile", f"it is --impl compile, and impl is {self.impl}", "leave one of the two out")
+        self._asks_one_thing()
         find_link(self.network)
         if self.replicas.on and not self.shard_size:
             what = f"{self.replicas.every} needs replicas, and with shard_size 0 all GPUs are one"
@@ -99,3 +128,29 @@ class PlanConfig(Config):
             what = f"needs two stages, and has {self.stage} and {self.against}"
             raise UserError("ask", f"{self.ask} {what}", "give --stage A --against B")
         return self
+
+    def _asks_one_thing(self) -> None:
+        """Raise UserError where settings answer another question than the one that is asked."""
+        asked = "ask" if self.ask != "none" else "explain" if self.explain else "dry_run" if self.dry_run else ""
+        if asked and len(self.gpu_names) > 1:
+            raise UserError("gpu", f"{asked} is of one device, and {len(self.gpu_names)} are named", "name one")
+        if asked and (self.price or self.tokens):
+            name = "price" if self.price else "tokens"
+            raise UserError(
+                name, f"it belongs to the table, which {asked} takes the place of", "leave one of the two out"
+            )
+        sizes = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
+        names = [name for name, size in sizes.items() if size > 1] + (["offload"] if self.offload != "none" else [])
+        names += [name for name in ("fp8", "optimizer_in_backward", "autocast") if getattr(self, name)]
+        names += ["context_parallel"] if self.context_parallel > 1 else []
+        names += [] if self.master_weights else ["master_weights"]
+        if self.dry_run and names:
+            raise UserError(names[0], "a dry run runs what zeroshard train does, which it is not", "leave one out")
+        parallel = [name for name in names if "parallel" in name]
+        if self.ask in ("fewest-gpus", "largest-model") and parallel:
+            raise UserError(parallel[0], f"{self.ask} changes what it divides", "leave one of the two out")
+
+    @property
+    def gpu_names(self) -> list[str]:
+        """The devices to plan for."""
+        return [name.strip() for name in self.gpu.split(",")]

@@ -20,6 +20,7 @@ from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import HEADROOM, Planner, planner_for
 from zeroshard.lab.predict.actions import Accumulate
 from zeroshard.lab.predict.hardware import Calibration, Device, Link
+from zeroshard.lab.predict.plan_only import Offload, PlanOnly
 from zeroshard.lab.predict.rates import Attention, Impl
 from zeroshard.models.adapters import Lora
 from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy
@@ -55,6 +56,14 @@ def plan(
     inputs: Callable[[int], tuple[Any, ...]] | None = None,
     overrides: Mapping[str, object] = MappingProxyType({}),
     local_steps: LocalSteps | None = None,
+    autocast: bool = False,
+    master_weights: bool = True,
+    fp8: bool = False,
+    optimizer_in_backward: bool = False,
+    offload: Offload = "none",
+    tensor_parallel: int = 1,
+    context_parallel: int = 1,
+    pipeline_parallel: int = 1,
 ) -> Plan:
     """Predict memory, traffic and time of training ``model``, at one stage or at each.
 
@@ -86,6 +95,10 @@ def plan(
         inputs: for a module that is no language model of ours: from rows to the arguments of one micro-batch.
         overrides: fields of the preset's configuration to change.
         local_steps: how replicas of ``shard_size`` ranks meet; None: at each step, by their gradients.
+        autocast: weights and gradients in fp32, cast to ``dtype`` around forward by `torch.autocast`.
+        master_weights: whether 16-bit weights have fp32 masters; False: weights, gradients and states are in ``dtype``.
+        fp8, optimizer_in_backward, offload, tensor_parallel, context_parallel, pipeline_parallel: what zeroshard does
+            not do, estimated as `zeroshard.lab.predict.plan_only` says; ``world_size`` counts all GPUs.
 
     Raises:
         UserError: a ValueError; what cannot be planned, by its field, in one line.
@@ -117,13 +130,17 @@ def plan(
         units=units,
         inputs=inputs,
         overrides=overrides,
+        autocast=autocast,
+        master_weights=master_weights,
+        beside=PlanOnly(fp8, optimizer_in_backward, offload, tensor_parallel, context_parallel, pipeline_parallel),
     )
+    world_size = planner.cluster.world_size
     stages = _stages(stage, shard_size, world_size, local_steps)
     shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing: all stages are alike there
     rows = list(_rows(planner, shown, micro_batch, shard_size, local_steps))
     best = recommended(rows)
     advice = reason(planner, rows, best) if best is not None else nearest_change(planner, stages, micro_batch, rows)
-    return Plan(planner.workload, planner.device, planner.cluster, tuple(rows), best, advice)
+    return Plan(planner.workload, planner.device, planner.cluster, tuple(rows), best, advice, planner.beside)
 
 
 def _stages(

@@ -69,7 +69,7 @@ def _place(config: PlanConfig) -> Path | None:
 def _key(config: PlanConfig) -> str:
     facts = {
         "settings": config.model_dump(mode="json", exclude={"cache"}),
-        "device": repr(find_device(config.gpu)),
+        "device": [repr(find_device(name)) for name in config.gpu_names],
         "sources": sources_sha256(),
         "versions": {name: _version(name) for name in _USED},
         "python": sys.version,

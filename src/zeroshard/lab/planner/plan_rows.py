@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from zeroshard.lab.planner.price import Cost
 from zeroshard.lab.predict.actions import Step
 from zeroshard.lab.predict.hardware import Device, Link
 from zeroshard.lab.predict.meetings import Meetings
+from zeroshard.lab.predict.memory import QUANTISED
+from zeroshard.lab.predict.plan_only import PlanOnly
 from zeroshard.lab.predict.process_memory import ProcessMemory
 from zeroshard.lab.predict.timeline import Cluster, Timing
 from zeroshard.lab.predict.traffic import bytes_by_op
@@ -89,6 +92,7 @@ class Row:
             "compute_s": self.timing.compute_s,
             "comm_s": self.timing.comm_s,
             "exposed_s": self.timing.exposed_s,
+            "host_bytes": self.step.host_bytes,
             "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_range": self.tokens_per_s_range,
             "mfu": self.mfu,
@@ -107,6 +111,7 @@ class Plan:
         best: the row to take, of the lowest stage that fits with room (`zeroshard.lab.planner.advice`); None where none
             fits.
         advice: the row to take and why, or the nearest change that would make one fit.
+        beside: what was planned that zeroshard does not do.
     """
 
     workload: Workload = field(repr=False)
@@ -115,6 +120,23 @@ class Plan:
     rows: tuple[Row, ...]
     best: Row | None
     advice: str
+    beside: PlanOnly = field(default_factory=PlanOnly)
+
+    @property
+    def num_gpus(self) -> int:
+        """All of them; ``cluster`` counts those of a tensor and of a pipeline as one."""
+        return self.cluster.world_size * self.beside.tensor_parallel * self.beside.pipeline_parallel
+
+    @property
+    def plan_only(self) -> tuple[str, ...]:
+        """What of it zeroshard does not do: an estimate to compare with."""
+        return (*self.beside.named, *([self.workload.optimizer] if self.workload.optimizer in QUANTISED else []))
+
+    def cost(self, num_tokens: int = 0, dollars_per_h: float = 0.0) -> Cost | None:
+        """Of ``num_tokens`` by the row to take, at a price of one GPU; None where nothing fits."""
+        if self.best is None:
+            return None
+        return Cost(self.num_gpus, self.best.tokens_per_s, num_tokens, dollars_per_h)
 
     @property
     def fits(self) -> bool:
@@ -130,14 +152,15 @@ class Plan:
             "dtype": self.workload.dtype,
             "optimizer": self.workload.optimizer,
             "seq_len": self.workload.seq_len,
-            "gpus": self.cluster.world_size,
-            "gpus_per_node": self.cluster.ranks_per_node,
+            "gpus": self.num_gpus,
+            "gpus_per_node": self.cluster.ranks_per_node * self.beside.tensor_parallel,
             "gpu": {"name": self.device.name, "memory_bytes": self.device.memory_bytes, "source": self.device.source},
             "within_node": _link_dict(self.cluster.within),
             "between_nodes": _link_dict(self.cluster.between),
             "rows": [row.as_dict() for row in self.rows],
             "best": None if self.best is None else self.rows.index(self.best),
             "advice": self.advice,
+            "plan_only": list(self.plan_only),
         }
 
 

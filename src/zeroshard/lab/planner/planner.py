@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from zeroshard.errors import UserError
@@ -15,10 +16,11 @@ from zeroshard.lab.planner.plan_rows import Row, what_binds
 from zeroshard.lab.predict.actions import Accumulate, Settings, Step
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
 from zeroshard.lab.predict.meetings import Meetings, meetings_of
+from zeroshard.lab.predict.plan_only import PlanOnly, more_seconds, pipelined, with_rates, with_seconds
 from zeroshard.lab.predict.process_memory import Process, ProcessMemory, process_memory
-from zeroshard.lab.predict.rates import Attention, Impl, Loss, Software, spread
+from zeroshard.lab.predict.rates import SPREAD_UNCALIBRATED, Attention, Impl, Loss, Software, spread
 from zeroshard.lab.predict.step import step_of
-from zeroshard.lab.predict.timeline import Cluster, simulate
+from zeroshard.lab.predict.timeline import Cluster, Timing, simulate
 from zeroshard.lab.predict.workload import DTYPES, Workload, workload_of
 from zeroshard.models.adapters import Lora
 from zeroshard.zero import STAGES, LocalSteps, MixedPrecision, ShardingStrategy
@@ -39,6 +41,8 @@ class Planner:
         accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
         headroom: share of memory that stays free.
         software: who computes.
+        beside: what zeroshard does not do, and a plan can say. In ``cluster`` the GPUs of a tensor and of a pipeline
+            count as one.
     """
 
     workload: Workload
@@ -50,12 +54,29 @@ class Planner:
     reshard_after_forward: bool = True
     headroom: float = HEADROOM
     software: Software = field(default_factory=Software)
+    beside: PlanOnly = field(default_factory=PlanOnly)
+
+    @property
+    def ranks_a_place(self) -> int:
+        """GPUs that hold the same shard's parts: those of a tensor and a pipeline."""
+        return self.beside.tensor_parallel * self.beside.pipeline_parallel
+
+    @property
+    def num_gpus(self) -> int:
+        """All of them; ``cluster`` counts a tensor's and a pipeline's as one."""
+        return self.cluster.world_size * self.ranks_a_place
+
+    @property
+    def wires(self) -> Cluster:
+        """All GPUs, and their links."""
+        per_node = self.cluster.ranks_per_node * self.beside.tensor_parallel
+        return replace(self.cluster, world_size=self.num_gpus, ranks_per_node=per_node)
 
     def num_micro(self, micro_batch: int) -> int:
         """Micro-batches of a step; 0 where the global batch is no multiple of what one of them has."""
         if not self.global_batch:
             return 1
-        at_once = micro_batch * self.cluster.world_size
+        at_once = micro_batch * self.cluster.world_size // self.beside.context_parallel
         return self.global_batch // at_once if self.global_batch % at_once == 0 else 0
 
     def row(
@@ -74,9 +95,10 @@ class Planner:
         shards = shard_size or world_size
         step = self.step(strategy, micro_batch, shards, alone=local_steps is not None)
         timing = simulate(step, self.device, self.cluster, software=self.software)
+        timing = with_seconds(timing, self._more_seconds(step, timing, micro_batch))
         meetings = Meetings()
         if local_steps is not None:
-            meetings = meetings_of(self.workload.buffers(shards), local_steps, strategy, self.cluster, timing.step_s)
+            meetings = meetings_of(self.part.buffers(shards), local_steps, strategy, self.cluster, timing.step_s)
             timing = meetings.added_to(timing)
         process = self._process_memory(step, strategy, micro_batch, shards)
         needed = step.peak.total + process.total + meetings.held_bytes
@@ -84,7 +106,7 @@ class Planner:
         fits = left >= self.headroom * self.device.memory_bytes
         tokens_per_s = step.tokens * world_size / timing.step_s if timing.step_s else 0.0
         peak = self.device.matmul_flops_per_s.get(self.workload.dtype)
-        mfu = None if not peak else tokens_per_s * self.workload.num_flops_per_token / (world_size * peak)
+        mfu = None if not peak else tokens_per_s * self.workload.num_flops_per_token / (self.num_gpus * peak)
         return Row(
             stage=stage if isinstance(stage, int) else None,
             shard_size=shards,
@@ -100,17 +122,18 @@ class Planner:
             tokens_per_s=tokens_per_s,
             mfu=mfu,
             binds=what_binds(timing, fits=fits),
-            spread=spread(self.device),
+            spread=SPREAD_UNCALIBRATED if self.beside.named else spread(self.device),
             meetings=meetings,
         )
 
     def _process_memory(
         self, step: Step, strategy: ShardingStrategy, micro_batch: int, num_shards: int
     ) -> ProcessMemory:
-        workload = self.workload
+        workload = self.part
         config = getattr(workload.model, "config", None)
+        num_logits = micro_batch * workload.seq_len * getattr(config, "vocab_size", 0)
         what = Process(
-            num_logits=micro_batch * workload.seq_len * getattr(config, "vocab_size", 0),
+            num_logits=num_logits // self.beside.tensor_parallel,
             group_sizes=(num_shards, self.cluster.world_size // num_shards),
             own_loss=workload.kernels != "reference",
             shards_grads=strategy.grads is SHARD and num_shards > 1,
@@ -119,24 +142,46 @@ class Planner:
         )
         return process_memory(step, self.device, self.software, what)
 
+    @property
+    def part(self) -> Workload:
+        """What one rank computes of the workload."""
+        beside = self.beside
+        if beside.num_ranks == 1:
+            return self.workload
+        return self.workload.part(beside.tensor_parallel, beside.context_parallel, beside.pipeline_parallel)
+
+    def _more_seconds(self, step: Step, timing: Timing, micro_batch: int) -> dict[str, float]:
+        if not self.beside.named:
+            return {}
+        stream = self.part.stream(micro_batch, self.beside.context_parallel) if self.beside.num_ranks > 1 else None
+        num_micro = max(self.num_micro(micro_batch), 1)
+        return more_seconds(self.beside, step, timing, stream, self.device, self.wires, num_micro)
+
     def step(self, strategy: ShardingStrategy, micro_batch: int, num_shards: int, *, alone: bool = False) -> Step:
         """The engine's step; ``alone``: of a replica that takes it without the others."""
-        workload, on_cuda = self.workload, self.device.device_type == "cuda"
+        workload, on_cuda, beside = self.part, self.device.device_type == "cuda", self.beside
+        offloads, num_micro = beside.offload != "none", max(self.num_micro(micro_batch), 1)
         state, whole_state = workload.states
         casts = any(workload.precision.compute_dtype(p.dtype) != p.dtype for p in workload.model.parameters())
         settings = Settings(
             strategy=strategy,
             precision=workload.precision,
-            num_micro=max(self.num_micro(micro_batch), 1),
+            num_micro=num_micro,
             accumulate=self.accumulate,
             prefetch=self.prefetch,
             num_replicas=1 if alone else self.cluster.world_size // num_shards,
             uniform_order=not on_cuda,
             device_type=self.device.device_type,
             fused_copies=on_cuda and casts and workload.optimizer == "AdamW" and workload.kernels != "reference",
+            clips=not beside.optimizer_in_backward,
+            frees_grads=beside.optimizer_in_backward or (offloads and (num_micro == 1 or strategy.grads is SHARD)),
+            offloads=offloads,
         )
         trace = workload.trace(micro_batch, self.device.device_type)
-        return step_of(trace, workload.buffers(num_shards), state, settings, whole_state)
+        step = step_of(trace, workload.buffers(num_shards), state, settings, whole_state)
+        vocab_size = getattr(getattr(workload.model, "config", None), "vocab_size", 0)
+        vocab_size = -(-vocab_size // beside.tensor_parallel)
+        return with_rates(pipelined(step, beside, num_micro, trace.activation_bytes), beside, vocab_size)
 
     def on(self, **changes: Any) -> Planner:
         """The same with other settings of the cluster (``world_size``, ``within``, ``between``) or of its own."""
@@ -147,7 +192,7 @@ class Planner:
         """Shard sizes below the world: a node's ranks, and 4, 16, ... times as many, where they divide it."""
         found, size = [], self.cluster.ranks_per_node
         while size < self.cluster.world_size:
-            if self.cluster.world_size % size == 0:
+            if size > 1 and self.cluster.world_size % size == 0:
                 found.append(size)
             size *= 4
         return found
@@ -179,6 +224,9 @@ def planner_for(
     units: UnitChoice | None = None,
     inputs: Callable[[int], tuple[Any, ...]] | None = None,
     overrides: Mapping[str, object] = MappingProxyType({}),
+    autocast: bool = False,
+    master_weights: bool = True,
+    beside: PlanOnly | None = None,
 ) -> Planner:
     """A `Planner`; arguments and errors are those of `plan`."""
     _require_count("gpus", world_size, 1)
@@ -191,7 +239,10 @@ def planner_for(
     found = gpu if isinstance(gpu, Calibration) else Calibration(gpu) if isinstance(gpu, Device) else find_device(gpu)
     device = found.device
     precision = _precision(dtype, reduce_dtype)
-    if impl == "eager" and kernels == "auto":
+    precision, weights, cast_to = _kept_as(precision, dtype, autocast=autocast, master_weights=master_weights)
+    beside = beside or PlanOnly()
+    beside.check(world_size, device, dtype)
+    if (impl == "eager" or autocast) and kernels == "auto":
         kernels = "reference"
     software = Software(impl or ("eager" if kernels == "reference" else "kernels"), attention, loss)
     workload = workload_of(
@@ -205,17 +256,62 @@ def planner_for(
         units=units,
         inputs=inputs,
         overrides=overrides,
+        weights=weights,
+        autocast=cast_to,
     )
+    _require_expressible(workload, beside, accumulates=bool(global_batch))
     if workload.dtype in DTYPES and workload.dtype not in device.matmul_flops_per_s:
         served = ", ".join(device.matmul_flops_per_s)
         raise UserError("dtype", f"a {device.name} does not compute in {workload.dtype}", f"choose {served}")
-    cluster = _cluster(world_size, gpus_per_node, within_node, network, found)
-    if global_batch and global_batch % world_size:
-        what = f"{global_batch} sequences cannot be shared out to {world_size} GPUs"
-        raise UserError("global_batch", what, f"give a multiple of {world_size}")
+    num_places, per_node = world_size // (beside.tensor_parallel * beside.pipeline_parallel), gpus_per_node
+    per_node = max(gpus_per_node // beside.tensor_parallel, 1)
+    cluster = _cluster(num_places, per_node, within_node, network, found)
+    num_replicas = world_size // beside.num_ranks
+    if global_batch and global_batch % num_replicas:
+        where = f"{world_size} GPUs" if beside.num_ranks == 1 else f"{num_replicas} replicas of {world_size} GPUs"
+        what = f"{global_batch} sequences cannot be shared out to {where}"
+        raise UserError("global_batch", what, f"give a multiple of {num_replicas}")
     return Planner(
-        workload, device, cluster, global_batch or 0, accumulate, prefetch, reshard_after_forward, headroom, software
+        workload,
+        device,
+        cluster,
+        global_batch or 0,
+        accumulate,
+        prefetch,
+        reshard_after_forward,
+        headroom,
+        software,
+        beside,
     )
+
+
+def _kept_as(
+    precision: MixedPrecision, dtype: str, *, autocast: bool, master_weights: bool
+) -> tuple[MixedPrecision, torch.dtype | None, torch.dtype | None]:
+    """The engine's policy, the dtype of weights without a master, and what autocast casts to."""
+    if autocast and not master_weights:
+        raise UserError("autocast", "it computes beside fp32 weights", "leave out --no-master-weights, or it")
+    if dtype == "float32" and (autocast or not master_weights):
+        name = "autocast" if autocast else "master_weights"
+        raise UserError(name, "float32 weights are their own masters", "choose dtype bfloat16 or float16")
+    if autocast:
+        return MixedPrecision(reduce_dtype=precision.reduce_dtype), None, DTYPES[dtype]
+    if not master_weights:
+        return MixedPrecision(reduce_dtype=precision.reduce_dtype), DTYPES[dtype], None
+    return precision, None, None
+
+
+def _require_expressible(workload: Workload, beside: PlanOnly, *, accumulates: bool) -> None:
+    """Raise UserError where ``beside`` asks for what this workload cannot do."""
+    if beside.optimizer_in_backward and accumulates:
+        what = "gradients that are gone after a micro-batch cannot add up"
+        raise UserError("optimizer_in_backward", what, "leave out global_batch, or it")
+    if beside.num_ranks == 1:
+        return
+    if not workload.ours:
+        name = next(name for name in beside.named if "parallel" in name).partition(" ")[0]
+        raise UserError(name, f"a {workload.name} cannot be cut by name", "leave it out, or plan a preset")
+    workload.check_part(beside.tensor_parallel, beside.context_parallel, beside.pipeline_parallel)
 
 
 def _require_count(name: str, value: int, least: int) -> None:

@@ -26,7 +26,29 @@ COLUMNS = (
 
 def text(plan: Plan) -> str:
     """The whole answer."""
-    return "\n".join([heading(plan), "", table(plan), "", plan.advice])
+    return "\n".join([heading(plan), "", table(plan), "", plan.advice, *notes(plan)])
+
+
+def notes(plan: Plan) -> list[str]:
+    """What of the plan nobody can run here, and what it takes of hosts."""
+    found = []
+    if plan.plan_only:
+        names = ", ".join(plan.plan_only)
+        found.append(f"zeroshard does not do this, plan only: {names}. What it comes to is an estimate.")
+    if plan.workload.weights is not None:
+        found.append(
+            "`zeroshard train` keeps fp32 masters; `Zero` takes a 16-bit model as it is, in a loop of your own."
+        )
+    if plan.workload.autocast is not None:
+        found.append(
+            "`zeroshard train` computes with 16-bit weights; `torch.autocast` around `Zero` is for your own loop."
+        )
+    best = plan.best
+    if best is not None and best.step.host_bytes:
+        on_node = min(plan.cluster.ranks_per_node, plan.cluster.world_size)
+        total = best.step.host_bytes * on_node / GIB
+        found.append(f"The host of a node holds {total:,.1f} GiB of masters, states and gradients for its GPUs.")
+    return found
 
 
 def heading(plan: Plan) -> str:
@@ -34,10 +56,13 @@ def heading(plan: Plan) -> str:
     workload, cluster, device = plan.workload, plan.cluster, plan.device
     lines = [
         f"{workload.name}: {workload.num_params / 1e9:.3g}B parameters, {workload.dtype}, {workload.optimizer}, "
-        f"{workload.num_bytes_of_states} bytes of state for each{_trained(workload)} unsharded; "
+        f"{workload.num_bytes_of_states:.3g} bytes of state for each{_trained(workload)} unsharded; "
         f"sequences of {workload.seq_len}",
-        f"{cluster.world_size:,} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each ({device.source})",
+        f"{plan.num_gpus:,} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each ({device.source})",
     ]
+    if plan.num_gpus > cluster.world_size:
+        held = f"{plan.num_gpus // cluster.world_size} GPUs of a tensor or pipeline hold a model together"
+        lines.append(f"{held}; {cluster.world_size:,} such groups share out training state, rank by rank")
     if cluster.world_size > 1:
         per_node = min(cluster.ranks_per_node, cluster.world_size)
         lines.append(

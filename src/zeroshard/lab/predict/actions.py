@@ -110,6 +110,8 @@ class Step:
         tokens: of this rank.
         at_loss: the fullest moment between the forward of the last block and its backward, when all activations and a
             model's logits are there; None where the root unit computes nothing then.
+        host_bytes: of this rank's state in the memory of its host, where a plan offloads it.
+        offloaded_numel: elements that the host updates for this rank.
     """
 
     first: list[Action]
@@ -123,6 +125,8 @@ class Step:
     after_update: dict[str, int]
     tokens: int
     at_loss: Moment | None = None
+    host_bytes: int = 0
+    offloaded_numel: int = 0
 
     def messages(self) -> list[Message]:
         """The collectives of the step in order of issue, without control messages."""
@@ -147,6 +151,9 @@ class Settings:
         rank: among those that shard together.
         clips: whether the norm of the gradients is taken, and they are scaled, before the optimizer's step.
         agrees: whether ranks agree on the loss, and on going on, in a message of their own, as the trainer's do.
+        frees_grads: whether a unit's gradients go as soon as they are reduced: the optimizer steps inside backward, or
+            they go to the host. No engine of ours does; in a plan alone.
+        offloads: whether masters and the optimizer's states are the host's; in a plan alone.
     """
 
     strategy: ShardingStrategy
@@ -161,3 +168,5 @@ class Settings:
     rank: int = 0
     clips: bool = True
     agrees: bool = False
+    frees_grads: bool = False
+    offloads: bool = False

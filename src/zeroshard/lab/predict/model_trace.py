@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroshard.errors import UserError
 from zeroshard.kernels.chunked_losses import all_logits
 from zeroshard.kernels.launch import traced
+from zeroshard.lab.predict.cut import cut
 from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
 from zeroshard.lab.predict.on_meta import on_meta, serves
 from zeroshard.lab.predict.recorder import StorageEvents
@@ -45,7 +46,14 @@ Inputs = Callable[[int], tuple[Any, ...]]  # from the rows of a micro-batch to t
 
 
 def trace_language_model(
-    model: LanguageModel, micro_batch: int, seq_len: int, precision: MixedPrecision, *, device_type: str = "cpu"
+    model: LanguageModel,
+    micro_batch: int,
+    seq_len: int,
+    precision: MixedPrecision,
+    *,
+    device_type: str = "cpu",
+    autocast: torch.dtype | None = None,
+    cut_by: int = 1,
 ) -> Trace:
     """The trace of one of our models, of any depth; [Note: Alike blocks] in `spans`.
 
@@ -56,10 +64,13 @@ def trace_language_model(
         precision: the dtype policy.
         device_type: ``"cpu"``, ``"cuda"`` for the kernels that a GPU would run, or ``"eager"`` for PyTorch's own
             operations there, which hold all logits.
+        autocast: what `torch.autocast` casts to around forward; None: it is not used.
+        cut_by: ranks of tensor parallelism; the trace is one rank's (`zeroshard.lab.predict.cut`).
     """
     if not _is_as_built(model):
         inputs = tokens_and_targets(seq_len)
-        return trace_model(model, micro_batch, list(model.blocks), inputs, precision, device_type=device_type)
+        units = list(model.blocks)
+        return trace_model(model, micro_batch, units, inputs, precision, device_type=device_type, autocast=autocast)
     dtype = next(param.dtype for param in model.parameters())
     if precision.param_dtype is None and dtype != torch.float32:  # 16-bit weights without masters
         precision = replace(precision, param_dtype=dtype)
@@ -75,6 +86,8 @@ def trace_language_model(
         seq_len,
         precision,
         device_type,
+        autocast,
+        cut_by,
     )
     num_blocks, period = len(model.blocks), _period(model.config.activation_checkpointing)
     few = 2 * period + 2
@@ -102,14 +115,17 @@ def _traced(
     seq_len: int,
     precision: MixedPrecision,
     device_type: str,
+    autocast: torch.dtype | None,
+    cut_by: int,
     depth: int,
 ) -> Trace:
     with torch.device("meta"):
         model = build_model(name, overrides={**dict(changes), "n_layer": depth}, kernels=kernels, lora=lora)
     model.eos_id = eos_id  # a mask, and what each block's attention makes of it
+    cut(model, cut_by)
     inputs, units = tokens_and_targets(seq_len), list(model.blocks)
-    without_values = on_meta() if serves(model, precision, device_type) else _fakes()
-    return _trace(without_values, model, micro_batch, units, inputs, precision, device_type)
+    without_values = on_meta() if autocast is None and serves(model, precision, device_type) else _fakes()
+    return _trace(without_values, model, micro_batch, units, inputs, precision, device_type, autocast)
 
 
 def tokens_and_targets(seq_len: int) -> Inputs:
@@ -130,6 +146,7 @@ def trace_model(
     precision: MixedPrecision,
     *,
     device_type: str = "cpu",
+    autocast: torch.dtype | None = None,
 ) -> Trace:
     """The trace of any module whose output is a loss, or is summed to one.
 
@@ -139,12 +156,12 @@ def trace_model(
         units: as `zeroshard.Zero` takes them.
         inputs: makes the model's arguments.
         precision: the dtype policy.
-        device_type: as `trace_language_model`.
+        device_type, autocast: as `trace_language_model`.
 
     Raises:
         UserError: no output takes gradients, or forward depends on values.
     """
-    return _trace(_fakes(), model, micro_batch, units, inputs, precision, device_type)
+    return _trace(_fakes(), model, micro_batch, units, inputs, precision, device_type, autocast)
 
 
 @contextmanager
@@ -167,6 +184,7 @@ def _trace(
     inputs: Inputs,
     precision: MixedPrecision,
     device_type: str,
+    autocast: torch.dtype | None,
 ) -> Trace:
     with without_values:
         fake, chosen = _fake(model, units, precision)
@@ -180,7 +198,8 @@ def _trace(
         recorder.ignore([*fake.parameters(), *fake.buffers(), *arguments])
         with _kernels_of(device_type, log), recorder:
             try:
-                output = fake(*given)
+                with torch.autocast("cpu", autocast) if autocast is not None else nullcontext():
+                    output = fake(*given)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 what = f"its forward reads values of tensors ({error.func}), which a trace has not"
                 raise UserError("model", what, "plan the model without that branch") from None

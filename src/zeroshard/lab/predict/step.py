@@ -13,6 +13,7 @@ simulation (`zeroshard.lab.predict.timeline`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -68,11 +69,16 @@ def step_of(
         num_reductions=settings.num_micro if each_reduces else 1,
         device_type=settings.device_type,
     )
+    host_bytes = 0
+    if settings.offloads:
+        resident, host_bytes = _offloaded(resident, buffers, settings)
     num_taken = min(settings.num_micro, 3)
     syncs = tuple(each_reduces or micro == num_taken - 1 for micro in range(num_taken))
     events = tuple(span.event for span in trace.spans)
     told = recorded(events, trace.units, tuple(buffers), replace(settings, num_micro=1, accumulate=None), syncs)
-    ledger = _Ledger(resident, trace)
+    ledger = _Ledger(resident, trace, frees_grads=settings.frees_grads)
+    if settings.frees_grads:
+        resident = {**resident, "grads": 0}
     parts = [ledger.micro_batch(trace.spans, told[micro]) for micro in range(num_taken)]
     ledger.update(_widened_bytes(buffers, settings))
     return Step(
@@ -87,14 +93,35 @@ def step_of(
         after_update=resident,
         tokens=trace.tokens * settings.num_micro,
         at_loss=ledger.at_loss,
+        host_bytes=host_bytes,
+        offloaded_numel=sum(numel for _, numel in _seen(buffers, settings)) if settings.offloads else 0,
     )
+
+
+def _offloaded(resident: dict[str, int], buffers: Sequence[Buffer], settings: Settings) -> tuple[dict[str, int], int]:
+    """What stays on the device where the host has masters, states and reduced gradients; and the host's bytes.
+
+    Ren et al. 2021, "ZeRO-Offload", https://arxiv.org/abs/2101.06840, section 4. A rank that frees unsharded weights
+    keeps its shard in the dtype that computes.
+    """
+    host, kept = resident["optimizer"], dict(resident, master=0, optimizer=0)
+    for buffer, numel in _seen(buffers, settings):
+        compute = settings.precision.compute_dtype(buffer.dtype)
+        host += numel * (buffer.dtype.itemsize + settings.precision.reduced_dtype(buffer.dtype).itemsize)
+        if settings.strategy.params is SHARD and _num_shards(buffers) > 1 and compute != buffer.dtype:
+            kept["params"] += numel * compute.itemsize
+    return kept, host
 
 
 class _Ledger:
     """Writes down actions and memory."""
 
-    def __init__(self, resident: dict[str, int], trace: Trace) -> None:
-        """``resident``: what outlives a step; gradients come by themselves."""
+    def __init__(self, resident: dict[str, int], trace: Trace, *, frees_grads: bool = False) -> None:
+        """``resident``: what outlives a step; gradients come by themselves.
+
+        ``frees_grads``: of two buffers of gradients the elder one goes when a third comes.
+        """
+        self._grads: deque[int] | None = deque() if frees_grads else None
         self._bytes = dict.fromkeys(CATEGORIES, 0)
         for category in ("params", "master", "optimizer"):
             self._bytes[category] = resident[category]
@@ -144,6 +171,9 @@ class _Ledger:
                 yield Issue(each.number, each.message, self._place, self._phase, each.replicas, each.control)
 
     def _change(self, category: str, num_bytes: int) -> None:
+        if self._grads is not None and category == "grads" and num_bytes > 0:
+            self._grads.append(num_bytes)
+            num_bytes -= self._grads.popleft() if len(self._grads) > 2 else 0
         self._bytes[category] += num_bytes
         self._live += num_bytes
         if self._live > self.peak.total:
@@ -162,7 +192,7 @@ _PHASES: dict[str, Phase] = {"forward_begins": "forward", "backward_begins": "ba
 
 def _widened_bytes(buffers: Sequence[Buffer], settings: Settings) -> int:
     """Of the copies of a buffer's gradients, where they are narrower than an optimizer reads them; the largest's."""
-    if settings.fused_copies:
+    if settings.fused_copies or settings.offloads or settings.frees_grads:
         return 0
     largest = 0
     for buffer, numel in _seen(buffers, settings):
@@ -197,14 +227,16 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
             yield from _control(-2, "all_gather", 8 * num_shards, num_shards)
     if settings.clips and not settings.fused_copies:  # gradients are scaled in a pass of its own
         yield from passes(2)
+    if settings.offloads:
+        return
     # It reads gradient, master and states, and writes all but the gradient.
     for buffer, numel in seen:
         master, reduced = buffer.dtype.itemsize, precision.reduced_dtype(buffer.dtype).itemsize
-        each = reduced + 2 * (1 + optimizer.num_per_element) * master
+        each = reduced + 2 * (master + optimizer.bytes_per_element(master))
         if reduced != master and not settings.fused_copies:  # a wide copy is made, and read
             each += 2 * master
-        num_bytes = (each + settings.fused_copies * precision.compute_dtype(buffer.dtype).itemsize) * numel
-        yield _updating(Work(0, num_bytes, dtype_name(buffer.dtype)))
+        each += settings.fused_copies * precision.compute_dtype(buffer.dtype).itemsize
+        yield _updating(Work(0, round(each * numel), dtype_name(buffer.dtype)))
 
 
 def _control(number: int, op: str, num_bytes: int, world_size: int) -> Iterator[Action]:

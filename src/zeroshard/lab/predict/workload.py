@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -13,9 +13,11 @@ from torch import nn
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
+from zeroshard.lab.predict.cut import check_cut, cut
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState
 from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.model_trace import Inputs, tokens_and_targets, trace_language_model, trace_model
+from zeroshard.lab.predict.plan_only import Stream
 from zeroshard.models import LanguageModel, Llama, build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.models.presets import model_config, nearest_preset
@@ -41,6 +43,9 @@ class Workload:
         optimizer: a key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES`.
         kernels: as models take it.
         ours: whether it is one of our language models, given tokens and targets.
+        weights: the dtype that parameters are kept in, with no master beside them; None: the model's own.
+        autocast: what `torch.autocast` casts to around forward; None: it is not used.
+        cut_by: ranks of tensor parallelism, of which the model is one's part.
     """
 
     model: nn.Module
@@ -52,8 +57,12 @@ class Workload:
     optimizer: str = "AdamW"
     kernels: Choice = "auto"
     ours: bool = False
+    weights: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    cut_by: int = 1
     _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
     _buffers: dict[int, list[Buffer]] = field(default_factory=dict)
+    _parts: dict[tuple[int, int, int], Workload] = field(default_factory=dict)
 
     @property
     def num_params(self) -> int:
@@ -76,7 +85,7 @@ class Workload:
     def dtype(self) -> str:
         """In which it computes."""
         dtype = next((self.precision.compute_dtype(param.dtype) for param in self.model.parameters()), torch.float32)
-        return str(dtype).removeprefix("torch.")
+        return str(self.weights or self.autocast or dtype).removeprefix("torch.")
 
     @property
     def states(self) -> tuple[OptimizerState, OptimizerState | None]:
@@ -85,12 +94,12 @@ class Workload:
         return (OPTIMIZER_STATES["AdamW"], found) if self.optimizer in WHOLE else (found, None)
 
     @property
-    def num_bytes_of_states(self) -> int:
+    def num_bytes_of_states(self) -> float:
         """Bytes of masters, weights, gradients and states for each parameter, unsharded: 16 with bf16 and AdamW."""
-        dtype = next(iter(self.model.parameters())).dtype
+        dtype = self.weights or next(iter(self.model.parameters())).dtype
         compute, reduce = self.precision.compute_dtype(dtype), self.precision.gradient_dtype(dtype)
         master = dtype.itemsize if compute != dtype else 0
-        return compute.itemsize + master + reduce.itemsize + self.states[0].num_per_element * dtype.itemsize
+        return compute.itemsize + master + reduce.itemsize + self.states[0].bytes_per_element(dtype.itemsize)
 
     def unread_bytes(self, micro_batch: int) -> int:
         """Activations of a micro-batch that selective recomputation keeps although backward does not read them.
@@ -109,14 +118,14 @@ class Workload:
         as_on = "eager" if self.kernels == "reference" and device_type == "cuda" else device_type
         key = (micro_batch, as_on)
         if key not in self._traces:
+            precision = self.precision if self.weights is None else MixedPrecision(param_dtype=self.weights)
+            how: dict[str, Any] = {"device_type": as_on, "autocast": self.autocast}
             if isinstance(self.model, LanguageModel) and self.ours:
                 self._traces[key] = trace_language_model(
-                    self.model, micro_batch, self.seq_len, self.precision, device_type=as_on
+                    self.model, micro_batch, self.seq_len, precision, cut_by=self.cut_by, **how
                 )
             else:
-                self._traces[key] = trace_model(
-                    self.model, micro_batch, self.units, self.inputs, self.precision, device_type=as_on
-                )
+                self._traces[key] = trace_model(self.model, micro_batch, self.units, self.inputs, precision, **how)
         return self._traces[key]
 
     def buffers(self, num_shards: int) -> list[Buffer]:
@@ -126,13 +135,49 @@ class Workload:
             if self.optimizer in WHOLE:
                 params = [p for unit in self.units or [] for p in unit.parameters() if p.dim() == 2]
                 whole = params if WHOLE[self.optimizer] == "matrices" else self.model.parameters()
-            self._buffers[num_shards] = buffers_of(self.model, num_shards, self.units, whole=whole)
+            found = buffers_of(self.model, num_shards, self.units, whole=whole)
+            kept = self.weights
+            self._buffers[num_shards] = found if kept is None else [replace(each, dtype=kept) for each in found]
         return self._buffers[num_shards]
 
+    def check_part(self, tensor: int, context: int, pipeline: int) -> None:
+        """Raise UserError where `part` cannot be made."""
+        assert isinstance(self.model, LanguageModel)
+        check_cut(self.model, tensor)
+        if self.seq_len % context:
+            raise UserError("context_parallel", f"{context} does not divide {self.seq_len} tokens", "choose a divisor")
+        layers = self.model.config.n_layer
+        if layers % pipeline:
+            raise UserError("pipeline_parallel", f"{pipeline} does not divide {layers} blocks", "choose a divisor")
+
+    def part(self, tensor: int, context: int, pipeline: int) -> Workload:
+        """What one of so many ranks computes: fewer heads and features, fewer tokens, fewer blocks."""
+        key = (tensor, context, pipeline)
+        if key not in self._parts:
+            assert isinstance(self.model, LanguageModel)
+            layers = {"n_layer": self.model.config.n_layer // pipeline}
+            self._parts[key] = self.changed(layers, seq_len=self.seq_len // context, cut_by=tensor)
+        return self._parts[key]
+
+    def stream(self, micro_batch: int, context: int) -> Stream:
+        """What parallel ranks send of a micro-batch; this is a rank's part, and ``context`` ranks have its rows."""
+        assert isinstance(self.model, LanguageModel)
+        config = cast("Any", self.model.config)
+        itemsize = DTYPES[self.dtype].itemsize
+        kv_width = getattr(config, "n_kv_head", config.n_head) * config.n_embd // config.n_head // self.cut_by
+        tokens = micro_batch * self.seq_len
+        residual, kv = tokens * config.n_embd * itemsize, 2 * tokens * context * kv_width * itemsize
+        recomputes = config.activation_checkpointing in ("full", "every:1")
+        return Stream(residual, kv, config.n_layer, recomputes)
+
     def changed(
-        self, overrides: Mapping[str, object] = MappingProxyType({}), *, seq_len: int | None = None
+        self,
+        overrides: Mapping[str, object] = MappingProxyType({}),
+        *,
+        seq_len: int | None = None,
+        cut_by: int | None = None,
     ) -> Workload:
-        """The same with other fields of the model's configuration, or another sequence length; ours alone.
+        """The same with other fields of the model's configuration, another sequence length, or cut; ours alone.
 
         Raises:
             UserError: values that do not go together.
@@ -149,6 +194,9 @@ class Workload:
             document_mask=self.model.eos_id is not None,
             lora=self.model.lora,
             label=self.name,
+            weights=self.weights,
+            autocast=self.autocast,
+            cut_by=self.cut_by if cut_by is None else cut_by,
         )
 
 
@@ -163,10 +211,14 @@ def language_model(
     document_mask: bool = False,
     lora: Lora | None = None,
     label: str = "",
+    weights: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    cut_by: int = 1,
 ) -> Workload:
     """A preset, with fields changed; ``seq_len`` None: the longest that it is made for.
 
-    ``document_mask``: attention stays inside a document. ``lora``: the adapters that alone are trained.
+    ``document_mask``: attention stays inside a document. ``lora``: the adapters that alone are trained. ``weights``,
+    ``autocast``, ``cut_by``: as `Workload` has them.
 
     Raises:
         UserError: no such preset or field, or values that do not go together.
@@ -179,8 +231,22 @@ def language_model(
         model = build_model(name, overrides={**overrides, "seq_len": config.seq_len}, kernels=kernels, lora=lora)
     model.eos_id = 0 if document_mask else None
     model.check_seq_len(length)
-    make, known = tokens_and_targets(length), known_optimizer(optimizer)
-    return Workload(model, label or name, list(model.blocks), make, length, precision, known, kernels, ours=True)
+    check_cut(model, cut_by)
+    cut(model, cut_by)
+    return Workload(
+        model,
+        label or name,
+        list(model.blocks),
+        tokens_and_targets(length),
+        length,
+        precision,
+        known_optimizer(optimizer),
+        kernels,
+        ours=True,
+        weights=weights,
+        autocast=autocast,
+        cut_by=cut_by,
+    )
 
 
 def workload_of(
@@ -195,6 +261,8 @@ def workload_of(
     units: UnitChoice | None,
     inputs: Callable[[int], tuple[Any, ...]] | None,
     overrides: Mapping[str, object] = MappingProxyType({}),
+    weights: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Workload:
     """From what `zeroshard.lab.plan` is given; arguments and errors are its own."""
     if isinstance(model, str):
@@ -207,8 +275,12 @@ def workload_of(
             kernels=kernels,
             document_mask=document_mask,
             lora=lora,
+            weights=weights,
+            autocast=autocast,
         )
     _require_trainable(model)
+    if weights is not None:
+        raise UserError("master_weights", "a module is what it is", "give it to plan in the dtype of its weights")
     if document_mask:
         raise UserError("document_mask", "a module is what it is", "set its eos_id, or give a preset's name")
     if lora is not None:
@@ -221,12 +293,25 @@ def workload_of(
         model.check_seq_len(length)
         chosen, ours = list(model.blocks) if chosen is None else chosen, inputs is None and units is None
         make, known = inputs or tokens_and_targets(length), known_optimizer(optimizer)
-        return Workload(model, type(model).__name__, chosen, make, length, precision, known, model.kernels, ours=ours)
+        return Workload(
+            model,
+            type(model).__name__,
+            chosen,
+            make,
+            length,
+            precision,
+            known,
+            model.kernels,
+            ours=ours,
+            autocast=autocast,
+        )
     if inputs is None:
         what = f"a {type(model).__name__} is no language model of ours"
         raise UserError("inputs", what, "give inputs=lambda rows: (tensor, ...), the arguments of one micro-batch")
     known = known_optimizer(optimizer)
-    return Workload(model, type(model).__name__, chosen, inputs, seq_len or 1, precision, known, kernels)
+    return Workload(
+        model, type(model).__name__, chosen, inputs, seq_len or 1, precision, known, kernels, autocast=autocast
+    )
 
 
 def _require_trainable(model: object) -> None:

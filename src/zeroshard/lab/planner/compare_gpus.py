@@ -1,0 +1,104 @@
+"""`zeroshard plan --gpu a,b,c`: one plan for each, beside each other, and which of them is the cheapest or fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zeroshard.columns import columns
+from zeroshard.lab.planner.advice import GIB, describe
+from zeroshard.lab.planner.plan_rows import Plan
+from zeroshard.lab.planner.price import Cost, count, dollars, duration
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A plan for one kind of GPU, and what its best row costs; None where nothing fits."""
+
+    plan: Plan
+    cost: Cost | None
+
+    @property
+    def name(self) -> str:
+        """Of the GPU."""
+        return self.plan.device.name
+
+
+def offers(plans: Sequence[Plan], prices: Sequence[float], num_tokens: int) -> list[Offer]:
+    """``prices``: dollars an hour, as many as plans; none: nobody asks what they cost."""
+    found = []
+    for index, plan in enumerate(plans):
+        found.append(Offer(plan, plan.cost(num_tokens, prices[index] if prices else 0.0)))
+    return found
+
+
+def cheapest(found: Sequence[Offer]) -> Offer | None:
+    """Of those that fit: by dollars for a token where prices are known, else by speed."""
+    fitting = [(offer.cost, offer) for offer in found if offer.cost is not None]
+    if not fitting:
+        return None
+    return min(fitting, key=lambda pair: (pair[0].dollars_per_billion, -pair[0].tokens_per_s))[1]
+
+
+def text(found: Sequence[Offer]) -> str:
+    """A table, one line for each GPU, and a sentence."""
+    best = cheapest(found)
+    costs = [offer.cost for offer in found if offer.cost is not None]
+    priced = bool(costs) and costs[0].dollars_per_h > 0
+    titles = ["GPU", "fits", "take", "memory", "tokens/s"]
+    titles += ["$/h"] * priced + ["$ for 1B tokens"] * priced
+    num_tokens = costs[0].num_tokens if costs else 0
+    titles += [f"{count(num_tokens)} tokens"] * bool(num_tokens) + ["$ for them"] * (priced and bool(num_tokens))
+    rows = [_cells(offer, len(titles), priced=priced) for offer in found]
+    marks = ["  ", *("> " if offer is best else "  " for offer in found)]
+    table = columns([titles, *rows], right=range(3, len(titles)))
+    lines = [mark + line for mark, line in zip(marks, table, strict=True)]
+    workload = found[0].plan.workload
+    head = f"{workload.name}, {workload.dtype}, {workload.optimizer}, sequences of {workload.seq_len}"
+    return "\n".join([f"{head}, {found[0].plan.num_gpus:,} GPUs", "", *lines, "", sentence(found)])
+
+
+def _cells(offer: Offer, width: int, *, priced: bool) -> list[str]:
+    best, cost, plan = offer.plan.best, offer.cost, offer.plan
+    if best is None or cost is None:
+        least = min(plan.rows, key=lambda row: row.needed_bytes)
+        return [offer.name, "no", "", f"{least.needed_bytes / GIB:.1f} GiB", *[""] * (width - 4)]
+    row = describe(best, plan.cluster.world_size)
+    cells = [offer.name, "yes", row, f"{best.needed_bytes / GIB:.1f} GiB", f"{best.tokens_per_s:,.0f}"]
+    if priced:
+        cells += [f"{cost.dollars_per_h:g}", dollars(cost.dollars_per_billion)]
+    if cost.num_tokens:
+        cells += [duration(cost.hours)] + [dollars(cost.dollars)] * priced
+    return cells
+
+
+def sentence(found: Sequence[Offer]) -> str:
+    """Which to take."""
+    best = cheapest(found)
+    if best is None or best.cost is None:
+        return "Nothing fits on any of them: plan one of them alone to hear which change would help."
+    others = [offer.cost for offer in found if offer.cost is not None and offer is not best]
+    row = describe(best.plan.best, best.plan.cluster.world_size) if best.plan.best is not None else ""
+    start = f"{best.name}, {row}: {best.cost.sentence()}" if best.cost.dollars_per_h or best.cost.num_tokens else ""
+    if best.cost.dollars_per_h:
+        more = [other.dollars_per_billion / best.cost.dollars_per_billion - 1 for other in others]
+        kind = "The cheapest is"
+        after = f" The next one costs {min(more):.0%} more." if more else ""
+    else:
+        more = [1 - other.tokens_per_s / best.cost.tokens_per_s for other in others]
+        kind = "The fastest is"
+        after = f" The next one is {min(more):.0%} slower." if more else ""
+    return f"{kind} {start or f'{best.name}, {row}.'}{after}"
+
+
+def as_dict(found: Sequence[Offer]) -> dict[str, Any]:
+    """For JSON."""
+    best = cheapest(found)
+    return {
+        "plans": [
+            {**offer.plan.as_dict(), "cost": None if offer.cost is None else offer.cost.as_dict()} for offer in found
+        ],
+        "best": None if best is None else best.name,
+        "advice": sentence(found),
+    }

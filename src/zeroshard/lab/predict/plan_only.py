@@ -1,0 +1,225 @@
+"""What other trainers do and zeroshard does not, as far as a plan can say what it would come to.
+
+Each is an estimate from a formula of its source, laid over a step that is planned exactly:
+
+    fp8          products inside blocks take `FP8_TIME` of their time: torchao's float8 with tensorwise scales trains
+                 Llama 3 8B on 8 H100 1.25 times as fast (docs.pytorch.org/ao, "Quantized Training"). Activations,
+                 weights and messages stay in 16 bits.
+    offload      masters, states and gradients are the host's. Gradients go there as they are reduced, the host updates,
+                 and weights come back: max(n / u, 2 copies over PCIe), u = `HOST_ADAM_PER_S` parameters a second of a
+                 node's processors. Ren et al. 2021, "ZeRO-Offload", https://arxiv.org/abs/2101.06840.
+    tensor       t ranks share each product; 2 all-reduces of the residual stream for a block and direction, which
+                 nothing hides. Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
+                 Norms and the residual stream are not sharded, as sequence parallelism would have it.
+    context      c ranks share a sequence; each gathers all keys and values in forward and backward, and their gradients
+                 are reduced and scattered: torchtitan's "allgather". Grattafiori et al. 2024, "The Llama 3 Herd of
+                 Models", https://arxiv.org/abs/2407.21783, section 3.3.2.
+    pipeline     p stages of equally many blocks, one forward and one backward in turns (1F1B): m micro-batches take
+                 (m + p - 1) / m of their time, and the first stage keeps the activations of min(m, p). Narayanan et
+                 al. 2021, https://arxiv.org/abs/2104.04473, section 2.2. Each stage is counted with embedding and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from zeroshard.errors import UserError
+from zeroshard.lab.predict.actions import Action, Compute, Moment, Step
+from zeroshard.lab.predict.hardware import LINKS
+from zeroshard.lab.predict.timeline import Cluster, Timing
+from zeroshard.lab.predict.work import Work
+from zeroshard.profiling.devices import Device
+
+Offload = Literal["none", "optimizer"]
+FP8_TIME = 0.68
+FP8_DEVICES = ("h100", "h200", "b200", "l4", "l40s", "rtx-4090", "rtx-5090", "rtx-6000-ada", "mi300x", "mi325x")
+HOST_ADAM_PER_S = 4.5e9  # CPU-Adam on a DGX-2: 1 B parameters in 0.22 s (ZeRO-Offload, table 4)
+HOST_LINKS = {"nvlink5": "pcie5", "nvlink4": "pcie5", "nvlink4-pcie": "pcie5", "nvlink3": "pcie4", "nvlink2": "pcie3"}
+HOST_LINKS |= {"xgmi3": "pcie5", "xgmi2": "pcie4"}
+
+
+@dataclass(frozen=True)
+class PlanOnly:
+    """Settings that a plan takes and no run of ours has.
+
+    Attributes:
+        fp8: products of blocks in 8 bits.
+        optimizer_in_backward: each unit is updated as soon as its gradients are reduced, and they are freed.
+        offload: ``optimizer``: masters and states are the host's.
+        tensor_parallel, context_parallel, pipeline_parallel: ranks that share one replica of the model in that way.
+    """
+
+    fp8: bool = False
+    optimizer_in_backward: bool = False
+    offload: Offload = "none"
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Those that are used, by their flags."""
+        found = [name for name in ("fp8", "optimizer_in_backward") if getattr(self, name)]
+        found += ["offload"] if self.offload != "none" else []
+        sizes = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+        return (*found, *(f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) > 1))
+
+    def check(self, world_size: int, device: Device, dtype: str) -> None:
+        """Raise UserError for what cannot be.
+
+        Args:
+            world_size: all GPUs.
+            device: one of them.
+            dtype: in which products compute.
+        """
+        for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(name, f"{value!r} is not a whole number of at least 1", "give 1 or more")
+        if world_size % self.num_ranks:
+            last = next(name for name in self.named[::-1] if "parallel" in name)
+            name, _, value = last.partition(" ")
+            what = f"{value} makes groups of {self.num_ranks}, which do not divide {world_size} GPUs"
+            raise UserError(name, what, "change it, or gpus")
+        if self.offload not in ("none", "optimizer"):
+            raise UserError("offload", f"{self.offload!r} is not a choice", "choose none or optimizer")
+        if self.offload != "none" and self.optimizer_in_backward:
+            raise UserError("offload", "the host updates after backward, not inside it", "leave one of the two out")
+        if self.fp8 and not device.name.startswith(FP8_DEVICES):
+            what = f"a {device.name} has no products of 8-bit floating point"
+            raise UserError("fp8", what, f"leave it out, or choose one of {', '.join(FP8_DEVICES)}")
+        if self.fp8 and dtype == "float32":
+            raise UserError("fp8", "products are cast from 16 bits, and dtype is float32", "choose dtype bfloat16")
+        if self.offload != "none" and device.device_type != "cuda":
+            raise UserError("offload", f"{device.name} is a host itself", "leave it out, or name a GPU")
+
+
+def with_rates(step: Step, beside: PlanOnly, vocab_size: int) -> Step:
+    """``step`` with what its operations cost where `PlanOnly.fp8` or ``context_parallel`` change it.
+
+    ``vocab_size``: by which the products of the head are known, which stay in 16 bits; 0: there is none.
+    """
+    if not beside.fp8 and beside.context_parallel == 1:
+        return step
+    known: dict[int, tuple[Work, ...]] = {}
+
+    def changed(actions: Sequence[Action]) -> list[Action]:
+        return [
+            _changed(action, beside, vocab_size, known) if isinstance(action, Compute) else action for action in actions
+        ]
+
+    return replace(step, first=changed(step.first), middle=changed(step.middle), last=changed(step.last))
+
+
+def pipelined(step: Step, beside: PlanOnly, num_micro: int, kept_bytes: int) -> Step:
+    """``step`` with what the first stage of a pipeline keeps of further micro-batches, ``kept_bytes`` of each."""
+    more = min(num_micro, beside.pipeline_parallel) - 1
+    if not more:
+        return step
+
+    def fuller(moment: Moment) -> Moment:
+        kept = moment.by_category["activations"] + more * kept_bytes
+        return replace(moment, by_category={**moment.by_category, "activations": kept})
+
+    return replace(step, peak=fuller(step.peak), at_loss=None if step.at_loss is None else fuller(step.at_loss))
+
+
+def _changed(action: Compute, beside: PlanOnly, vocab_size: int, known: dict[int, tuple[Work, ...]]) -> Compute:
+    if id(action.work) not in known:
+        known[id(action.work)] = tuple(_work(work, beside, vocab_size) for work in action.work)
+    return replace(action, work=known[id(action.work)])
+
+
+def _work(work: Work, beside: PlanOnly, vocab_size: int) -> Work:
+    if work.attention:  # queries are a rank's own, keys are everybody's
+        times = beside.context_parallel
+        batch, queries, keys, width = work.shape
+        return replace(work, flops=work.flops * times, shape=(batch, queries, keys * times, width))
+    if beside.fp8 and work.shape and vocab_size not in work.shape:
+        return replace(work, flops=round(work.flops * FP8_TIME))
+    return work
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What parallel ranks send each other: the residual stream of one micro-batch, and keys and values of a block.
+
+    Attributes:
+        residual_bytes: rows x a rank's tokens x width.
+        kv_bytes: rows x all tokens x 2 x width of keys.
+        num_blocks: of a rank's.
+        recomputes: whether blocks run forward twice.
+    """
+
+    residual_bytes: int
+    kv_bytes: int
+    num_blocks: int
+    recomputes: bool
+
+
+def more_seconds(
+    beside: PlanOnly,
+    step: Step,
+    timing: Timing,
+    stream: Stream | None,
+    device: Device,
+    cluster: Cluster,
+    num_micro: int,
+) -> dict[str, float]:
+    """Seconds of a step that come on top, by what they are for; nothing hides them.
+
+    Args:
+        beside: what is laid over the step.
+        step: of a rank.
+        timing: of that step alone.
+        stream: of a micro-batch; None where no ranks share one.
+        device: of the rank.
+        cluster: all GPUs, and their links.
+        num_micro: micro-batches of a step.
+    """
+    tensor, context, stages = beside.tensor_parallel, beside.context_parallel, beside.pipeline_parallel
+    found: dict[str, float] = {}
+    stream = stream or Stream(0, 0, 0, recomputes=False)
+    if tensor > 1:
+        each = cluster.collective_s("all_reduce", stream.residual_bytes, tensor)
+        found["tensor_parallel"] = (4 + 2 * stream.recomputes) * stream.num_blocks * num_micro * each
+    if context > 1:
+        gather = cluster.collective_s("all_gather", stream.kv_bytes, context)
+        scatter = cluster.collective_s("reduce_scatter", stream.kv_bytes, context)
+        found["context_parallel"] = ((2 + stream.recomputes) * gather + scatter) * stream.num_blocks * num_micro
+    if stages > 1:
+        link = cluster.between if cluster.world_size > cluster.ranks_per_node else cluster.within
+        hop = link.call_s + stream.residual_bytes / (link.bytes_per_s * link.share)
+        bubble = (stages - 1) / num_micro * (timing.compute_s + sum(found.values()))
+        found["pipeline_parallel"] = bubble + 2 * hop * (num_micro + stages - 1)
+    if beside.offload != "none":
+        found["offload"] = _host_s(step, device, cluster)
+    return found
+
+
+def _host_s(step: Step, device: Device, cluster: Cluster) -> float:
+    """Of the host's update and its copies; a copy in 16 bits each way of what a rank owns."""
+    link = LINKS[HOST_LINKS.get(device.link, device.link or "pcie4")]
+    numel = step.offloaded_numel
+    on_node = min(cluster.ranks_per_node, cluster.world_size)
+    return max(numel * on_node / HOST_ADAM_PER_S, 2 * 2 * numel / (link.bytes_per_s * link.share))
+
+
+def with_seconds(timing: Timing, more: dict[str, float]) -> Timing:
+    """``timing`` with what comes on top, as exposed."""
+    if not more:
+        return timing
+    total = sum(more.values())
+    return replace(
+        timing,
+        step_s=timing.step_s + total,
+        exposed_s=timing.exposed_s + total,
+        exposed_by={**timing.exposed_by, **more},
+    )

@@ -1,0 +1,194 @@
+"""What a plan says of ways to train that zeroshard has no code for, and of weights kept in other ways."""
+
+import pytest
+import torch
+
+from zeroshard import Zero
+from zeroshard.comm import NullCommunicator
+from zeroshard.errors import UserError
+from zeroshard.flags import flags_of, read_flags
+from zeroshard.lab import plan
+from zeroshard.lab.planner.command import answer_plan
+from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.lab.planner.show import notes
+from zeroshard.lab.predict.actions import Compute
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES
+from zeroshard.lab.predict.plan_only import FP8_TIME
+from zeroshard.models import build_model
+from zeroshard.train.config.sections import SHORTHANDS
+from zeroshard.train.config.validate import validate
+
+SMALL = {"n_layer": 4, "n_head": 8, "n_kv_head": 4, "n_embd": 256, "vocab_size": 1024, "seq_len": 128}
+
+
+def _plan(model="llama-tiny", **changes):
+    given = {"gpu": "h100-80gb", "micro_batch": 2, "overrides": SMALL, "stage": 3, **changes}
+    if model != "llama-tiny":
+        given["overrides"] = {key: value for key, value in SMALL.items() if key != "n_kv_head"}
+    return plan(model, **given)
+
+
+def _row(model="llama-tiny", **changes):
+    return _plan(model, **changes).rows[0]
+
+
+def _flops(row, *, attention=False):
+    works = [work for action in row.step.last if isinstance(action, Compute) for work in action.work]
+    return sum(work.flops for work in works if work.attention == attention)
+
+
+def _padded(bytes_each, row, num_params):
+    """Bytes of state for each parameter, but for padding and step counts."""
+    return sum(row.step.before_update.values()) == pytest.approx(bytes_each * num_params, rel=0.01)
+
+
+def test_fp8_makes_products_of_blocks_faster_and_changes_no_memory():
+    plain, fast = _row(), _row(fp8=True)
+    assert plain.step.peak == fast.step.peak
+    assert _flops(plain) * FP8_TIME < _flops(fast) < _flops(plain)  # the head is not in 8 bits
+    assert _flops(plain, attention=True) == _flops(fast, attention=True)
+
+
+@pytest.mark.parametrize(("name", "bits", "block"), [("AdamW8bit", 8, 256), ("AdamW4bit", 4, 128)])
+def test_quantised_states_are_blocks_with_a_scale_each(name, bits, block):
+    state = OPTIMIZER_STATES[name]
+    assert state.num_bytes((4096 * 10,), 4) == 2 * (40960 * bits // 8 + 4 * 40960 // block)
+    assert state.num_bytes((4095,), 4) == 2 * 4 * 4095  # too small to be quantised
+    found = _plan(optimizer=name)
+    assert found.plan_only == (name,)
+    assert _padded(10 + 2 * (bits / 8 + 4 / block), found.rows[0], found.workload.num_params)
+
+
+def test_an_optimizer_inside_backward_leaves_two_units_gradients():
+    plain, inside = _row(), _row(optimizer_in_backward=True)
+    assert inside.step.peak.by_category["grads"] < 0.5 * plain.step.peak.by_category["grads"]
+    assert inside.needed_bytes < plain.needed_bytes
+    assert inside.step.before_update["grads"] == 0
+
+
+def test_an_optimizer_on_the_host_leaves_16_bit_weights():
+    found = _plan(offload="optimizer")
+    row, num_params = found.rows[0], found.workload.num_params
+    assert _padded(2, row, num_params)
+    assert row.step.host_bytes == pytest.approx((4 + 8 + 4) * num_params, rel=0.01)
+    assert "of masters, states and gradients" in " ".join(notes(found))
+    assert row.timing.exposed_by["offload"] > 0
+    sharded = _plan(offload="optimizer", world_size=4)
+    assert _padded(2 / 4, sharded.rows[0], num_params)  # a shard in 16 bits, where ours keeps the master's
+
+
+def test_autocast_keeps_fp32_and_computes_in_16_bits():
+    found = _plan(autocast=True)
+    assert _padded(16, found.rows[0], found.workload.num_params)
+    assert found.workload.dtype == "bfloat16"
+    works = [w for action in found.rows[0].step.last if isinstance(action, Compute) for w in action.work]
+    assert {work.dtype for work in works if work.shape} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_16_bit_weights_without_masters_are_held_as_the_engine_does(stage):
+    row = _row(world_size=4, stage=stage, master_weights=False, overrides={**SMALL, "n_layer": 2})
+    model = build_model("llama-tiny", overrides={**SMALL, "n_layer": 2}).bfloat16()
+    zero = Zero(model, stage, comm=NullCommunicator(4), units=model.blocks)
+    optim = zero.optimizer(torch.optim.AdamW, lr=1e-3)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    for _ in range(2):
+        optim.zero_grad()
+        model(tokens, tokens).backward()
+        held = zero.memory_bytes()
+        optim.step()
+    planned = dict(row.step.before_update)
+    # On CUDA a replicated optimizer has whole tensors, and so fewer step counts than on this machine.
+    slack = abs(planned.pop("optimizer") - held["optimizer"])
+    assert slack < 1000
+    assert all(held[name] == num_bytes for name, num_bytes in planned.items())
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "gpt2-demo"])
+def test_a_tensor_s_ranks_share_out_weights_and_products(model):
+    whole, part = _row(model, stage=0), _row(model, stage=0, world_size=4, tensor_parallel=4)
+    assert _flops(part) == pytest.approx(_flops(whole) / 4, rel=0.01)
+    assert _flops(part, attention=True) == _flops(whole, attention=True) / 4
+    params = [sum(row.step.before_update.values()) for row in (whole, part)]
+    assert params[0] / 4 < params[1] < params[0] / 3  # norms and positions are everybody's
+    assert part.timing.exposed_by["tensor_parallel"] > 0
+    assert part.step.tokens == whole.step.tokens
+
+
+def test_a_sequence_s_ranks_share_out_its_attention():
+    whole, part = _row(stage=0), _row(stage=0, world_size=4, context_parallel=4)
+    assert _flops(part, attention=True) == _flops(whole, attention=True) / 4
+    assert part.step.tokens == whole.step.tokens / 4
+    assert part.tokens_per_s / part.step.tokens * part.timing.step_s == pytest.approx(4)
+
+
+def test_a_pipeline_idles_while_it_fills():
+    short, long = (
+        _row(stage=0, world_size=2, pipeline_parallel=2, global_batch=2 * num, micro_batch=2) for num in (1, 8)
+    )
+    share = [row.timing.exposed_by["pipeline_parallel"] / row.timing.compute_s for row in (short, long)]
+    assert share[0] > 1
+    assert 1 / 8 < share[1] < 0.5
+    kept = [row.step.peak.by_category["activations"] for row in (short, long)]
+    one = _plan(stage=0, overrides={**SMALL, "n_layer": 2}).workload.trace(2, "cuda").activation_bytes
+    assert kept[1] == kept[0] + one > 0  # as many micro-batches under way as stages
+
+
+def _answer(words):
+    return answer_plan(validate(PlanConfig, read_flags(words.split(), flags_of(PlanConfig, SHORTHANDS))))
+
+
+def test_what_zeroshard_does_not_do_is_said():
+    said = _answer("--model llama-tiny --gpus 8 --tensor-parallel 2 --fp8 --stage 1 --micro-batch 1").text
+    assert "zeroshard does not do this, plan only: fp8, tensor_parallel 2." in said
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "what"),
+    [
+        ("--gpus 8 --tensor-parallel 3", "tensor_parallel", "do not divide 8 GPUs"),
+        (
+            "--model llama-tiny --model.n-head 4 --model.n-kv-head 2 --gpus 4 --tensor-parallel 4",
+            "tensor_parallel",
+            "n_kv",
+        ),
+        ("--gpus 3 --context-parallel 3 --seq-len 128", "context_parallel", "does not divide 128 tokens"),
+        ("--model llama-1b --gpus 3 --pipeline-parallel 3", "pipeline_parallel", "does not divide 16 blocks"),
+        ("--gpu a100-80gb --fp8", "fp8", "no products of 8-bit"),
+        ("--dtype float32 --fp8", "fp8", "dtype is float32"),
+        ("--dtype float32 --autocast", "autocast", "their own masters"),
+        ("--autocast --no-master-weights", "autocast", "beside fp32 weights"),
+        ("--optimizer-in-backward --gpus 2 --global-batch 8", "optimizer_in_backward", "cannot add up"),
+        ("--offload optimizer --optimizer-in-backward", "offload", "not inside it"),
+        ("--compile --impl eager", "compile", "impl is eager"),
+        ("--fp8 --dry-run", "fp8", "a dry run runs"),
+        ("--price 2.5", "price", "is no price"),
+        ("--price 0/h", "price", "is no price of a GPU"),
+        ("--gpu a100-80gb,l40s --price 1/h,2/h,3/h", "price", "3 prices for 2 GPUs"),
+        ("--gpu a100-80gb,l40s --explain", "gpu", "explain is of one device"),
+        ("--gpu a100-80gb,nothing", "gpu", "not a known device"),
+        ("--price 2/h --ask fewest-gpus", "price", "takes the place of"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(words, field, what):
+    with pytest.raises(UserError, match=what) as raised:
+        _answer(words)
+    assert raised.value.field == field
+    assert "\n" not in str(raised.value)
+
+
+def test_a_price_is_for_all_gpus_and_all_tokens():
+    found = _plan(world_size=8)
+    cost = found.cost(10**10, 2.5)
+    assert cost.hours == pytest.approx(1e10 / found.best.tokens_per_s / 3600)
+    assert cost.dollars == pytest.approx(cost.hours * 8 * 2.5)
+    assert cost.dollars_per_billion == pytest.approx(cost.dollars / 10)
+    assert "10B tokens take" in cost.sentence()
+    assert _plan(gpu="t4", dtype="float16", overrides={**SMALL, "n_embd": 16384, "n_head": 64}).cost(1, 1.0) is None
+
+
+def test_several_gpus_are_compared_by_dollars_and_else_by_speed():
+    words = "--model llama-tiny --gpus 8 --stage 1 --micro-batch 1 --gpu h100-80gb,a100-80gb"
+    cheap = _answer(f"{words} --price 100/h,0.01/h --tokens 1B").text
+    assert "The cheapest is a100-80gb" in cheap
+    assert "The fastest is h100-80gb" in _answer(words).text
