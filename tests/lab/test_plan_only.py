@@ -129,9 +129,9 @@ def test_a_pipeline_idles_while_it_fills():
     share = [row.timing.exposed_by["pipeline_parallel"] / row.timing.compute_s for row in (short, long)]
     assert share[0] > 1
     assert 1 / 8 < share[1] < 0.5
-    kept = [row.step.peak.by_category["activations"] for row in (short, long)]
     one = _plan(stage=0, overrides={**SMALL, "n_layer": 2}).workload.trace(2, "cuda").activation_bytes
-    assert kept[1] == kept[0] + one > 0  # as many micro-batches under way as stages
+    kept = long.step.peak.by_category["activations"]
+    assert kept == pytest.approx(2 * one, rel=1e-3)  # as many micro-batches under way as stages
 
 
 def _answer(words):

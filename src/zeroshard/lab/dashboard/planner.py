@@ -16,7 +16,7 @@ from zeroshard.lab.planner.command import arguments
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.plan import plan
 from zeroshard.lab.planner.plan_rows import Plan, Row
-from zeroshard.lab.planner.show import COLUMNS, heading, lines
+from zeroshard.lab.planner.show import COLUMNS, heading, lines, notes
 from zeroshard.lab.predict.hardware import DEVICES, LINKS
 from zeroshard.lab.report.figure import BLACK, GREEN, GREY, VERMILLION, Axis, Figure, Series
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
@@ -25,6 +25,7 @@ from zeroshard.models.presets import PRESETS
 from zeroshard.train.config.validate import validate
 
 BANDWIDTHS = ("100Mbit/s", "1Gbit/s", "10Gbit/s", "25Gbit/s", "100Gbit/s", "200Gbit/s", "400Gbit/s", "800Gbit/s")
+OPTIMIZERS = ("AdamW", "AdamW8bit", "Adafactor", "Lion", "Muon", "SGD")
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _ONE_AT_A_TIME = threading.Lock()  # a trace takes all the CPU that there is
 _CHOICES: Mapping[str, tuple[str, list[tuple[Any, str]], Any]] = {
@@ -35,6 +36,11 @@ _CHOICES: Mapping[str, tuple[str, list[tuple[Any, str]], Any]] = {
     "network": ("Network of each GPU", [(name, name) for name in (*BANDWIDTHS, *LINKS)], "400Gbit/s"),
     "stage": ("Stage", [("all", "all"), *((str(stage), str(stage)) for stage in range(4))], "all"),
     "micro_batch": ("Micro-batch", [(0, "as many as fit"), *((size, str(size)) for size in MICRO_BATCHES)], 0),
+    "impl": ("Implementation", [(name, name) for name in ("auto", "eager", "compile", "kernels")], "auto"),
+    "optimizer": ("Optimizer", [(name.lower(), name) for name in OPTIMIZERS], "adamw"),
+    "reduce_dtype": ("Gradients sent in", [("master", "fp32"), ("bfloat16", "bf16")], "master"),
+    "offload": ("Offload", [("none", "none"), ("optimizer", "optimizer to the host")], "none"),
+    "tensor_parallel": ("Tensor parallel", [(size, str(size)) for size in (1, 2, 4, 8)], 1),
     "seq_len": ("Sequence, tokens", [(0, "the model's"), *((2**p, f"{2**p:,}") for p in range(8, 14))], 0),
 }
 CONTROLS = tuple(_CHOICES)
@@ -82,6 +88,7 @@ def answer(given: Mapping[str, Any]) -> list[Any]:
     ]
     return [
         html.P(found.advice, className="advice"),
+        *(html.P(note, className="advice") for note in notes(found)),
         scrolling(html.Table([html.Thead(head), html.Tbody(rows)]), "Plans"),
         html.Div(graphs, className="figures"),
         *(html.P(line, className="quiet") for line in heading(found).splitlines()),

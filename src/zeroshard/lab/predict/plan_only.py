@@ -33,7 +33,7 @@ from zeroshard.lab.predict.work import Work
 from zeroshard.profiling.devices import Device
 
 Offload = Literal["none", "optimizer"]
-FP8_TIME = 0.68
+FP8_TIME = 0.67
 FP8_DEVICES = ("h100", "h200", "b200", "l4", "l40s", "rtx-4090", "rtx-5090", "rtx-6000-ada", "mi300x", "mi325x")
 HOST_ADAM_PER_S = 4.5e9  # CPU-Adam on a DGX-2: 1 B parameters in 0.22 s (ZeRO-Offload, table 4)
 HOST_LINKS = {"nvlink5": "pcie5", "nvlink4": "pcie5", "nvlink4-pcie": "pcie5", "nvlink3": "pcie4", "nvlink2": "pcie3"}
