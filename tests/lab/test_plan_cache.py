@@ -62,8 +62,9 @@ CHANGES = {
     "impl": "eager", "attention": "flash-3", "json": True, "explain": True, "ask": "fewest-gpus", "against": "1",
     "compile": True, "autocast": True, "master_weights": False, "fp8": True, "optimizer_in_backward": True,
     "offload": "optimizer", "tensor_parallel": 2, "context_parallel": 2, "pipeline_parallel": 2, "price": "2/h",
-    "tokens": 10**9, "lora": {"rank": 8},
+    "tokens": 10**9, "lora": {"rank": 8}, "replicas": {"every": 4},
 }  # fmt: skip
+WITH = {"replicas": {"shard_size": 1}}  # what a setting needs beside it
 
 
 def test_every_setting_is_part_of_the_key():
@@ -71,7 +72,7 @@ def test_every_setting_is_part_of_the_key():
     computed = Computed()
     answered(config(), computed)
     for name, value in CHANGES.items():
-        answered(config(**{name: value}), computed)
+        answered(config(**{name: value}, **WITH.get(name, {})), computed)
     assert len(computed.asked) == 1 + len(CHANGES)
 
 

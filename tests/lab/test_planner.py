@@ -13,6 +13,7 @@ from zeroshard.lab.planner.advice import reason, recommended
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.planner.show import lines, text
 from zeroshard.lab.predict.hardware import Device
+from zeroshard.lab.predict.meetings import Meetings
 from zeroshard.lab.predict.process_memory import NCCL_BYTES, NCCL_PAIR_BYTES
 from zeroshard.lab.predict.traffic import bytes_by_op
 from zeroshard.models import build_model
@@ -69,6 +70,7 @@ def _row(stage, tokens_per_s, headroom_bytes=2**30, *, fits=True, micro_batch=1)
         shard_size=8,
         binds="matrix products",
         spread=(1.0, 1.0),
+        meetings=Meetings(),
     )
 
 
