@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,14 +61,32 @@ class _Event:
         self._device.host.clock |= self.clock
 
 
+class _Access(NamedTuple):
+    """When and by whom some bytes of a storage were touched; a later one of the same bytes takes its place."""
+
+    stream: str
+    time: int
+    what: str
+    span: tuple[int, int]
+    writes: bool
+
+
 class _Memory:
     """A storage: from which pool, after what, and who has touched it."""
 
     def __init__(self, pool: str, born: Counter[str]) -> None:
         self.pool, self.born = pool, born
-        self.last_write: tuple[str, int, str] | None = None
-        self.reads: dict[str, tuple[int, str]] = {}
+        self.accesses: list[_Access] = []
         self.touched: Counter[str] = Counter(born)
+
+    def add(self, new: _Access) -> None:
+        def is_gone(old: _Access) -> bool:
+            inside = new.span[0] <= old.span[0] and old.span[1] <= new.span[1]
+            return inside and (new.writes or (not old.writes and old.stream == new.stream))
+
+        self.accesses = [old for old in self.accesses if not is_gone(old)]
+        self.accesses.append(new)
+        self.touched[new.stream] = new.time
 
 
 class HazardDevice(TorchDispatchMode):
@@ -161,27 +179,20 @@ class HazardDevice(TorchDispatchMode):
     def access(self, stream: _Stream, what: str, reads: Any = (), writes: Any = ()) -> None:
         """Queue one operation on ``stream``."""
         now = stream.tick()
-        for tensors, writing in ((reads, False), (writes, True)):
-            for tensor in tensors:
-                memory = self._of(tensor)
-                self._check(memory, stream, what, writing=writing)
-        for tensor in reads:
-            self._of(tensor).reads[stream.name] = (now, what)
-        for tensor in writes:
-            memory = self._of(tensor)
-            memory.last_write, memory.reads = (stream.name, now, what), {}
-        for tensor in (*reads, *writes):
-            self._of(tensor).touched[stream.name] = now
+        touched = [(tensor, writing) for tensors, writing in ((reads, False), (writes, True)) for tensor in tensors]
+        new = [(self._of(t), _Access(stream.name, now, what, _span(t), writing)) for t, writing in touched]
+        for memory, access in new:
+            self._check(memory, stream, access)
+        for memory, access in new:
+            memory.add(access)
 
-    def _check(self, memory: _Memory, stream: _Stream, what: str, *, writing: bool) -> None:
+    def _check(self, memory: _Memory, stream: _Stream, new: _Access) -> None:
         if any(stream.clock[name] < time for name, time in memory.born.items()):
-            raise Hazard(f"{what} on {stream.name} uses memory that {memory.pool} took while others still used it")
-        before = [memory.last_write] if memory.last_write else []
-        if writing:
-            before += [(name, *rest) for name, rest in memory.reads.items()]
-        for name, time, earlier in before:
-            if stream.clock[name] < time:
-                raise Hazard(f"{what} on {stream.name} does not wait for {earlier} on {name}")
+            raise Hazard(f"{new.what} on {new.stream} uses memory of {memory.pool} that others still used")
+        for old in memory.accesses:
+            apart = old.span[1] <= new.span[0] or new.span[1] <= old.span[0]
+            if (new.writes or old.writes) and not apart and stream.clock[old.stream] < old.time:
+                raise Hazard(f"{new.what} on {new.stream} does not wait for {old.what} on {old.stream}")
 
     # -- operations -------------------------------------------------------------------------------------------
 
@@ -208,9 +219,21 @@ class HazardDevice(TorchDispatchMode):
         return result
 
 
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor lies in."""
+    start = tensor.storage_offset()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (start * tensor.itemsize, (start + last + 1) * tensor.itemsize) if tensor.numel() else (0, 0)
+
+
 def _tensors(value: Any) -> list[Tensor]:
     plain = (Tensor, torch.nn.Parameter)
     return [leaf for leaf in tree_leaves(value) if type(leaf) in plain and leaf.layout == torch.strided]
+
+
+def _in_place(whole: Tensor, part: Tensor) -> bool:
+    """Whether a rank's shard lies in what is gathered: NCCL writes the others' alone then."""
+    return whole.untyped_storage()._cdata == part.untyped_storage()._cdata
 
 
 class _Work:
@@ -255,7 +278,9 @@ class HazardCommunicator(NullCommunicator):
 
     def all_gather(self, output: Tensor, input: Tensor) -> Any:
         whole = NullCommunicator(self.world_size, self.rank)
-        return self._queued("all_gather", [input], [output], lambda: whole.all_gather(output, input))
+        filled, own = output.view(-1), self.rank * input.numel()
+        writes = [filled[:own], filled[own + input.numel() :]] if _in_place(output, input) else [output]
+        return self._queued("all_gather", [input], writes, lambda: whole.all_gather(output, input))
 
     def broadcast(self, tensor: Tensor, src: int) -> Any:
         return self._queued("broadcast", [tensor], [tensor], lambda: None)

@@ -215,3 +215,21 @@ def test_cleared_gradients_hold_no_memory_and_zeroed_ones_do(stage, world_size):
         assert cleared == num_cleared == 0
         assert zeroed > 0
         assert num_zeroed > 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_widening_and_scaling_in_one_pass_as_on_a_gpu_has_the_bits_of_two(world_size, dtype):
+    """Where the factor is no power of two, a product in the gradient's own dtype would be rounded to it."""
+    gradient = torch.randn(2, 2, generator=torch.Generator().manual_seed(world_size)).to(dtype)
+    locals_ = []
+    for one_pass in (False, True):
+        grads = _grads(2, NullCommunicator(world_size))
+        assert grads._scale_on_device is None
+        if one_pass:
+            grads._scale_on_device = torch.tensor([1 / world_size])
+        for _ in range(2):
+            grads.accumulate(0, gradient)
+            grads.accumulate(1, torch.ones(3, dtype=dtype))
+        locals_.append(grads.buffers[0][:7].clone())
+    assert torch.equal(*locals_)

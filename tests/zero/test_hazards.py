@@ -5,6 +5,7 @@ Ten mistakes are planted, each of which a GPU would forgive in most steps, and n
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hazards import Hazard, HazardCommunicator, HazardDevice, on_device
 from nets import NOTHING_RANDOM, WIDTH, Net
+from zeroshard.checkpoint import BackgroundSaver, background
+from zeroshard.checkpoint.host_copies import HostCopies
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import FlatParams
@@ -78,6 +81,40 @@ class Case:
     path: str = "in order"
     inline: bool = False
     evaluates: bool = False
+    saves: str = ""
+
+
+class _Later:
+    """The writer of a save, which begins when it is told to, after whatever the training has queued by then."""
+
+    def __init__(self, device):
+        self._device, self._jobs = device, []
+
+    def submit(self, work, *args):
+        future = Future()
+        self._jobs.append((future, work, args))
+        return future
+
+    def run(self):
+        for future, work, args in self._jobs:
+            future.set_result(work(*args))
+        self._jobs = []
+        self._device.compute.clock |= self._device.host.clock  # who queues more has waited for the writer
+
+    def shutdown(self):
+        """Nothing runs."""
+
+
+def _saver(case, device, comm, optim, monkeypatch):
+    saver = BackgroundSaver(comm, in_place=case.saves == "in place")
+    saver._pool = _Later(device)
+
+    def write(folder, comm, shards, *_):
+        device.access(device.host, "the writer", reads=[shard.tensor for shard in shards])
+
+    monkeypatch.setattr(background.api, "write_rank", write)
+    optim.register_step_pre_hook(lambda *_: saver.settle())
+    return saver
 
 
 def _train(case, monkeypatch):
@@ -100,14 +137,20 @@ def _train(case, monkeypatch):
         )
         device.watch(zero)
         optim = zero.optimizer(torch.optim.AdamW, lr=1e-3, foreach=False)
+        saver = _saver(case, device, comm, optim, monkeypatch) if case.saves else None
         x = torch.ones(2, WIDTH)
-        for _ in range(NUM_STEPS):
+        for step in range(NUM_STEPS):
+            if saver is not None and step:
+                saver.start(f"step-{step}", zero, step=step)
             for micro in range(case.num_micro):
                 with zero.micro_batch(last=micro == case.num_micro - 1):
                     model(x).float().sum().backward()
             zero.clip_grad_norm_(1.0)
             optim.step()
             optim.zero_grad()
+            if saver is not None:
+                saver._pool.run()
+                saver.wait()
             if case.evaluates:
                 with torch.no_grad():
                     model(x)
@@ -118,6 +161,7 @@ def _train(case, monkeypatch):
 
 
 @pytest.mark.pairwise
+@pytest.mark.parametrize("saves", ["", "at once", "in place"])
 @pytest.mark.parametrize("inline", [False, True], ids=["own streams", "inline"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("bfloat16", [False, True], ids=["fp32", "bf16"])
@@ -127,11 +171,11 @@ def _train(case, monkeypatch):
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_is_touched_before_what_it_must_wait_for(
-    stage, prefetch, accumulation, shard_size, evaluates, bfloat16, path, inline, monkeypatch
+    stage, prefetch, accumulation, shard_size, evaluates, bfloat16, path, inline, saves, monkeypatch
 ):
     num_micro, accumulate = accumulation
     size = None if stage == 0 else shard_size
-    _train(Case(stage, prefetch, num_micro, accumulate, size, bfloat16, path, inline, evaluates), monkeypatch)
+    _train(Case(stage, prefetch, num_micro, accumulate, size, bfloat16, path, inline, evaluates, saves), monkeypatch)
 
 
 # -- what is not waited for ---------------------------------------------------------------------------------------
@@ -302,6 +346,15 @@ FAULTS = {
     "what a communicator computes on the caller's stream is not waited for": (
         _replaces(_Issued, "wait", _waits_for_the_communicator_alone),
         Case(3, inline=True),
+    ),
+    "a save copies what is still being computed": (_forgets("save"), Case(1, saves="in place")),
+    "a step changes what is being copied": (
+        _replaces(HostCopies, "settle", lambda self: None),
+        Case(2, saves="in place"),
+    ),
+    "the writer reads copies that have not come": (
+        _replaces(HostCopies, "wait", lambda self: None),
+        Case(3, saves="at once"),
     ),
 }
 

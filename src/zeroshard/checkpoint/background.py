@@ -11,6 +11,9 @@ State on the CPU need not be copied at all where the writer may read it in place
     step loop   forward, backward | copy what is not read yet | update | forward, ...
     writer      hash and write, flush ...
 
+State on a GPU is copied to the host by a stream of its own. Neither the host nor what computes waits for that until the
+optimizer's step (where ``in_place``; else what computes waits for it at once); the writer does, before it reads.
+
 The writer sends nothing. Communicators order their operations, so what happens in a thread must not issue any; the
 ranks agree in `poll`, which the loop calls between steps, whether all have written and whether rank 0 may complete.
 Where they wait they agree again and again, so that each rank hears that some other one gets on, however slow its disk.
@@ -32,11 +35,13 @@ import torch
 
 from zeroshard.checkpoint import api, store
 from zeroshard.checkpoint.api import Facts, Saveable
-from zeroshard.checkpoint.copy_on_write import CopyOnWrite, HostMemory
+from zeroshard.checkpoint.copy_on_write import CopyOnWrite
 from zeroshard.checkpoint.folder import prune
+from zeroshard.checkpoint.host_copies import HostCopies, HostMemory
 from zeroshard.checkpoint.shared_outcome import fail_together, first_message
 from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.zero.state.named_shards import NamedShard
+from zeroshard.zero.streams import ByDevice
 
 _LOOK_S = 0.1  # between two looks at how far a write is
 
@@ -81,6 +86,7 @@ class _Pending:
     began: float
     work: Future[str] | None = None  # this rank's part of the phase; its result is a warning
     copy_on_write: CopyOnWrite = field(default_factory=CopyOnWrite)
+    host_copies: HostCopies = field(default_factory=lambda: HostCopies(ByDevice()))
     completing: bool = False
     done_bytes: int = 0
     num_done: int = 0  # pieces of work, of whatever size
@@ -101,8 +107,8 @@ class BackgroundSaver:
         keep: which older checkpoints ``step-N`` of the same folder stay once a new one is complete.
         background: False writes at once in `start`, without a copy: no memory, and the loop stands still.
         before_commit: run on rank 0 just before a checkpoint takes its name; an OSError fails the save.
-        in_place: whether the writer may read state on the CPU where it lies until `settle`; buffers, which a forward
-            changes, are copied all the same.
+        in_place: whether the writer may read state on the CPU where it lies until `settle`, and a GPU's stream may
+            copy it until then; buffers, which a forward changes, are copied first all the same.
         on_progress: called on every rank whenever the ranks have heard that one of them has got further.
     """
 
@@ -119,7 +125,7 @@ class BackgroundSaver:
         self._comm, self._keep, self._background, self._before_commit = comm, keep, background, before_commit
         self._in_place, self._on_progress = in_place, on_progress
         self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._host = HostMemory()
+        self._host, self._streams = HostMemory(), ByDevice()
         self._pending: _Pending | None = None
         self._untold: Saved | None = None  # what a save that is over has come to
 
@@ -173,7 +179,10 @@ class BackgroundSaver:
         Not collective; nothing to do where no save is under way, or where all was copied when it began.
         """
         pending, began = self._pending, perf_counter()
-        if pending is None or pending.work is None or pending.work.done():
+        if pending is None or pending.work is None:
+            return
+        pending.host_copies.settle()
+        if pending.work.done():
             return
         num_copied = pending.copy_on_write.settle()
         saved = pending.saved
@@ -238,18 +247,24 @@ class BackgroundSaver:
         self._pending, self._host = None, HostMemory()
 
     def _hold(self, pending: _Pending, shards: Sequence[NamedShard]) -> list[NamedShard]:
-        """The same pieces, copied to the host, or to be read in place."""
+        """The same pieces, copied to the host or on their way there, or to be read in place."""
         places = self._host.places([shard.tensor for shard in shards])
-        held, in_place = [], []
+        copies = pending.host_copies = HostCopies(self._streams)
+        held, in_place, now, later = [], [], [], []
         for shard, place in zip(shards, places, strict=True):
             tensor = shard.tensor.detach()
-            if self._in_place and tensor.device.type == "cpu" and shard.kind != "buffer":
+            stays = self._in_place and shard.kind != "buffer"
+            if copies.takes(tensor.device):
+                (later if stays else now).append((tensor, place))
+                tensor = place
+            elif stays:
                 in_place.append((tensor, place))
             else:
-                tensor = place.copy_(tensor, non_blocking=True)
+                tensor = place.copy_(tensor)
             held.append(replace(shard, tensor=tensor))
-        if any(shard.tensor.is_cuda for shard in shards):
-            torch.cuda.synchronize()
+        copies.begin(now)
+        copies.settle()
+        copies.begin(later)
         pending.copy_on_write = CopyOnWrite(in_place)
         num_copied = pending.saved.num_bytes - sum(tensor.nbytes for tensor, _ in in_place)
         pending.saved = replace(pending.saved, num_copied_bytes=num_copied)
@@ -257,6 +272,7 @@ class BackgroundSaver:
 
     def _write(self, pending: _Pending, shards: Sequence[NamedShard]) -> str:
         folder = store.temporary(pending.saved.path)
+        pending.host_copies.wait()
         api.write_rank(folder, self._comm, shards, pending.advance, pending.copy_on_write.reading)
         return ""
 

@@ -11,32 +11,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from threading import Condition
 
-import torch
 from torch import Tensor
-
-_ALIGNMENT_BYTES = 64
-
-
-class HostMemory:
-    """Memory on the host for copies of tensors, kept from one save to the next; what is never written costs nothing."""
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Room for each of ``tensors``: contiguous, of its size and dtype, page-locked where any lies on a GPU."""
-        starts, end = [], 0
-        for tensor in tensors:
-            starts.append(end)
-            end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if self._bytes.numel() < end:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            pinned = any(tensor.is_cuda for tensor in tensors)
-            self._bytes = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
-        return [
-            self._bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, tensors, strict=True)
-        ]
 
 
 class CopyOnWrite:

@@ -9,6 +9,7 @@ host is. So the engine issues its collectives from streams of its own, and says 
     gather      all-gathers; each waits for its copy alone
     reduce      reductions of gradients; each waits for what computed these
     replicas    sums over replicas; each waits for the reduction before it, and nothing that computes waits for that
+    save        copies of state to the host for a checkpoint, which the next optimizer's step waits for
 
 The stream that computes waits for a gather before the weights' first use, and for a reduction before its buffer is
 freed or written again.
@@ -19,7 +20,7 @@ freed or written again.
     stream that computes, weights by `freed`. So the allocator need not be told of further streams, which would keep
     memory back until the device had caught up with the host.
 
-FSDP2 has the same four (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, `FSDPCommContext`).
+FSDP2 has the same first four (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, `FSDPCommContext`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch
 from zeroshard.comm import Work
 from zeroshard.comm.labels import beside
 
-Lane = Literal["copy_in", "gather", "reduce", "replicas"]
+Lane = Literal["copy_in", "gather", "reduce", "replicas", "save"]
 Mark = Any
 """A point of a stream that others may wait for; None where there are no streams."""
 
@@ -47,6 +48,10 @@ class Streams(Protocol):
 
     def on(self, lane: Lane, *after: Mark) -> AbstractContextManager[None]:
         """Queue what this block does on ``lane``, after these marks; after what was there before in any case."""
+        ...
+
+    def wait(self, mark: Mark) -> None:
+        """Have the current stream wait for the mark; the host does not."""
         ...
 
     def issued(self, work: Work) -> Work:
@@ -70,6 +75,9 @@ class NoStreams:
     def on(self, lane: Lane, *after: Mark) -> AbstractContextManager[None]:
         """Do it here and now."""
         return self._here
+
+    def wait(self, mark: Mark) -> None:
+        """Return at once."""
 
     def issued(self, work: Work) -> Work:
         """``work`` itself."""

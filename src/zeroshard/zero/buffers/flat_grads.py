@@ -90,6 +90,7 @@ class FlatGrads:
         self.rounding = Rounding(rounding_seed, name, levels.world.rank)
         self._scale = 1.0 / levels.world.world_size
         self._scale_is_exact = math.frexp(self._scale)[0] == 0.5
+        self._scale_on_device = self._scale_there()
         start, stop = layout.interval(comm.rank)
         self._held = slice(start, stop) if self.shard_optim else slice(0, layout.padded_numel)
         self.offset = self._held.start  # of `reduced` in the flat buffer
@@ -118,11 +119,28 @@ class FlatGrads:
             view.add_(grad.to(view.dtype).mul(self._scale))
         elif grad.dtype == view.dtype and self._scale != 1.0:
             torch.mul(grad, self._scale, out=view)
+        elif (
+            self._scale_on_device is not None
+            and grad.ndim
+            and torch.promote_types(grad.dtype, view.dtype) == view.dtype
+        ):
+            torch.mul(grad, self._scale_on_device, out=view)
         else:
             view.copy_(grad)
             if self._scale != 1.0:
                 view.mul_(self._scale)
         self._written[slot] = self.used[slot] = True
+
+    def _scale_there(self) -> Tensor | None:
+        """``[1]``: the scale in the dtype that travels, by which a narrower gradient is widened and scaled in one pass.
+
+        A number would have the product computed, and rounded, in the gradient's dtype. Only on a GPU, whose kernels
+        widen as they read: a CPU makes a wide copy of the gradient first, and so copies into place and multiplies
+        there. Both give the same bits.
+        """
+        if self.device.type != "cuda" or self._scale == 1.0 or not self.reduce_dtype.is_floating_point:
+            return None
+        return torch.tensor([self._scale], dtype=self.reduce_dtype, device=self.device)
 
     def _local_views(self) -> list[Tensor]:
         if self._local is None:
