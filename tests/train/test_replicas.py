@@ -49,7 +49,8 @@ def _trained(comm, config, until=None, planned=False):
         ("zero0", 2, STREAMING),
         pytest.param("zero3", 2, STREAMING, marks=SOAK),
         pytest.param("zero1", 1, {"every": 2, "wire": "bfloat16"}, marks=SOAK),
-        pytest.param("zero0", 2, {"every": 2}, marks=SOAK),
+        pytest.param("zero0", 2, {"every": 2, "wire": "int8"}, marks=SOAK),
+        pytest.param("zero3", 1, {**STREAMING, "wire": "int4"}, marks=SOAK),
     ],
 )
 def test_a_run_keeps_its_plan_and_logs_its_meetings(tiny_config, strategy, shard_size, given):

@@ -147,7 +147,9 @@ def test_loaded_weights_are_the_anchors_on_every_replica():
         ({"every": 4, "fragments": 0}, "fragments: 0"),
         ({"every": 4, "overlap_steps": 4}, "overlap_steps: 4 is outside 0 to 3"),
         ({"every": 4, "mixing": 1.0}, "mixing: 1.0 is outside"),
-        ({"every": 4, "wire": torch.int8}, "wire: torch.int8 is not a floating-point dtype"),
+        ({"every": 4, "wire": torch.int8}, "wire: torch.int8 is no format that travels"),
+        ({"every": 4, "wire": "int7"}, "wire: 'int7' is no format that travels"),
+        ({"every": 4, "wire": "int4", "block": 3}, "block: blocks of 3 elements do not pack"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(given, words):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from replica_runs import (
+    ALL_KINDS,
     DILOCO,
-    KINDS,
     SOAK,
     Net,
     both,
@@ -36,7 +36,7 @@ def _saved(path, settings, at, stage=2, shard_size=1, world_size=2):
 
 @pytest.mark.parametrize("now", [3, pytest.param(0, marks=SOAK), pytest.param(2, marks=SOAK)])
 @pytest.mark.parametrize("at", [2, 3, pytest.param(0, marks=SOAK), pytest.param(4, marks=SOAK)])
-@KINDS
+@ALL_KINDS
 def test_a_restart_has_the_same_bits_at_any_stage(settings, at, now, tmp_path):
     """Saved before all steps, between meetings, at one, and with a difference on its way (streaming: 2 and 4)."""
 

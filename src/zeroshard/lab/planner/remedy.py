@@ -128,6 +128,8 @@ def _local(planner: Planner, stages: Sequence[int], rows: int, alone: int, bound
     kinds = {
         "local steps": LocalSteps(MOST_STEPS),
         "local steps, wire in bfloat16": LocalSteps(MOST_STEPS, wire=torch.bfloat16),
+        "local steps, wire in int8": LocalSteps(MOST_STEPS, wire="int8"),
+        "local steps, wire in int4": LocalSteps(MOST_STEPS, wire="int4"),
         "local steps, one step of overlap": LocalSteps(MOST_STEPS, overlap_steps=1),
     }
     for name, settings in kinds.items():

@@ -35,7 +35,7 @@ class Meetings:
         every: steps from one meeting to the next.
         outer_bytes: resident: anchor and outer momentum.
         message_bytes: of the differences that travel at once, at the most.
-        all_reduce_bytes: given to all-reduces over replicas in ``every`` steps.
+        crossing_bytes: of differences on the wire, in ``every`` steps: what an all-reduce over replicas is given.
         comm_s: seconds that these take, and what follows inside the replica.
         exposed_s: of them, those in which computation waits.
     """
@@ -43,7 +43,7 @@ class Meetings:
     every: int = 1
     outer_bytes: int = 0
     message_bytes: int = 0
-    all_reduce_bytes: int = 0
+    crossing_bytes: int = 0
     comm_s: float = 0.0
     exposed_s: float = 0.0
 
@@ -87,9 +87,9 @@ def meetings_of(
     num_bytes: list[int] = []
     for fragment in range(settings.fragments):
         leaving, arriving = meeting_messages(buffers, settings, fragment, num_replicas, whole_masters=whole)
-        across = (cluster.collective_s(m.op, m.num_bytes, num_replicas, replicas=True) for m in leaving)
-        inside = (cluster.collective_s(m.op, m.num_bytes, shard_size) for m in arriving)
-        across_s, inside_s = sum(across), sum(inside)
+        crossing = [*leaving, *(m for m in arriving if m.phase == "difference")]
+        across_s = sum(cluster.collective_s(m.op, m.num_bytes, num_replicas, replicas=True) for m in crossing)
+        inside_s = sum(cluster.collective_s(m.op, m.num_bytes, shard_size) for m in arriving if m.phase == "anchor")
         comm_s += across_s + inside_s
         exposed_s += max(across_s - settings.overlap_steps * step_s, 0.0) + inside_s
         num_bytes.append(sum(m.num_bytes for m in leaving))
@@ -107,6 +107,8 @@ def meeting_messages(
 ) -> tuple[list[Message], list[Message]]:
     """The collectives when a fragment's difference leaves, and when it arrives, in order.
 
+    In a block format pieces are exchanged when it leaves, and their sums gathered when it arrives.
+
     Args:
         buffers: of the model, root first, laid out for the ``shard_size``.
         settings: how replicas meet.
@@ -117,16 +119,22 @@ def meeting_messages(
     units = list(dict.fromkeys(["root", *(buffer.unit for buffer in buffers)]))
     leaving: list[Message] = []
     arriving: list[Message] = []
+    anchors: list[Message] = []
     for buffer in _trained(buffers):
         if settings.fragment_of(units.index(buffer.unit)) != fragment:
             continue
-        wire = settings.wire or _wide(buffer.dtype)
-        layout, name = buffer.layout, buffer.name
-        leaving.append(Message("all_reduce", layout.shard_numel * wire.itemsize, name, "difference", num_replicas))
+        layout, name, form = buffer.layout, buffer.name, settings.form
+        if form is not None and layout.shard_numel:
+            num_bytes = num_replicas * form.num_bytes(-(-layout.shard_numel // num_replicas))
+            leaving.append(Message("all_to_all", num_bytes, name, "difference", num_replicas))
+            arriving.append(Message("all_gather", num_bytes, name, "difference", num_replicas))
+        else:
+            num_bytes = layout.shard_numel * (settings.dtype or _wide(buffer.dtype)).itemsize
+            leaving.append(Message("all_reduce", num_bytes, name, "difference", num_replicas))
         if whole_masters:
             num_bytes = layout.padded_numel * buffer.dtype.itemsize
-            arriving.append(Message("all_gather", num_bytes, name, "anchor", layout.world_size))
-    return leaving, arriving
+            anchors.append(Message("all_gather", num_bytes, name, "anchor", layout.world_size))
+    return leaving, [*arriving, *anchors]
 
 
 def _trained(buffers: Sequence[Buffer]) -> list[Buffer]:

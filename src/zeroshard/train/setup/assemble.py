@@ -216,7 +216,7 @@ def local_steps(given: ReplicasConfig, num_blocks: int) -> LocalSteps | None:
     if given.fragments > num_blocks + 1:
         what = f"{given.fragments} are more than the {num_blocks + 1} units of the model"
         raise UserError("replicas.fragments", what, f"give at most {num_blocks + 1}")
-    wire = None if given.wire == "float32" else DTYPES[given.wire]
+    wire = None if given.wire == "float32" else DTYPES.get(given.wire, given.wire)
     return LocalSteps(
         every=given.every,
         outer_lr=given.outer_lr,

@@ -27,8 +27,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
+from typing import cast
 
 import torch
+
+from zeroshard.kernels import FORMATS, BlockFormat
+from zeroshard.kernels.block_formats import BLOCK, FormatName, check_block
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,10 @@ class LocalSteps:
         overlap_steps: steps that a difference may travel for; 0: the meeting waits for it.
         mixing: share of the local weights that stays when a difference arrives ``overlap_steps`` late, in [0, 1). Not
             used without overlap: the local weights become the anchor.
-        wire: the dtype in which differences travel and add up; None: the anchor's, fp32.
+        wire: in what differences travel: a dtype, in which they also add up, or a block format (``"int8"``, ``"int4"``,
+            ``"e4m3"``), whose pieces add up in fp32; None: the anchor's dtype, fp32.
+        block: elements that share a scale in a block format.
+        rounding_seed: of the noise by which differences are rounded to a block format.
 
     Raises:
         ValueError: a number outside of its range.
@@ -55,7 +62,9 @@ class LocalSteps:
     fragments: int = 1
     overlap_steps: int = 0
     mixing: float = 0.5
-    wire: torch.dtype | None = None
+    wire: torch.dtype | str | None = None
+    block: int = BLOCK
+    rounding_seed: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -76,8 +85,22 @@ class LocalSteps:
             )
         if not 0 <= self.mixing < 1:
             raise ValueError(f"mixing: {self.mixing} is outside [0, 1); 0.5 is Streaming DiLoCo's")
-        if self.wire is not None and not self.wire.is_floating_point:
-            raise ValueError(f"wire: {self.wire} is not a floating-point dtype; use torch.bfloat16 or None")
+        is_dtype = isinstance(self.wire, torch.dtype) and self.wire.is_floating_point
+        if self.wire is not None and not is_dtype and self.wire not in FORMATS:
+            raise ValueError(
+                f"wire: {self.wire!r} is no format that travels; give a floating-point dtype, or {', '.join(FORMATS)}"
+            )
+        check_block("block", self.block)
+
+    @property
+    def form(self) -> BlockFormat | None:
+        """The block format of differences; None: they travel in a dtype."""
+        return BlockFormat(cast(FormatName, self.wire), self.block) if isinstance(self.wire, str) else None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype in which differences travel, or in fp32 what has come out of a block format; None: the anchor's."""
+        return self.wire if isinstance(self.wire, torch.dtype) else None
 
     @property
     def stays(self) -> float:

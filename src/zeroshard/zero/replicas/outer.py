@@ -16,41 +16,60 @@ from torch import Tensor
 from zeroshard.comm import Communicator, Work, empty_for, scope
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.buffers.wire import AcrossReplicas, Rounding
 from zeroshard.zero.replicas.local_steps import LocalSteps
 
 
 class Outer:
     """What this rank keeps of one group for meetings; begins at the weights that the group has now.
 
+    ``rank`` is this rank's among all: in a block format each rounds with noise of its own.
+
     Attributes:
         anchor, momentum: ``[shard_numel]``, fp32 or wider.
         due: after how many steps the difference on its way is taken in; None: there is none on its way.
     """
 
-    def __init__(self, group: FlatGroup) -> None:
+    def __init__(self, group: FlatGroup, settings: LocalSteps, rank: int) -> None:
         own = own_master(group.params)
         self.anchor = own.to(torch.promote_types(own.dtype, torch.float32), copy=True)
         self.momentum = torch.zeros_like(self.anchor)
         self.due: int | None = None
         self._difference: Tensor | None = None
         self._work: Work | None = None
+        self._packed: AcrossReplicas | None = None
+        self._gathers = False  # whether the sums of what is packed are being gathered
+        self._rounding = Rounding(settings.rounding_seed, f"{group.params.name}/difference", rank)
 
     def begin_again(self, group: FlatGroup) -> None:
         """The weights of now are the anchor, without momentum; a difference on its way is dropped."""
-        self.drop()
+        self.drop(group)
         self.anchor.copy_(own_master(group.params))
         self.momentum.zero_()
 
-    def drop(self) -> None:
-        """Wait for a difference on its way, and leave it out."""
+    def drop(self, group: FlatGroup) -> None:
+        """Wait for a difference on its way, and leave it out. Collective."""
+        self.go_on(group)
         self.difference()
         self.due = self._difference = None
 
-    def send(self, group: FlatGroup, replicas: Communicator, wire: torch.dtype | None, due: int) -> int:
-        """Start to add up this shard's difference over the replicas; its bytes. Collective."""
+    def send(self, group: FlatGroup, replicas: Communicator, settings: LocalSteps, num_steps: int) -> int:
+        """Start to add up this shard's difference over the replicas, ``num_steps`` steps being done. Collective.
+
+        Returns:
+            Bytes of what travels.
+        """
         group.params.take_changes()
+        self.due = num_steps + settings.overlap_steps
         own = own_master(group.params)
-        message = empty_for(replicas, own.numel(), wire or self.anchor.dtype, own.device)
+        if settings.form is not None and replicas.world_size > 1 and own.numel():
+            self._difference = (self.anchor - own).mul_(1.0 / replicas.world_size)
+            self._rounding.resume_at(num_steps)
+            self._packed = AcrossReplicas(replicas, settings.form, self._difference, self._rounding)
+            with scope(f"{group.params.name}/difference"):
+                self._work = self._packed.exchange()
+            return self._packed.packed.nbytes
+        message = empty_for(replicas, own.numel(), settings.dtype or self.anchor.dtype, own.device)
         if message.dtype == own.dtype == self.anchor.dtype:
             torch.sub(self.anchor, own, out=message)
             message.mul_(1.0 / replicas.world_size)
@@ -58,14 +77,31 @@ class Outer:
             message.copy_((self.anchor - own).mul_(1.0 / replicas.world_size))
         with scope(f"{group.params.name}/difference"):
             self._work = replicas.all_reduce(message)
-        self._difference, self.due = message, due
+        self._difference = message
         return message.nbytes
 
+    def go_on(self, group: FlatGroup) -> None:
+        """Once pieces in a block format have been exchanged: add them up, and start to gather the sums. Collective."""
+        if self._packed is None or self._gathers:
+            return
+        assert self._work is not None
+        self._work.wait()
+        with scope(f"{group.params.name}/difference"):
+            self._work = self._packed.gather()
+        self._gathers = True
+
     def difference(self) -> Tensor | None:
-        """``[shard_numel]``: the mean of what was sent, in the dtype that travelled; waits for it. None: none was."""
+        """``[shard_numel]``: the mean of what was sent, in the dtype that travelled; waits for it. None: none was.
+
+        After `go_on`.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None
+        if self._packed is not None:
+            assert self._difference is not None
+            self._packed.deliver(self._difference)
+            self._packed, self._gathers = None, False
         return self._difference
 
     def on_its_way(self, difference: Tensor, due: int) -> None:

@@ -74,6 +74,7 @@ class Replicas:
     def __init__(self, settings: LocalSteps, runtime: Runtime, levels: Levels, buffers: ModuleBuffers) -> None:
         settings.check_units(len(runtime.all_units()))
         self.settings, self.comm, self.shard = settings, levels.replicas, levels.shard
+        self._rank = levels.world.rank
         self._runtime, self._buffers = runtime, buffers
         self._outer: dict[tuple[Unit, int], Outer] = {}
         self._sent: dict[int, tuple[int, int]] = {}  # by fragment on its way: steps when it left, bytes
@@ -103,7 +104,7 @@ class Replicas:
         self.require_local("step")
         for key, group in self.groups():
             if key not in self._outer and (group.trained or any(group.grads.used)):
-                self._outer[key] = Outer(group)
+                self._outer[key] = Outer(group, self.settings, self._rank)
 
     def after_update(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped.
@@ -138,8 +139,8 @@ class Replicas:
 
     def unsent(self) -> None:
         """Wait for what is on its way, and leave it out."""
-        for _, _, outer in self.by_group():
-            outer.drop()
+        for _, group, outer in self.by_group():
+            outer.drop(group)
         self._sent.clear()
 
     def require_local(self, what: str) -> None:
@@ -213,11 +214,10 @@ class Replicas:
         return bool(settings.leaving(num_steps) or settings.leaving(num_steps - settings.overlap_steps))
 
     def _send(self, fragments: list[int]) -> None:
-        due = self.num_steps + self.settings.overlap_steps
         with torch.no_grad():
             for fragment in fragments:
                 num_bytes = sum(
-                    outer.send(group, self.comm, self.settings.wire, due) for group, outer in self._in(fragment)
+                    outer.send(group, self.comm, self.settings, self.num_steps) for group, outer in self._in(fragment)
                 )
                 self._sent[fragment] = (self.num_steps, num_bytes)
         self._sync_buffers()
@@ -226,6 +226,7 @@ class Replicas:
         if not fragments:
             return []
         stays = self.settings.stays if stays is None else stays
+        self.arrive(fragments)
         norms = self._norms(fragments)
         for fragment, norm in zip(fragments, norms, strict=True):
             if not math.isfinite(norm):
@@ -244,6 +245,15 @@ class Replicas:
                 step, num_bytes = self._sent.pop(fragment)
                 met.append(Meeting(step, fragment, num_bytes, norm, self.comm.world_size))
         return met
+
+    def arrive(self, fragments: list[int] | None = None) -> None:
+        """See to it that what left has arrived, or will once it is waited for; None: all. Collective.
+
+        In a block format that takes a second collective, which is issued here at the latest.
+        """
+        for fragment in list(self._sent) if fragments is None else fragments:
+            for group, outer in self._in(fragment):
+                outer.go_on(group)
 
     def _norms(self, fragments: list[int]) -> list[float]:
         """Of each fragment's mean difference, over a replica's ranks. Collective."""
@@ -324,7 +334,7 @@ class Replicas:
     def outer_of(self, key: tuple[Unit, int], group: FlatGroup) -> Outer:
         """What a group keeps for meetings, begun if need be."""
         if key not in self._outer:
-            self._outer[key] = Outer(group)
+            self._outer[key] = Outer(group, self.settings, self._rank)
         return self._outer[key]
 
     def fragment_of(self, unit: Unit) -> int:

@@ -37,6 +37,7 @@ LOCAL = "local"
 def named_shards(replicas: Replicas, written: Iterator[NamedShard]) -> Iterator[NamedShard]:
     """What this rank writes; ``written``: what it would write if its replica were the whole world."""
     number = replicas.comm.rank
+    replicas.arrive()
     anchors = {
         (slot, piece.interval): (group, outer, piece)
         for _, group, outer in replicas.by_group()
@@ -134,7 +135,7 @@ def load(replicas: Replicas, reader: ShardReader) -> None:
             continue
         outer = replicas.outer_of(key, group)
         outer.begin_again(group)
-        arrived = _read_into(group, outer, replicas.settings.wire, reader)
+        arrived = _read_into(group, outer, replicas.settings.dtype, reader)
         if facts is None:
             continue
         num_steps = int(reader.read(facts, "outer_steps", (0, 1)))
