@@ -239,3 +239,16 @@ def test_a_link_that_cannot_be_is_refused(kwargs, line):
 def test_a_node_has_at_least_one_rank():
     with pytest.raises(ValueError, match="node_size: 0 ranks"):
         null(2, node_size=0)
+
+
+def test_an_exchange_sends_each_part_once_and_a_nodes_parts_through_its_one_link():
+    assert bytes_per_link("all_to_all", 1000, 4) == 750
+    assert num_hops("all_to_all", 4) == 1
+    assert num_hops("all_to_all", 1) == 0
+
+    def shares(node_size):
+        comm = ThrottledCommunicator(NullCommunicator(4), Link(0.0, 1e6), node_size=node_size, inside=Link())
+        return [level.exchanged for level in comm._levels]
+
+    assert shares(1) == [0.75]
+    assert shares(2) == [1.0, 0.25]  # each of a node's two ranks sends two of its four parts through the node's link

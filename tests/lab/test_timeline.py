@@ -134,3 +134,10 @@ def test_micro_batches_in_the_middle_count_as_often_as_they_are_there():
     cluster = Cluster(2, 2, WITHIN, BETWEEN)
     step = _step([_compute(SECOND)], first=[_compute(SECOND)], middle=[_compute(SECOND)], num_middle=6)
     assert simulate(step, DEVICE, cluster).step_s == pytest.approx(8.0)
+
+
+def test_an_exchange_sends_a_part_to_each_other_rank_by_the_link_that_leads_there():
+    cluster = Cluster(8, 4, WITHIN, BETWEEN)
+    assert cluster.collective_s("all_to_all", 8 * 10**9, 4) == pytest.approx(1e-6 + 6e9 / 100e9)
+    assert cluster.collective_s("all_to_all", 8 * 10**9, 8) == pytest.approx(10e-6 + 4e9 / (0.9 * 1e9), rel=0.2)
+    assert cluster.collective_s("all_to_all", 10**9, 1) == 0

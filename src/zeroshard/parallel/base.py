@@ -44,6 +44,8 @@ class Setup:
             in a forward, and then walks the graph after each; ours and FSDP2 need not be.
         reduce_dtype: dtype in which gradients add up and travel; None: the masters' (ZeRO strategies only).
         accumulate, prefetch: as `zeroshard.Zero` takes them (ZeRO strategies only).
+        wire: what travels in another form than it computes in: arguments of `zeroshard.zero.MixedPrecision` (ZeRO
+            strategies only).
         replicas: how groups of ``shard_size`` ranks that take local steps meet; None: all ranks take each step together
             (ZeRO strategies only).
         ema_decay: of a moving average of the weights; None for no average.
@@ -65,6 +67,7 @@ class Setup:
     reduce_dtype: torch.dtype | None = None
     accumulate: Accumulate | None = None
     prefetch: int = 1
+    wire: Mapping[str, Any] = field(default_factory=dict)
     replicas: LocalSteps | None = None
 
 

@@ -28,7 +28,7 @@ class ZeroStrategy:
             replace(STAGES[stage], reshard_after_forward=setup.reshard_after_forward),
             units=setup.units,
             comm=setup.comm,
-            precision=MixedPrecision(param_dtype, setup.reduce_dtype),
+            precision=MixedPrecision(param_dtype, setup.reduce_dtype, **setup.wire),
             init=setup.init,
             device=setup.device,
             prefetch=setup.prefetch,

@@ -16,10 +16,12 @@ from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
 from zeroshard.lab.predict.timeline import TimedSpan, simulate
 
 ZERO = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054"
+ZEROPP = "Wang et al. 2023, ZeRO++, arXiv:2306.10209"
 WHY = {
     ("all_reduce", "grads"): ("the mean gradient on every rank", "2 (W-1)/W P g", f"{ZERO}, section 7.1"),
     ("reduce_scatter", "grads"): ("each rank its shard of the mean gradient", "(W-1)/W P g", f"{ZERO}, section 7.2.1"),
     ("all_gather", "grads"): ("the second half of an all-reduce", "(W-1)/W P g", f"{ZERO}, section 7.1"),
+    ("all_to_all", "grads"): ("quantised shards, each to its owner", "(W-1)/W P q", f"{ZEROPP}, section 3.3"),
     ("all_gather", "weights"): ("unsharded weights from the ranks' shards", "(W-1)/W P c", f"{ZERO}, section 7.2.2"),
 }
 ACROSS = (
@@ -30,7 +32,7 @@ ACROSS = (
 ALIKE = 0.1  # units whose times differ by a smaller share are told in one line
 LEGEND = (
     "P: elements of a unit's padded buffer, S = P / W of a shard; W ranks shard, R hold the same shard; "
-    "c, g: bytes of an element of weights that compute, of gradients on their way."
+    "c, g, q: bytes of an element of weights that compute, of gradients on their way, of a wire format with its scales."
 )
 
 

@@ -38,7 +38,7 @@ def predict(job: Job) -> Planned:
     """
     calibration = _calibration(job) if job.calibration else None
     param_dtype = job.compute_dtype if job.compute_dtype != torch.float32 else None
-    precision = MixedPrecision(param_dtype, job.reduce_dtype)
+    precision = MixedPrecision(param_dtype, job.reduce_dtype, **job.wire)
     each_reduces = (job.accumulate or ("sharded" if job.row.grads is SHARD else "local")) == "sharded"
     num_reductions = job.num_micro if each_reduces else 1
     buffers = buffers_of(job.model, job.shard_size, list(job.model.blocks), precision=precision)

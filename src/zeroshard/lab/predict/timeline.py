@@ -61,7 +61,7 @@ class Cluster:
         """Seconds of one collective.
 
         Args:
-            op: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
+            op: ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``.
             num_bytes: of the whole buffer.
             num_ranks: how many take part: neighbours, or with ``replicas`` one of each group of neighbours.
             replicas: whether they are those that hold the same shard.
@@ -82,6 +82,8 @@ class Cluster:
             share = self.between.share * max(1 - self.between.falloff * math.log2(num_nodes), 0.1)
             bytes_per_s = min(bytes_per_s, in_node * self.between.bytes_per_s * share)
             call_s = self.between.call_s
+        if op == "all_to_all":
+            return self._exchange_s(num_bytes, num_ranks, in_node)
         rounds = 2 if op == "all_reduce" else 1
         steps_s = (num_ranks - num_nodes) * self.within.latency_s
         steps_s += (num_nodes - 1) * (self.between if num_nodes > 1 else self.within).latency_s
@@ -93,6 +95,17 @@ class Cluster:
         depth_s = (in_node - 1) * self.within.latency_s + math.log2(num_nodes) * self.between.latency_s
         tree = call_s + 2 * (depth_s + num_bytes / bytes_per_s)
         return tree if self.algorithm == "tree" else min(ring, tree)
+
+    def _exchange_s(self, num_bytes: int, num_ranks: int, in_node: int) -> float:
+        """Of an all-to-all: each rank sends a part to each other at once, by the link that leads there."""
+        part = num_bytes / num_ranks
+        inside_s = part * (in_node - 1) / (self.within.bytes_per_s * self.within.share)
+        if num_ranks <= in_node:
+            return self.within.call_s + self.within.latency_s + inside_s
+        num_nodes = -(-num_ranks // in_node)
+        share = self.between.share * max(1 - self.between.falloff * math.log2(num_nodes), 0.1)
+        across_s = part * (num_ranks - in_node) / (self.between.bytes_per_s * share)
+        return self.between.call_s + self.between.latency_s + max(inside_s, across_s)
 
     @property
     def stragglers(self) -> float:

@@ -37,6 +37,7 @@ from zeroshard.train.config.sections import (
 )
 from zeroshard.train.config.toml import read_toml
 from zeroshard.train.config.validate import validate
+from zeroshard.train.config.wire_settings import WireConfig, check_wire
 
 # Of an imported run: what LLaMA's first public fine-tunings took, https://github.com/tatsu-lab/stanford_alpaca
 FINE_TUNING: Mapping[str, float] = MappingProxyType({"lr": 2e-5, "min_lr": 2e-6})
@@ -58,6 +59,7 @@ class TrainConfig(Config):
     plan: ContractConfig = ContractConfig()
     link: LinkConfig = LinkConfig()
     replicas: ReplicasConfig = ReplicasConfig()
+    wire: WireConfig = WireConfig()
     track: TrackConfig = TrackConfig()
 
     strategy: StrategyName = Field(
@@ -250,6 +252,7 @@ class TrainConfig(Config):
             raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
         strategy = strategy_entry(self.strategy)
         check_replicas(self.replicas, self.strategy, self.shard_size, ema_decay=self.ema_decay, dtype=self.dtype)
+        check_wire(self.wire, self.strategy)
         if self.shard_size and not (strategy.planned and (strategy.stage or self.replicas.on)):
             what = f"{self.strategy} has no shards of ours to size"
             sharding = [name for name in strategies_with("planned") if STRATEGIES[name].stage]

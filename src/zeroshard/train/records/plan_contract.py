@@ -38,6 +38,7 @@ class Job:
         compute_dtype: of forward and backward; masters are fp32.
         num_micro: micro-batches of a step.
         reduce_dtype: in which gradients add up and travel; None: fp32.
+        wire: what travels in another form: arguments of `zeroshard.zero.MixedPrecision`.
         accumulate, prefetch: as `zeroshard.Zero` takes them.
         micro_batch_size, seq_len: sequences in one, tokens in each.
         uniform_order: of the communicator.
@@ -67,6 +68,7 @@ class Job:
     estimates: bool = True
     links: Links | None = None
     reduce_dtype: torch.dtype | None = None
+    wire: Mapping[str, Any] = field(default_factory=dict)
     accumulate: Accumulate | None = None
     prefetch: int = 1
     local_steps: LocalSteps | None = None

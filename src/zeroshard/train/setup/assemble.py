@@ -186,6 +186,7 @@ def sharded(
         reduce_dtype=reduce_dtype(config),
         accumulate=None if config.accumulate == "auto" else config.accumulate,
         prefetch=config.prefetch,
+        wire=wire(config),
         replicas=local_steps(config.replicas, len(model.blocks)),
     )
     return model, build_strategy(config.strategy, setup)
@@ -226,6 +227,16 @@ def local_steps(given: ReplicasConfig, num_blocks: int) -> LocalSteps | None:
         mixing=given.mixing,
         wire=wire,
     )
+
+
+def wire(config: TrainConfig) -> dict[str, Any]:
+    """What travels, as `zeroshard.zero.MixedPrecision` takes it."""
+
+    def travels(name: str) -> torch.dtype | str | None:
+        return None if name == "as-is" else DTYPES.get(name, name)
+
+    weights, grads = travels(config.wire.weights), travels(config.wire.grads)
+    return {"gather": weights, "reduce": grads, "block": config.wire.block, "rounding_seed": config.seed}
 
 
 def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -1,0 +1,65 @@
+"""The table ``[wire]`` of a run's settings: what weights and gradients travel in."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from zeroshard.errors import UserError
+from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
+from zeroshard.train.config.sections import Config
+
+Travels = Literal["as-is", "float32", "bfloat16", "float16", "int8", "int4", "e4m3"]
+BLOCK_FORMATS = ("int8", "int4", "e4m3")
+
+
+class WireConfig(Config):
+    """What travels between ranks, where it is not what computes."""
+
+    weights: Travels = Field(
+        "as-is",
+        description="What weights travel in: a type, or int8, int4, e4m3 with a scale for each block; the master "
+        "weights stay exact. as-is: the type that computes.",
+    )
+    grads: Travels = Field(
+        "as-is",
+        description="What gradients travel in, rounded stochastically in int8, int4, e4m3, and summed in float32; with "
+        "shard_size between replicas. as-is: reduce_dtype.",
+    )
+    block: int = Field(
+        256, description="Elements that share a scale in int8, int4, e4m3: a multiple of 16 from 16 to 4096."
+    )
+
+    @property
+    def given(self) -> str:
+        """The first setting by which anything travels otherwise; empty where none does."""
+        return next((name for name in ("weights", "grads") if getattr(self, name) != "as-is"), "")
+
+    @model_validator(mode="after")
+    def _blocks_travel(self) -> Self:
+        if self.block % 16 or not 16 <= self.block <= 4096:
+            what = f"blocks of {self.block} elements do not pack"
+            raise UserError("wire.block", what, "give a multiple of 16 from 16 to 4096")
+        in_blocks = {self.weights, self.grads} & set(BLOCK_FORMATS)
+        if self.block != type(self).model_fields["block"].default and not in_blocks:
+            what = f"{self.block} is given, and nothing travels in blocks"
+            raise UserError("wire.block", what, "add --wire.grads int8, or leave it out")
+        return self
+
+
+def check_wire(wire: WireConfig, strategy: str) -> None:
+    """Raise UserError where the strategy of a run has no wire formats."""
+    if not wire.given:
+        return
+    entry = strategy_entry(strategy)
+    ours = ", ".join(name for name in strategies_with("planned") if STRATEGIES[name].stage)
+    todo = f"leave it out, or use --strategy {ours}"
+    name, value = f"wire.{wire.given}", getattr(wire, wire.given)
+    if not entry.planned:
+        raise UserError(name, f"{value} is given, and {strategy} is not our engine, which alone has wire formats", todo)
+    if strategy == "auto":
+        raise UserError(name, f"{value} is given, and auto may choose stage 0, which has no wire formats", todo)
+    if not entry.stage:
+        what = f"{value} is given, and stage 0 has no owner of a shard, who sends or sums it in a format of its own"
+        raise UserError(name, what, todo)

@@ -1,0 +1,87 @@
+"""Runs whose weights and gradients travel in wire formats: held to their plan, resumed, and refused where nonsense."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard.comm import run_threads
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.lab.planner.run_plan import predict
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.validate import validate
+from zeroshard.train.loop.loop import train
+from zeroshard.train.setup.build import build_run
+
+CPU = torch.device("cpu")
+INT8 = {"weights": "int8", "grads": "int8", "block": 64}
+
+
+def _trained(comm, config, until=None):
+    run = build_run(config, comm, CPU, predict=predict)
+    if until is not None:
+        run = replace(run, schedule=replace(run.schedule, max_steps=until))
+    status = train(run)
+    run.close()
+    return status, run.strategy.state_dict(), run.contract
+
+
+@pytest.fixture(autouse=True)
+def _small_parameters_travel_so_too(monkeypatch):
+    monkeypatch.setattr("zeroshard.zero.precision.EXACT_NUMEL", 64)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wire", "given"),
+    [
+        ("zero3", INT8, {}),
+        pytest.param("zero1", {"weights": "int8", "grads": "int4"}, {}, marks=pytest.mark.soak),
+        pytest.param("zero2", INT8, {"shard_size": 1, "grad_accum_steps": 2}, marks=pytest.mark.soak),
+    ],
+)
+def test_a_run_keeps_its_plan(tiny_config, strategy, wire, given):
+    config = tiny_config(strategy=strategy, wire=wire, plan={"enforce": True}, eval_interval=0, **given)
+    for status, _, contract in run_threads(lambda comm: _trained(comm, config), 2):
+        assert status == ExitStatus.OK
+        assert (contract.num_broken, contract.difference) == (0, "")
+        assert contract.num_checked >= 1
+        assert "all_to_all" in {sent.op for sent in contract.planned.messages}
+
+
+def test_a_run_that_is_resumed_at_another_stage_has_the_same_bits(tiny_config):
+    config = tiny_config(strategy="zero2", wire=INT8, eval_interval=0, optim={"skip_spikes": 0.0})
+    parts = config.model_copy(update={"out": f"{config.out}-parts"})
+    whole = run_threads(lambda comm: _trained(comm, config), 2)
+    run_threads(lambda comm: _trained(comm, parts, until=3), 2)
+    rest = parts.model_copy(update={"resume": "auto", "strategy": "zero3"})
+    for (_, state, _), (_, state_then, _) in zip(whole, run_threads(lambda comm: _trained(comm, rest), 2), strict=True):
+        assert all(torch.equal(state[name], state_then[name]) for name in state)
+    assert Path(parts.out).exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"strategy": "ddp", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and ddp is not our engine"),
+        ({"strategy": "fsdp2", "wire": {"weights": "int4"}}, r"^wire.weights: int4 is given, and fsdp2 is not our"),
+        (
+            {"strategy": "zero1-torch", "wire": {"grads": "bfloat16"}},
+            r"^wire.grads: bfloat16 is given, and zero1-torch",
+        ),
+        ({"strategy": "zero0", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and stage 0 has no owner"),
+        ({"strategy": "auto", "wire": {"grads": "int8"}}, r"^wire.grads: int8 is given, and auto may choose stage 0"),
+        ({"strategy": "zero3", "wire": {"weights": "int4-delta"}}, r"^wire.weights: 'int4-delta' is not a choice"),
+        ({"strategy": "zero3", "wire": {"grads": "int8", "block": 100}}, r"^wire.block: blocks of 100 elements do not"),
+        (
+            {"strategy": "zero3", "wire": {"grads": "int8", "block": 0}},
+            r"^wire.block: blocks of 0 elements do not",
+        ),
+        ({"strategy": "zero3", "wire": {"grads": "bfloat16", "block": 64}}, r"^wire.block: 64 is given, and nothing"),
+    ],
+)
+def test_wires_that_make_no_sense_are_refused(given, words):
+    with pytest.raises(UserError, match=words):
+        validate(TrainConfig, {"model": "gpt2-demo", "data": "synthetic", **given})
