@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,15 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import chats
+from watched_runs import trained
 from zeroshard.cli import main
-from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.comm import LocalCommunicator
 from zeroshard.data import load_tokenizer
 from zeroshard.errors import UserError
 from zeroshard.inference.evaluation import local_score
 from zeroshard.lab.run_folders import read_run, validation_sets
 from zeroshard.train.config.command_settings import EvalConfig
-from zeroshard.train.loop.loop import take_step, train
+from zeroshard.train.loop.loop import take_step
 from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.run_folder import tokenizer_folder
 
@@ -35,33 +35,6 @@ def chat_config(tiny_config, tmp_path):
         return tiny_config(**{"data": table, "seq_len": 100, "max_steps": 3, "eval_interval": 0, **changes})
 
     return make
-
-
-def trained(config, world_size=1):
-    """Loss and gradient norm of each step, and the last validation loss, by a world of threads."""
-    seen = {}
-
-    class Listener:
-        def on_step(self, record):
-            seen[record.step] = (record.loss, record.grad_norm)
-
-        def on_eval(self, step, loss, ema_loss=None, named=None):
-            seen["val"] = (loss, 0.0)
-
-        def __getattr__(self, name):
-            return lambda *args, **kwargs: None
-
-    def rank(comm):
-        run = build_run(config, comm, torch.device("cpu"))
-        try:
-            if comm.rank == 0:
-                run = replace(run, observers=[*run.observers, Listener()])
-            train(run)
-        finally:
-            run.close()
-
-    run_threads(rank, world_size)
-    return seen
 
 
 SPREADS = [("zero0", 2, 1), ("zero1", 1, 2), ("zero2", 2, 2), ("zero3", 4, 1), ("zero3", 2, 2)]

@@ -7,7 +7,7 @@ import small_tables as made
 from zeroshard.data.bulk import Told
 from zeroshard.errors import UserError
 from zeroshard.train.config.command_settings import PrepareConfig
-from zeroshard.train.config.sections import DataConfig
+from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.validate import validate
 from zeroshard.train.setup.prepare_data import Teller, data_folder, facts_of, run_prepare
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from zeroshard.data.base import Tokens, num_rows
 
 
 class Rows(Protocol):
@@ -31,3 +34,33 @@ class Rows(Protocol):
     def read(self, wanted: NDArray[np.int64]) -> tuple[Tensor, ...]:
         """``(tokens_BT, targets_BT)``, int64, and of packed rows ``positions_BT``."""
         ...
+
+
+class TextRows:
+    """Rows of plain text, cut from a stream of tokens every T; implements `Rows`.
+
+    Args:
+        tokens: the stream.
+        seq_len: T.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int) -> None:
+        self.tokens, self.seq_len = tokens, seq_len
+
+    @property
+    def num_rows(self) -> int:
+        """Whole rows."""
+        return num_rows(self.tokens, self.seq_len)
+
+    def targets_in(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """T for each: every target counts."""
+        return np.full(rows.shape, self.seq_len)
+
+    def inputs_in(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """T for each: nothing is padding."""
+        return np.full(rows.shape, self.seq_len)
+
+    def read(self, wanted: NDArray[np.int64]) -> tuple[Tensor, ...]:
+        """``(tokens_BT, targets_BT)``, int64."""
+        window = self.tokens.gather(wanted * self.seq_len, self.seq_len + 1).astype(np.int64)  # [B, T + 1]
+        return torch.from_numpy(window[:, :-1].copy()), torch.from_numpy(window[:, 1:].copy())

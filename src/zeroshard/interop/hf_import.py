@@ -38,7 +38,7 @@ from zeroshard.models.hugging_face.own_models import find_weights, from_hf_confi
 from zeroshard.regular_files import read_text, require_regular
 from zeroshard.train.config.command_settings import ImportConfig
 from zeroshard.train.config.config import FINE_TUNING, TrainConfig
-from zeroshard.train.config.sections import UNNAMED, DataConfig
+from zeroshard.train.config.data_section import UNNAMED, DataConfig
 from zeroshard.train.config.toml import dump_toml
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import model_table

@@ -26,7 +26,7 @@ from zeroshard.interop.nanogpt import GPT2_IDS, PADDED_IDS
 from zeroshard.models import GPT2, GPT2Config
 from zeroshard.regular_files import require_regular
 from zeroshard.train.config.config import FINE_TUNING, TrainConfig
-from zeroshard.train.config.sections import UNNAMED, DataConfig
+from zeroshard.train.config.data_section import UNNAMED, DataConfig
 from zeroshard.train.config.toml import dump_toml
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.assemble import model_table

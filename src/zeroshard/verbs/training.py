@@ -24,7 +24,8 @@ from zeroshard.train.config.command_settings import (
     PrepareConfig,
 )
 from zeroshard.train.config.config import TrainConfig, merge, parse_nnodes
-from zeroshard.train.config.sections import SHORTHANDS, require_data
+from zeroshard.train.config.data_section import require_data
+from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import validate
 from zeroshard.verbs.base import read_file, say
 from zeroshard.verbs.working import cursor_given_back, working

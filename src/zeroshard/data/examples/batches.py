@@ -15,7 +15,8 @@ Shapes: B = micro_batch_size, T = seq_len.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ from zeroshard.data.base import EvalBatch, check_sizes, eval_turns
 from zeroshard.data.row_sets import Rows
 from zeroshard.errors import UserError
 
+RowsAt = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+
 
 class ExampleBatches:
     """Shuffled training batches of one rank; implements `zeroshard.data.Batches`.
@@ -33,6 +36,7 @@ class ExampleBatches:
     Args:
         rows: to read.
         micro_batch_size, grad_accum_steps, rank, world_size, seed: as of `zeroshard.data.TokenBatches`.
+        rows_at: the rows at positions of training; None: a shuffle of ``rows`` by ``seed``.
     """
 
     def __init__(
@@ -43,9 +47,10 @@ class ExampleBatches:
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
+        rows_at: RowsAt | None = None,
     ) -> None:
         check_sizes(rank, world_size, micro_batch_size=micro_batch_size, grad_accum_steps=grad_accum_steps)
-        self.rows, self.seed = rows, seed
+        self.rows, self._rows_at = rows, rows_at or partial(order.rows, seed, num_rows=rows.num_rows)
         self.micro_batch_size, self.grad_accum_steps = micro_batch_size, grad_accum_steps
         self.rank, self.world_size = rank, world_size
 
@@ -62,7 +67,7 @@ class ExampleBatches:
         """What this rank's loss is multiplied by: [Note: The mean over what counts]."""
         first = step * self.num_micro_batches * self.micro_batch_size
         positions = np.arange(first, first + self.num_micro_batches * self.micro_batch_size)
-        total = self.rows.targets_in(order.rows(self.seed, positions, self.rows.num_rows)).sum()
+        total = self.rows.targets_in(self._rows_at(positions)).sum()
         own = self.rows.targets_in(self._rows(step, micro_step)).sum()
         return float(own * self.num_micro_batches / total)
 
@@ -71,7 +76,7 @@ class ExampleBatches:
             raise ValueError(f"micro_step must be in [0, {self.grad_accum_steps}), got {micro_step}")
         block = step * self.num_micro_batches + micro_step * self.world_size + self.rank
         positions = np.arange(block * self.micro_batch_size, (block + 1) * self.micro_batch_size)
-        return order.rows(self.seed, positions, self.rows.num_rows)
+        return self._rows_at(positions)
 
 
 class ExampleEvalBatches:
@@ -80,15 +85,26 @@ class ExampleEvalBatches:
     Args:
         rows: to read.
         micro_batch_size, max_rows, rank, world_size: as there.
+        chosen: the rows to evaluate on; None: ``max_rows``, spread evenly over all.
     """
 
-    def __init__(self, rows: Rows, micro_batch_size: int, max_rows: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        micro_batch_size: int,
+        max_rows: int,
+        rank: int = 0,
+        world_size: int = 1,
+        chosen: NDArray[np.int64] | None = None,
+    ) -> None:
         check_sizes(rank, world_size, micro_batch_size=micro_batch_size, max_rows=max_rows)
         self.rows, self.rank, self.world_size = rows, rank, world_size
-        self.num_rows = min(max_rows, rows.num_rows)
+        if chosen is None:
+            num_rows = min(max_rows, rows.num_rows)
+            chosen = np.arange(num_rows, dtype=np.int64) * rows.num_rows // num_rows
+        self._rows, self.num_rows = chosen, chosen.size
         self.micro_batch_size = min(micro_batch_size, self.num_rows)
         self.num_batches = -(-self.num_rows // self.micro_batch_size)
-        self._rows = np.arange(self.num_rows, dtype=np.int64) * rows.num_rows // self.num_rows
 
     @property
     def num_targets(self) -> int:

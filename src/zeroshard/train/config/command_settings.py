@@ -7,8 +7,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from zeroshard.parallel.registry import strategies_with
+from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.registered import EvaluatingName
-from zeroshard.train.config.sections import Config, DataConfig
+from zeroshard.train.config.sections import Config
 from zeroshard.train.config.sizes import parse_size
 
 

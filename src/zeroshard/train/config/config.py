@@ -21,13 +21,13 @@ from zeroshard.comm.registry import COMMUNICATORS, comm_entry
 from zeroshard.errors import UserError, shown
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
+from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.registered import CommName, StrategyName
 from zeroshard.train.config.replica_settings import ReplicasConfig, check_replicas
 from zeroshard.train.config.sections import (
     SHORTHANDS,
     Config,
     ContractConfig,
-    DataConfig,
     LinkConfig,
     LoraConfig,
     ModelConfig,

@@ -1,7 +1,8 @@
-"""The tables of a run's settings: ``[model]``, ``[data]``, ``[optim]``, ``[profile]``, ``[plan]``, ``[link]``,
+"""The tables of a run's settings: ``[model]``, ``[lora]``, ``[optim]``, ``[profile]``, ``[plan]``, ``[link]``,
 ``[track]``.
 
-Each checks its own values; `zeroshard.train.config.config` holds them, and checks what must fit between them.
+``[data]`` is in `data_section`. Each checks its own values; `zeroshard.train.config.config` holds them, and checks what
+must fit between them.
 """
 
 from __future__ import annotations
@@ -12,18 +13,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from zeroshard.data.registry import SOURCES
 from zeroshard.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import PRESETS
-from zeroshard.train.config.registered import ModelName, SourceName
+from zeroshard.train.config.registered import ModelName
 from zeroshard.train.config.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
 
 # `model = "NAME"` stands for `model.name = "NAME"`
 SHORTHANDS = {"model": "name", "data": "source", "track": "to", "lora": "rank"}
 TRACKERS = ("tensorboard", "wandb", "trackio")
 HUGGING_FACE = ("attention", "from_config", "trust_remote_code", "config_json")  # settings of hf: models alone
-UNNAMED = "unnamed"  # the data of an imported run: only its user knows which they are
 Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M
 
 
@@ -148,113 +147,6 @@ class LoraConfig(Config):
         if "" in self.targets:
             raise UserError("lora.targets", "one of them is empty", "name linear layers, as q_proj v_proj")
         return self
-
-
-class DataConfig(Config):
-    """Which text, cut into tokens how, kept where."""
-
-    source: SourceName = Field(
-        "python-stdlib",
-        min_length=1,
-        description=f"{', '.join(SOURCES)}; OWNER/NAME[:CONFIGURATION][@SPLIT] of the Hugging Face hub; or module:name "
-        "of your own. bin: tokens of nanoGPT or llm.c.",
-    )
-    path: tuple[str, ...] = Field(
-        (), description="Files, folders, globs or addresses to read: text, .parquet, .jsonl[.gz|.zst], .bin."
-    )
-    column: str = Field("text", min_length=1, description="Of .parquet and .jsonl, that holds the text.")
-    tokenizer: str = Field(
-        "bytes",
-        min_length=1,
-        description="bytes, gpt2, another of tiktoken's, bpe:N (N trained tokens), json:PATH of a tokenizer.json or of "
-        "nanoGPT's meta.pkl.",
-    )
-    val_path: tuple[str, ...] = Field(
-        (), description="Further validation sets, each NAME=FILE, whose losses are logged as val_loss/NAME."
-    )
-    val_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the text kept for validation.")
-    max_tokens: Count = Field(0, ge=0, description="Tokens to keep at most, as 500000 or 1B; 0: all.")
-    dir: str = Field("", description="Folder of the prepared tokens; empty: named after the rest, in data/.")
-    streaming: bool = Field(
-        False, description="Train straight from .parquet, .jsonl or the hub, and prepare nothing before."
-    )
-    document_mask: bool = Field(False, description="Attention stays inside a document; the tokenizer must end them.")
-    packing: bool = Field(
-        False,
-        description="Rows of seq_len tokens hold several examples, or documents of text; attention stays inside each.",
-    )
-    format: Literal["text", "chat", "prompt"] = Field(
-        "text",
-        description="text; chat: conversations; prompt: pairs of prompt and completion. Of these two the loss is that "
-        "of what the model answers.",
-    )
-    template: str = Field(
-        "", description="chat: file of a template in Jinja2, or chatml; empty: that beside the tokenizer.json."
-    )
-    messages: str = Field("messages", min_length=1, description="chat: column of the lists of role and content.")
-    prompt: str = Field("prompt", min_length=1, description="prompt: column of what is given.")
-    completion: str = Field("completion", min_length=1, description="prompt: column of what is learned.")
-    too_long: Literal["cut", "drop"] = Field(
-        "cut", description="chat, prompt: what becomes of an example of more than seq_len tokens."
-    )
-    workers: int = Field(0, ge=0, description="Processes that encode text; 0: one per core, as far as there is work.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, raw: Any) -> Any:
-        return {SHORTHANDS["data"]: raw} if isinstance(raw, str) else raw
-
-    @property
-    def val_paths(self) -> dict[str, str]:
-        """Further validation sets: files by name."""
-        return {name: path for name, _, path in (each.partition("=") for each in self.val_path)}
-
-    @model_validator(mode="after")
-    def _validation_sets_have_names(self) -> Self:
-        names = []
-        for each in self.val_path:
-            name, _, path = each.partition("=")
-            if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or not path:
-                raise UserError("data.val_path", f"{each!r} is no NAME=FILE", "write each as code=code.jsonl")
-            if name in names:
-                raise UserError("data.val_path", f"two sets have the name {name}", "give each its own")
-            names.append(name)
-        if names and self.streaming:
-            todo = "leave it out, or prepare the data: without data.streaming"
-            raise UserError("data.val_path", "is given, and a stream validates on what it holds out alone", todo)
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_packed(self) -> Self:
-        if self.packing and self.streaming:
-            todo = "leave it out, or prepare the data: without data.streaming"
-            raise UserError("data.packing", "is given, and a stream is not packed", todo)
-        if self.packing and self.document_mask:
-            what = "is given, and data.packing keeps documents apart by itself"
-            raise UserError("data.document_mask", what, "leave one of the two out")
-        return self
-
-    @model_validator(mode="after")
-    def _fits_its_format(self) -> Self:
-        fields = type(self).model_fields
-        given = {name for name in fields if getattr(self, name) != fields[name].default}
-        wrong = next(
-            (name for name, formats in _OF_FORMATS.items() if name in given and self.format not in formats), ""
-        )
-        if wrong:
-            formats = " or ".join(_OF_FORMATS[wrong])
-            what = f"is given, and data.format is {self.format}"
-            raise UserError(f"data.{wrong}", what, f"leave it out, or add --data.format {formats}")
-        return self
-
-
-# Settings of some formats alone.
-_OF_FORMATS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("column", "max_tokens", "streaming", "document_mask"), ("text",)),
-    **dict.fromkeys(("template", "messages"), ("chat",)),
-    **dict.fromkeys(("prompt", "completion"), ("prompt",)),
-    "too_long": ("chat", "prompt"),
-}
 
 
 class OptimConfig(Config):
@@ -383,10 +275,3 @@ class TrackConfig(Config):
             if getattr(self, field) and "wandb" not in self.to:
                 raise UserError(f"track.{field}", "wandb alone has such", "add --track wandb, or leave it out")
         return self
-
-
-def require_data(data: DataConfig) -> None:
-    """Raise UserError where the data of an imported run were not named yet."""
-    if data.source == UNNAMED:
-        what = "the run was imported, and only you know what it is to be trained on"
-        raise UserError("data", what, "add --data text --data.path FILES, or another source, see --help")

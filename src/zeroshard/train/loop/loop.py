@@ -177,6 +177,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         **({} if run.best.step is None else {"best_step": run.best.step, "best_val_loss": run.best.loss}),
         "stopped_early": run.best.exhausted and step < schedule.max_steps,
         "tokens": run.tokens_at(step),
+        **({"tokens_by_source": by_source} if (by_source := run.tokens_by_source(step)) else {}),
         "num_skipped": run.guard.num_skipped,
         "last_checkpoint_step": saving.saved_at,
         "wall_s": perf_counter() - started,

@@ -81,7 +81,8 @@ class Run:
         loss_weight: what the loss of (step, micro_step) is multiplied by, where not all targets count: see [Note: The
             mean over what counts] in `zeroshard.data.examples.batches`; None: nothing.
         named_evals: this rank's batches of further validation sets, by name.
-        rows: how full the rows of examples are, as numbers for the log; empty: rows are of plain text.
+        rows: how full rows of examples are and how sources are mixed, for the log; empty: rows of one plain text.
+        tokens_by_source: of mixed sources, that were trained on after so many steps.
         replicas: those that take local steps; None where all ranks take each step together.
         data_position: where the data of a step begin, for its checkpoint; None where the step says it.
     """
@@ -116,7 +117,8 @@ class Run:
     contract: Contract | None = None
     release: Callable[[], None] = lambda: None
     about: Mapping[str, str] = field(default_factory=dict)
-    rows: Mapping[str, float] = field(default_factory=dict)
+    rows: Mapping[str, Any] = field(default_factory=dict)
+    tokens_by_source: Callable[[int], Mapping[str, int]] = lambda steps: {}
     data_position: Callable[[int], dict[str, Any] | None] = lambda step: None
     loss_weight: Callable[[int, int], float] | None = None
     named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)

@@ -175,6 +175,7 @@ def _build_in(
         data_position=corpus.position,
         loss_weight=corpus.loss_weight,
         rows=corpus.facts,
+        tokens_by_source=corpus.tokens_by_source,
         named_evals=corpus.named_evals,
         eval_batches=corpus.eval_batches,
         learning_rate=partial(learning_rate, **resume.schedule_of(config.model_dump())),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,14 @@ from zeroshard.comm import Communicator
 from zeroshard.data import Batches, EvalBatches, TokenBatches, TokenDataset, require_enough
 from zeroshard.data.base import EvalBatch
 from zeroshard.data.examples.batches import ExampleBatches, ExampleEvalBatches, require_rows
-from zeroshard.data.examples.row_plan import rows_in
+from zeroshard.data.examples.row_plan import ExampleRows, rows_in
 from zeroshard.data.examples.store import require_plain
 from zeroshard.data.examples.template import TEMPLATE_FILES
 from zeroshard.data.lanes import open_stream
-from zeroshard.data.meta import DataMeta, read_meta
+from zeroshard.data.meta import SPLITS, DataMeta, read_meta
+from zeroshard.data.mixing import JoinedRows, Mixture
 from zeroshard.data.prepared import tables_fingerprint
+from zeroshard.data.row_sets import Rows, TextRows
 from zeroshard.data.sources import SyntheticSize, open_source
 from zeroshard.data.spec import data_dir
 from zeroshard.data.stream import StreamBatches, validation_tokens
@@ -29,7 +31,7 @@ from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, make_tokeni
 from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.agree import agree_on, first_rank_does, gather_bytes
-from zeroshard.train.setup.prepare_data import data_folder, data_spec, prepare_data
+from zeroshard.train.setup.prepare_data import Source, data_folder, data_spec, prepare_data, sources_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Corpus:
         loss_weight: what the loss of (step, micro_step) is multiplied by; None: nothing.
         said: of examples, how they are laid into rows, in words; empty: nothing.
         facts: the same as numbers, for the log.
+        tokens_by_source: what of each source was trained on after so many steps, without padding; none mixed: empty.
     """
 
     batches: Batches
@@ -68,7 +71,8 @@ class Corpus:
     loss_weight: Callable[[int, int], float] | None = None
     named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)
     said: str = ""
-    facts: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    tokens_by_source: Callable[[int], Mapping[str, int]] = lambda steps: {}
 
 
 def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
@@ -77,7 +81,7 @@ def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) 
     Raises:
         UserError: it cannot be had, is not the same on every rank, or is too little.
     """
-    if config.data.format != "text" or config.data.packing:
+    if config.data.format != "text" or config.data.packing or config.data.mix:
         return _in_rows(config, comm, grad_accum_steps)
     return (_streamed if config.data.streaming else _prepared)(config, comm, grad_accum_steps)
 
@@ -106,37 +110,97 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
 
 
 def _in_rows(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
-    """Examples, or whole documents of text that are packed."""
-    folder, data = data_folder(config.data), config.data
-    first_rank_does(comm, lambda: prepare_data(data))
-    meta = read_meta(folder)
-    agree_on(comm, data_facts(meta))
-    if data.format == "text":
-        require_plain(folder, meta)
-    cut, packed = data.too_long == "cut", data.packing
-    train, val = (rows_in(folder, split, config.seq_len, cut=cut, packed=packed) for split in ("train", "val"))
-    require_rows(train, config.micro_batch_size * grad_accum_steps * comm.world_size)
-    for split, rows in (("train", train), ("val", val)):
-        if comm.rank == 0 and rows.said(split):
-            print(rows.said(split), file=sys.stderr, flush=True)
-    ranks = {"rank": comm.rank, "world_size": comm.world_size}
-    size = config.micro_batch_size
-    batches = ExampleBatches(train, size, grad_accum_steps, seed=config.seed, **ranks)
-    facts = {"rows": train.num_rows, "examples": train.members.size, "filled": round(train.share_filled, 4)}
-    in_rows = f" packed {config.seq_len}" if packed else ""
+    """Examples, whole documents of text that are packed, or several sources of either."""
+    data, sources = config.data, sources_of(config.data)
+    folders, metas = _prepared_alike(sources, comm)
+    parts = {split: [_rows(config, *each, split) for each in zip(sources, folders, strict=True)] for split in SPLITS}
+    train, val = (_joined(parts[split]) for split in SPLITS)
+    weights = [source.weight for source in sources]
+    mixture = Mixture(train, weights, config.seed) if isinstance(train, JoinedRows) else None
+    if mixture is None:
+        require_rows(train, config.micro_batch_size * grad_accum_steps * comm.world_size)
+    for split, of_split in parts.items():
+        for said in (rows.said(split) for rows in of_split if isinstance(rows, ExampleRows)):
+            if comm.rank == 0 and said:
+                print(said, file=sys.stderr, flush=True)
+    ranks, size = {"rank": comm.rank, "world_size": comm.world_size}, config.micro_batch_size
+    batches = ExampleBatches(train, size, grad_accum_steps, seed=config.seed, rows_at=mixture, **ranks)
+    chosen = Mixture(val, weights, config.seed).evenly(eval_rows(config)) if isinstance(val, JoinedRows) else None
+    rows_per_step = batches.num_micro_batches * size
+    in_rows = f" packed {config.seq_len}" if data.packing else ""
+    mixed = f" {weights}" if data.mix else ""
+    tokens = " ".join(meta.tokens_sha256 for meta in metas)
+    told = _told(sources, parts["train"], mixture, config.max_steps * rows_per_step)
     return Corpus(
         batches=batches,
-        eval_batches=ExampleEvalBatches(val, size, max_rows=eval_rows(config), **ranks),
-        vocab_size=meta.vocab_size,
-        eos_id=meta.eos_id,
-        sha256=hashlib.sha256(f"{meta.tokens_sha256} {data.too_long}{in_rows}".encode()).hexdigest(),
-        keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept),
-        num_tokens=meta.splits["train"].num_tokens,
+        eval_batches=ExampleEvalBatches(val, size, eval_rows(config), chosen=chosen, **ranks),
+        vocab_size=max(meta.vocab_size for meta in metas),
+        eos_id=metas[0].eos_id,
+        sha256=hashlib.sha256(f"{tokens} {data.too_long}{in_rows}{mixed}".encode()).hexdigest(),
+        keep_tokenizer=lambda kept: _copy_tokenizer(folders[0], kept),
+        num_tokens=sum(meta.splits["train"].num_tokens for meta in metas),
         loss_weight=batches.weight,
-        named_evals=_named_evals(config, folder, comm),
-        said=train.in_words(),
-        facts=facts,
+        named_evals=_named_evals(config, folders[0], comm),
+        said=told[0],
+        facts=told[1],
+        tokens_by_source=lambda steps: _tokens_by_source(sources, mixture, steps * rows_per_step),
     )
+
+
+def _prepared_alike(sources: Sequence[Source], comm: Communicator) -> tuple[list[Path], list[DataMeta]]:
+    """The folder of each source and what it says, prepared; a UserError where their tokenizers differ. Collective."""
+    folders, metas = [data_folder(source.data) for source in sources], []
+    for source, folder in zip(sources, folders, strict=True):
+        first_rank_does(comm, partial(prepare_data, source.data))
+        metas.append(read_meta(folder))
+        prefix = f"{source.name}: " if source.name else ""
+        agree_on(comm, {f"{prefix}{fact}": value for fact, value in data_facts(metas[-1]).items()})
+        if (metas[-1].tokenizer, metas[-1].tokenizer_sha256) != (metas[0].tokenizer, metas[0].tokenizer_sha256):
+            what = f"{folder} was prepared with another tokenizer ({metas[-1].tokenizer}) than {folders[0]}"
+            raise UserError("data.mix", what, "delete it, so that it is prepared anew")
+    return folders, metas
+
+
+def _rows(config: TrainConfig, source: Source, folder: Path, split: str) -> Rows:
+    named = f"{source.name} {split}".strip()
+    if config.data.format == "text":
+        require_plain(folder, read_meta(folder))
+    if config.data.format != "text" or config.data.packing:
+        cut = config.data.too_long == "cut"
+        return rows_in(folder, split, config.seq_len, named=named, cut=cut, packed=config.data.packing)
+    tokens = TokenDataset.open(folder, split)
+    require_enough(tokens, config.seq_len, 1, split=named)
+    return TextRows(tokens, config.seq_len)
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    return JoinedRows(parts) if parts[1:] else parts[0]
+
+
+def _told(
+    sources: Sequence[Source], parts: Sequence[Rows], mixture: Mixture | None, num_rows: int
+) -> tuple[str, dict[str, Any]]:
+    """How rows are filled and sources mixed in ``num_rows`` rows of training: in words, and for the log."""
+    facts: dict[str, Any] = {}
+    words = []
+    examples = [rows for rows in parts if isinstance(rows, ExampleRows)]
+    if examples:
+        num_inputs = sum(int(rows.num_inputs.sum()) for rows in examples)
+        num_filled = sum(rows.num_rows for rows in examples)
+        facts = {"rows": num_filled, "examples": sum(rows.members.size for rows in examples)}
+        facts["filled"] = round(num_inputs / (num_filled * examples[0].seq_len), 4)
+    if mixture is None:
+        return (examples[0].in_words() if examples else ""), facts
+    counts, tokens = mixture.counts(num_rows), mixture.tokens(num_rows)
+    for source, part, count, num_tokens in zip(sources, parts, counts.tolist(), tokens, strict=True):
+        share, epochs = num_tokens / max(sum(tokens), 1), count / part.num_rows
+        facts.setdefault("mix", {})[source.name] = {"rows": count, "tokens": num_tokens, "epochs": round(epochs, 4)}
+        words.append(f"{source.name} {share:.1%} of tokens, {epochs:.3g} epochs".replace("%", " %"))
+    return "; ".join(words), facts
+
+
+def _tokens_by_source(sources: Sequence[Source], mixture: Mixture | None, num_rows: int) -> dict[str, int]:
+    return {} if mixture is None else {s.name: n for s, n in zip(sources, mixture.tokens(num_rows), strict=True)}
 
 
 def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[str, Iterable[EvalBatch]]:
@@ -146,8 +210,8 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
     ranks = {"rank": comm.rank, "world_size": comm.world_size}
     size, most = config.micro_batch_size, eval_rows(config)
     for name, path in config.data.val_paths.items():
-        changes = {"source": "text", "path": (path,), "tokenizer": tokenizer, "val_fraction": 0.0, "max_tokens": 0}
-        data = config.data.model_copy(update=changes)
+        changes = {"source": "text", "path": (path,), "mix": (), "tokenizer": tokenizer}
+        data = config.data.model_copy(update={**changes, "val_fraction": 0.0, "max_tokens": 0})
         where = data_dir(data_spec(data), folder.parent)
         data = data.model_copy(update={"dir": str(where)})
         first_rank_does(comm, partial(prepare_data, data))
@@ -156,7 +220,7 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
         if own.examples or data.packing:
             cut = data.too_long == "cut"
             rows = rows_in(where, "train", config.seq_len, named=name, cut=cut, packed=data.packing)
-            found[name] = ExampleEvalBatches(rows, size, most, **ranks)
+            found[name] = ExampleEvalBatches(rows, size, most, comm.rank, comm.world_size)
         else:
             tokens = TokenDataset.open(where, "train")
             require_enough(tokens, config.seq_len, 1, split=name)

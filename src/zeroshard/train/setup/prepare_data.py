@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import prepare
 from zeroshard.data.spec import DataSpec, data_dir
 from zeroshard.errors import ExitStatus
-from zeroshard.train.config.sections import DataConfig, require_data
+from zeroshard.train.config.data_section import DataConfig, require_data
 
 LINE_S = 10.0  # between lines where there is no terminal
 
@@ -32,6 +33,37 @@ def data_folder(data: DataConfig) -> Path:
     return Path(data.dir) if data.dir else data_dir(data_spec(data))
 
 
+@dataclass(frozen=True)
+class Source:
+    """What is prepared into one folder.
+
+    Attributes:
+        name: the path in ``data.mix``; empty where nothing is mixed.
+        weight: share of rows in training, as it was given; above 0.
+        data: the settings of this source alone.
+    """
+
+    name: str
+    weight: float
+    data: DataConfig
+
+
+def sources_of(data: DataConfig) -> list[Source]:
+    """Each source of ``data.mix`` with settings of its own, but for those of weight 0; else ``data`` itself."""
+    if not data.mix:
+        return [Source("", 1.0, data)]
+    found = []
+    for path, weight in data.weights.items():
+        if not weight:
+            continue
+        of_hub = path.startswith("hf:")
+        named = {"source": path} if of_hub else {"path": (path,)}
+        own = data.model_copy(update={"mix": (), "dir": "", **named})
+        folder = data_dir(data_spec(own), data.dir or "data")
+        found.append(Source(path, weight, own.model_copy(update={"dir": str(folder)})))
+    return found
+
+
 def run_prepare(data: DataConfig) -> int:
     """Prepare what ``data`` says and print the folder and what is in it; returns the exit status.
 
@@ -39,13 +71,15 @@ def run_prepare(data: DataConfig) -> int:
         UserError: as `zeroshard.data.prepare.prepare`.
         OSError: the disk failed or is full.
     """
-    folder = prepare_data(data)
-    meta = read_meta(folder)
-    splits = ", ".join(f"{split.num_tokens:,} {name}" for name, split in meta.splits.items())
-    print(f"tokens in {folder}: {splits}")
-    if meta.examples:
-        each = [f"{of.num_examples:,} {name} ({of.num_counted:,} tokens count)" for name, of in meta.examples.items()]
-        print(f"examples: {', '.join(each)}")
+    for source in sources_of(data):
+        folder = prepare_data(source.data)
+        meta = read_meta(folder)
+        splits = ", ".join(f"{split.num_tokens:,} {name}" for name, split in meta.splits.items())
+        print(f"tokens in {folder}: {splits}")
+        if meta.examples:
+            of_each = meta.examples.items()
+            each = [f"{of.num_examples:,} {name} ({of.num_counted:,} tokens count)" for name, of in of_each]
+            print(f"examples: {', '.join(each)}")
     return int(ExitStatus.OK)
 
 
