@@ -31,7 +31,8 @@ def mixed(tiny_config, tmp_path):
 
     def make(name, data=None, **changes):
         table = {"source": "text", "mix": weights, "format": "prompt", "dir": str(tmp_path / "tokens"), **(data or {})}
-        sizes = {"seq_len": 64, "micro_batch_size": 8, "max_steps": 6, "decay_steps": 6, "eval_interval": 0, "eval_rows": 20}
+        sizes = {"seq_len": 64, "micro_batch_size": 8, "max_steps": 6, "decay_steps": 6, "eval_interval": 0}
+        sizes["eval_rows"] = 20
         return tiny_config(**{"data": table, "out": str(tmp_path / name), **sizes, **changes})
 
     return make
