@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.errors import UserError
-from zeroshard.kernels import FORMATS, BlockFormat, DtypeFormat, dequantise, quantise, rounding_key
+from zeroshard.kernels import dequantise, quantise
+from zeroshard.wire_formats import FORMATS, BlockFormat, DtypeFormat, rounding_key
 
 TINY = 2.0**-126
 LARGEST = {"int8": 127, "int4": 7, "e4m3": 448}

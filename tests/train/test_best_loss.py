@@ -36,7 +36,7 @@ def train_with(tiny_config, monkeypatch):
                 run.close()
 
         def told(run, step, settle, alive=lambda: None):
-            return losses[step], None
+            return losses[step], None, {}
 
         monkeypatch.setattr(loop, "_evaluate", told)
         with torch.random.fork_rng():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import shutil
 import weakref
 from pathlib import Path
@@ -322,7 +323,9 @@ def test_a_run_of_experts_in_float32_is_held_to_what_can_be_planned(hf_folder, t
     plan = {"enforce": True}
     config = tiny_config(model=model, strategy="zero3", plan=plan, max_steps=4, eval_interval=0)
     assert run_training(config, None, predict) == 0
-    assert caplog.text == ""  # torch logs a traceback otherwise
+    assert not [
+        record for record in caplog.records if record.levelno > logging.INFO
+    ]  # torch logs a traceback otherwise
     assert "peak not predicted: its forward cannot be traced without values" in capsys.readouterr().out
     summary = json.loads((Path(config.out) / "summary.json").read_text())
     assert summary["status"] == "ok"

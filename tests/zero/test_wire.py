@@ -8,7 +8,7 @@ from torch import nn
 from late import late
 from zeroshard import checkpoint
 from zeroshard.comm import NullCommunicator, ObservedCommunicator, ThreadCommunicator, run_threads
-from zeroshard.kernels import BlockFormat
+from zeroshard.wire_formats import BlockFormat
 from zeroshard.zero import MixedPrecision, Zero
 from zeroshard.zero.buffers.wire import there_and_back
 

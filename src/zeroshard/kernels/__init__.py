@@ -6,15 +6,7 @@ norms are so long that kernels and launchers have a file of their own). The refe
 """
 
 from zeroshard.kernels.adamw import AdamWOptions, adamw
-from zeroshard.kernels.block_formats import (
-    FORMATS,
-    BlockFormat,
-    DtypeFormat,
-    Format,
-    dequantise,
-    quantise,
-    rounding_key,
-)
+from zeroshard.kernels.block_formats import dequantise, quantise
 from zeroshard.kernels.cross_entropy import cross_entropy
 from zeroshard.kernels.dispatch import CHOICES, OPERATIONS, Backend, Choice, Operation, choose, describe, use_kernels
 from zeroshard.kernels.gated import geglu, swiglu
@@ -26,14 +18,10 @@ from zeroshard.kernels.sum_of_squares import sum_of_squares
 
 __all__ = [
     "CHOICES",
-    "FORMATS",
     "OPERATIONS",
     "AdamWOptions",
     "Backend",
-    "BlockFormat",
     "Choice",
-    "DtypeFormat",
-    "Format",
     "LayerNorm",
     "Operation",
     "RMSNorm",
@@ -48,7 +36,6 @@ __all__ = [
     "quantise",
     "rms_norm",
     "rope",
-    "rounding_key",
     "sum_of_squares",
     "swiglu",
     "use_kernels",

@@ -14,8 +14,7 @@ from typing import cast
 import torch
 
 from zeroshard.errors import UserError
-from zeroshard.kernels import FORMATS, BlockFormat, DtypeFormat, Format
-from zeroshard.kernels.block_formats import BLOCK, FormatName, check_block
+from zeroshard.wire_formats import BLOCK, FORMATS, BlockFormat, DtypeFormat, Format, FormatName, check_block
 
 EXACT_NUMEL = 4096
 """Elements of the smallest parameter that travels in a wire format: a smaller one has few bytes to save."""

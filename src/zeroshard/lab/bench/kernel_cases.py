@@ -12,6 +12,7 @@ from torch import Tensor
 from zeroshard import kernels
 from zeroshard.kernels import AdamWOptions, Choice
 from zeroshard.kernels.adamw import Pieces
+from zeroshard.wire_formats import BlockFormat, rounding_key
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -158,8 +159,8 @@ def sum_of_squares_cases(dtype: str) -> Iterator[Case]:
 
 def block_format_cases(dtype: str) -> Iterator[Case]:
     """What travels: int8 there and back, rounded stochastically as gradients are."""
-    numel, form = (124_000_000 if ON_GPU else 5000), kernels.BlockFormat("int8")
-    key = kernels.rounding_key(0, 0, "blocks.0", 0)
+    numel, form = (124_000_000 if ON_GPU else 5000), BlockFormat("int8")
+    key = rounding_key(0, 0, "blocks.0", 0)
 
     def call(who: Choice, flat: Tensor, packed: Tensor) -> Any:
         kernels.quantise(flat, packed, form, key, kernels=who)

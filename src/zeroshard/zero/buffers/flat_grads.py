@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Work, empty_for, scope
-from zeroshard.kernels import Format
+from zeroshard.wire_formats import Format
 from zeroshard.zero.buffers.layout import FlatLayout, Piece
 from zeroshard.zero.buffers.wire import AcrossReplicas, PackedReduce, Rounding
 from zeroshard.zero.levels import Levels

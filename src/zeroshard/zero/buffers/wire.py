@@ -21,8 +21,19 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
-from zeroshard.kernels import Format, dequantise, quantise, rounding_key
+from zeroshard.lazily import loaded
+from zeroshard.wire_formats import Format, rounding_key
 from zeroshard.zero.buffers.differences import take_where_it_differs
+
+
+def quantise(values: Tensor, packed: Tensor, form: Format, key: int | None = None) -> None:
+    """`zeroshard.kernels.quantise`; who has no wire format does not import Triton."""
+    loaded("zeroshard.kernels", "quantise")(values, packed, form, key)
+
+
+def dequantise(packed: Tensor, values: Tensor, form: Format) -> None:
+    """`zeroshard.kernels.dequantise`."""
+    loaded("zeroshard.kernels", "dequantise")(packed, values, form)
 
 
 class PackedGather:

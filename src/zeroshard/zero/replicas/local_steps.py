@@ -31,8 +31,7 @@ from typing import cast
 
 import torch
 
-from zeroshard.kernels import FORMATS, BlockFormat
-from zeroshard.kernels.block_formats import BLOCK, FormatName, check_block
+from zeroshard.wire_formats import BLOCK, FORMATS, BlockFormat, FormatName, check_block
 
 
 @dataclass(frozen=True)
