@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from zeroshard import kernels
 from zeroshard.kernels import AdamWOptions, dispatch, norm_kernels
+from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
 
 compile_or_run = JITFunction.run
 CAPABILITY = int(sys.argv[1]) if __name__ == "__main__" else 90
@@ -78,10 +79,10 @@ def main():
         options = {"label_smoothing": 0.1, "z_loss": 0.1, "inplace": inplace, "kernels": "triton"}
         backward([kernels.cross_entropy(logits * 1, targets, **options)], [logits])
     kernels.sum_of_squares(torch.zeros(10_000), kernels="triton")
-    for name in kernels.FORMATS:
-        form, flat = kernels.BlockFormat(name), torch.zeros(5000)
+    for name in FORMATS:
+        form, flat = BlockFormat(name), torch.zeros(5000)
         packed = torch.zeros(form.num_bytes(5000), dtype=torch.uint8)
-        for key in (None, kernels.rounding_key(0, 0, "root", 0)):
+        for key in (None, rounding_key(0, 0, "root", 0)):
             kernels.quantise(flat, packed, form, key, kernels="triton")
         kernels.dequantise(packed, flat, form, kernels="triton")
     columns = [torch.zeros(5000) for _ in range(4)]
