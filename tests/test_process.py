@@ -12,6 +12,7 @@ import pytest
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 OURS = ("THP_MEM_ALLOC_ENABLE", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 KEPT = """
 import ctypes
 libc = ctypes.CDLL(None)
@@ -28,7 +29,7 @@ print(end_of_heap - libc.sbrk(0))
 
 
 def run(code: str, **env: str) -> str:
-    clean = {name: value for name, value in os.environ.items() if name not in OURS}
+    clean = {name: value for name, value in os.environ.items() if name not in (*OURS, *ALLOCATORS)}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=600, check=True).stdout
 
@@ -60,6 +61,14 @@ def test_freed_tensors_stay_with_the_process_and_with_those_it_starts():
     assert int(run(KEPT)) > 300 << 20
     assert int(run(prepared + KEPT)) == 0
     assert int(run(prepared + child)) == 0
+
+
+def test_memory_of_gpus_is_taken_in_segments_that_grow_unless_the_allocator_was_told_otherwise():
+    shown = "print(os.environ.get(process.ALLOCATOR), process.allocator_settings())"
+    told = f"import os; from zeroshard import process; process.prepare_torch(); {shown}"
+    assert run(told).split() == ["expandable_segments:True"] * 2
+    assert run(told, PYTORCH_ALLOC_CONF="backend:native").split() == ["backend:native"] * 2
+    assert run(told, PYTORCH_CUDA_ALLOC_CONF="backend:native").split() == ["None", "backend:native"]
 
 
 def test_who_has_spoken_is_heard():

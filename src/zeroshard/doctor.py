@@ -16,7 +16,7 @@ import zeroshard
 from zeroshard.columns import columns
 from zeroshard.comm.variables import VARIABLES
 from zeroshard.launch.environment import variable, world_from_env
-from zeroshard.process import num_cpus
+from zeroshard.process import ALLOCATOR, allocator_settings, num_cpus
 
 GIB = 2**30
 
@@ -78,6 +78,8 @@ def _devices() -> list[tuple[str, str]]:
     rows.append(("gloo", _yes(dist.is_available() and dist.is_gloo_available())))
     rows.append(("nccl", _yes(dist.is_available() and dist.is_nccl_available())))
     rows.append(("bfloat16 on cuda", _yes(has_cuda and torch.cuda.is_bf16_supported())))
+    if has_cuda:
+        rows.append(("cuda memory", allocator_settings() or f"runs set {ALLOCATOR}=expandable_segments:True"))
     rows.append(("device auto", "cuda" if has_cuda else "cpu"))
     rows.append(("kernels auto", _kernels(torch.device("cuda" if has_cuda else "cpu"))))
     rows.append(("comm auto", "torch (nccl)" if has_cuda else "shm on one host, ring on several"))

@@ -9,6 +9,8 @@ All of it by the environment, so whoever has set a variable keeps it.
     back as soon as a few blocks there are free. So a step at stage 3 meets no page fault where it met tens of
     thousands, and the peak of the resident set is what it was (``benchmarks/step.py``, ``benchmarks/footprint.py``).
     Blocks of 32 MiB and more are mapped each time, as ever: in the heap, freed aligned blocks seldom fit again.
+    On a GPU segments that grow (``expandable_segments``) keep what units and gradients of several sizes give back
+    usable for each other; segments of a fixed size leave gaps.
 """
 
 from __future__ import annotations
@@ -22,17 +24,22 @@ from pathlib import Path
 # longer cut from the heap, which is as far as malloc would move by itself.
 _THRESHOLDS = {"MALLOC_TRIM_THRESHOLD_": (-1, 1 << 30), "MALLOC_MMAP_THRESHOLD_": (-3, 32 << 20)}
 _TUNABLES = "GLIBC_TUNABLES"
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+ALLOCATOR_BEFORE = "PYTORCH_CUDA_ALLOC_CONF"  # its older name, which torch still reads
 
 
 def prepare_torch() -> None:
     """Have large CPU tensors lie in huge pages of memory that stays with the process, and torch log errors alone.
 
+    Memory of GPUs is taken in segments that grow, unless a variable for torch's allocator is set.
     Call it before torch is imported. [Note: Memory that stays]. Where a rank is lost, torch warns with C++ stack
     traces of each peer's connection; our one line names the rank. Its profiler tells whenever it starts and stops.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    if ALLOCATOR_BEFORE not in os.environ:
+        os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
     _keep_freed_memory()
 
 
@@ -64,6 +71,11 @@ def interpret_kernels() -> None:
     is imported.
     """
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def allocator_settings() -> str:
+    """What the environment tells torch's allocator of GPUs' memory; empty: nothing."""
+    return os.environ.get(ALLOCATOR) or os.environ.get(ALLOCATOR_BEFORE, "")
 
 
 def _keep_freed_memory() -> None:

@@ -131,6 +131,63 @@ def pulse(comm):
     return comm._watch._look()
 
 
+class OnDevice(NullCommunicator):
+    """Collectives of a device that are over when the test says so, and never hold the host up."""
+
+    def __init__(self, world_size):
+        super().__init__(world_size)
+        self.over, self.num_waits = set(), 0
+
+    def all_reduce(self, tensor, op="sum"):
+        number, self.num_waits = self.num_waits, self.num_waits + 1
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: number in self.over)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_stall_of_a_device_is_seen_though_no_wait_holds_the_host(clock, monkeypatch, waits):
+    """By the collective's handle until it is waited for, then by an event behind the wait."""
+    events = []
+
+    class Event:
+        passed = False
+
+        def record(self, stream):
+            events.append(self)
+
+        def query(self):
+            return self.passed
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    board, inner = MemoryBoard(), OnDevice(2)
+    ours = SentinelCommunicator(inner, board, lambda *_: None, stall_s=8.0)
+    other = SentinelCommunicator(NullCommunicator(2, 1), board, lambda *_: None)
+    there = SimpleNamespace(nbytes=8, device=torch.device("cuda", 0))
+    for _ in range(2):
+        reduction = ours.all_reduce(there)
+        if waits:
+            reduction.wait()
+        other.all_reduce(torch.zeros(2))
+    pulse(other)  # its last one
+    assert pulse(ours) is None
+    clock.sleep(7)
+    if waits:
+        events[0].passed = True
+    else:
+        inner.over.add(0)
+    assert pulse(ours) is None
+    clock.sleep(7)
+    assert pulse(ours) is None  # the second has been the oldest for 7 s
+    clock.sleep(2)
+    assert pulse(ours) is None  # it looks at the other rank from here on
+    clock.sleep(9)
+    stalled = pulse(ours)
+    ours.close()
+    other.close()
+    assert stalled == ("rank 1 has not answered for 8 s: it is stopped or lost", True)
+
+
 def test_after_a_collective_failed_the_rank_that_fell_silent_is_named_with_what_it_did_last(clock, monkeypatch):
     watched = Watched(3, stall_s=100)
     for comm in watched.ranks:

@@ -55,6 +55,11 @@ class _TorchWork:
         else:
             self._handle.get_future().add_done_callback(lambda _: ended(time.perf_counter()))
 
+    def is_completed(self) -> bool:
+        """Whether it is over, on its device where it has one; nothing waits, and any thread may ask."""
+        handle = self._handle
+        return handle is None or handle.is_completed()
+
     def wait(self) -> None:
         """Wait for the handle once, then make the copy."""
         if self._handle is None:

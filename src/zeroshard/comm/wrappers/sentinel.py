@@ -8,7 +8,8 @@ do not.
 
 * Every `PULSE_S` a rank posts how far it is, with the digests of its last operations. A digest that differs from rank
   0's at the same place is a divergence, and the operations around it say where.
-* A rank that has waited for longer than ``stall_s`` looks for one that has stopped posting: it is lost.
+* A rank that has waited for longer than ``stall_s``, or whose GPU has got past no collective for so long
+  (`zeroshard.comm.wrappers.under_way`), looks for one that has stopped posting: it is lost.
 
 Whoever finds a fault posts it as the verdict, and every rank acts on that one.
 
@@ -37,6 +38,7 @@ from torch import Tensor
 
 from zeroshard.comm.base import Communicator, PeerError, Work
 from zeroshard.comm.labels import current_scope
+from zeroshard.comm.wrappers.under_way import UnderWay, Watched
 from zeroshard.comm.wrappers.wrapper import WrappedWork, Wrapper
 
 PULSE_S = 1.0
@@ -120,7 +122,7 @@ class _Watch:
         self, rank: int, world_size: int, board: Board, on_fault: Callable[[str, bool], None], stall_s: float
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.log = _OperationLog()
+        self.log, self.under_way = _OperationLog(), UnderWay()
         self._board, self._on_fault, self._stall_s = board, on_fault, stall_s
         self._waiting_since: float | None = None
         self._last_pulse: dict[int, tuple[int, float]] = {}  # of each rank: its number, when it changed
@@ -162,7 +164,7 @@ class _Watch:
 
     def _watch_the_board(self) -> None:
         while not self._closed.wait(PULSE_S):
-            looking, waiting, now = self._looking_since, self._waiting_since, time.monotonic()
+            looking, waiting, now = self._looking_since, self._stalled_since(), time.monotonic()
             if looking is None or waiting is None:
                 continue
             if now - looking > LOST_AFTER_S and now - waiting > self._stall_s:
@@ -176,7 +178,7 @@ class _Watch:
         if verdict is not None:
             return verdict.decode(), False
         fault = self._divergence([0]) if self.rank else None
-        since = self._waiting_since
+        since = self._stalled_since()
         if fault is None and since is not None and time.monotonic() - since > self._stall_s:
             ranks = self._looked_at()
             fault = self._divergence(ranks) or self._lost(ranks)
@@ -184,6 +186,11 @@ class _Watch:
             return None
         self._board.post(_VERDICT, fault.encode())
         return fault, True
+
+    def _stalled_since(self) -> float | None:
+        """Since when the host waits, or a GPU has got past no collective; None where neither is so."""
+        on_device, on_host = self.under_way.stalled_since(time.monotonic()), self._waiting_since
+        return on_device if on_host is None else on_host
 
     def _looked_at(self) -> list[int]:
         """The ranks to look at in this pulse: [Note: What a stall asks of the store]."""
@@ -299,13 +306,16 @@ class _Watch:
 
 
 class _WatchedWork(WrappedWork):
-    def __init__(self, work: Work, sentinel: SentinelCommunicator) -> None:
+    def __init__(self, work: Work, sentinel: SentinelCommunicator, watched: Watched | None) -> None:
         super().__init__(work)
-        self._sentinel = sentinel
+        self._sentinel, self._watched = sentinel, watched
 
     def wait(self) -> None:
         with self._sentinel.waiting():
             self._work.wait()
+        if self._watched is not None:
+            self._watched.waited()
+            self._watched = None
 
 
 class SentinelCommunicator(Wrapper):
@@ -341,7 +351,9 @@ class SentinelCommunicator(Wrapper):
         num_bytes = 0 if whole is None else whole.nbytes
         self._watch.log.add(f"{op} {detail}".rstrip(), num_bytes, current_scope())
         with self.waiting():
-            return _WatchedWork(issue(), self)
+            work = issue()
+        watched = None if whole is None else self._watch.under_way.add(work, whole.device)
+        return _WatchedWork(work, self, watched)
 
 
 def is_of_peers(error: BaseException) -> bool:
