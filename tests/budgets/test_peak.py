@@ -12,8 +12,9 @@ from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES
 from zeroshard.lab.predict.model_trace import tokens_and_targets, trace_language_model, trace_model
 from zeroshard.lab.predict.step import Settings, step_of
-from zeroshard.lab.predict.traffic import messages
+from zeroshard.lab.predict.traffic import flows_of, messages
 from zeroshard.models import build_model
+from zeroshard.models.adapters import Lora
 from zeroshard.zero import STAGES, MixedPrecision, Placement, ShardingStrategy
 from zeroshard.zero import precision as precision_module
 
@@ -37,15 +38,16 @@ PEAK_SLACK_BYTES = 2048
 KEEP_WEIGHTS = ShardingStrategy(Placement.SHARD, Placement.SHARD, Placement.SHARD, reshard_after_forward=False)
 
 
-def _model(name, recomputed="none", num_layers=4):
+def _model(name, recomputed="none", num_layers=4, **built):
     overrides = {**MODELS[name], "n_layer": num_layers, "activation_checkpointing": recomputed}
-    return build_model(name, vocab_size=61, seq_len=SEQ_LEN, overrides=overrides)
+    return build_model(name, vocab_size=61, seq_len=SEQ_LEN, overrides=overrides, **built)
 
 
 @functools.cache
-def _trace(name, recomputed, micro_batch, precision):
+def _trace(name, recomputed, micro_batch, precision, **built):
     """What a plan is made of; it knows no stage and no world."""
-    return trace_language_model(_model(name, recomputed), micro_batch, SEQ_LEN, {**PRECISIONS, **WIRES}[precision])
+    model = _model(name, recomputed, **built)
+    return trace_language_model(model, micro_batch, SEQ_LEN, {**PRECISIONS, **WIRES}[precision])
 
 
 def _both(
@@ -61,13 +63,15 @@ def _both(
     shard_size=None,
     micro_batch=2,
     rank=0,
+    **built,
 ):
-    model, policy = _model(name, recomputed), {**PRECISIONS, **WIRES}[precision]
+    model, policy = _model(name, recomputed, **built), {**PRECISIONS, **WIRES}[precision]
     shards = shard_size or world_size
     num_replicas = world_size // shards
     buffers = buffers_of(model, shards, list(model.blocks), precision=policy)
     settings = Settings(row, policy, num_micro, accumulate, prefetch, num_replicas, rank=rank % shards)
-    predicted = step_of(_trace(name, recomputed, micro_batch, precision), buffers, OPTIMIZER_STATES["AdamW"], settings)
+    trace = _trace(name, recomputed, micro_batch, precision, **built)
+    predicted = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings)
     listed = messages(
         buffers,
         row,
@@ -76,6 +80,7 @@ def _both(
         accumulate=accumulate,
         prefetch=prefetch,
         num_replicas=num_replicas,
+        flows=flows_of(buffers) if "lora" in built else None,
     )
     measured = dry_run(
         model,
@@ -123,6 +128,20 @@ def test_a_step_sends_and_holds_what_was_planned(stage, world_size, name, precis
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputation_and_weights_that_stay_are_planned_too(name, row, recomputed):
     _assert_equal(*_both(name, row, 3, "bf16", recomputed=recomputed, num_micro=3, micro_batch=3))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("targets", [(), ("all-linear",), ("blocks.2.mlp.down_proj", "blocks.2.mlp.c_proj")])
+def test_adapters_over_frozen_weights_are_planned_too(stage, world_size, name, precision, targets):
+    pytest.importorskip("peft")
+    targets = tuple(each for each in targets if ("c_proj" in each) == (name == "gpt2-demo") or "." not in each)
+    lora = Lora(3, targets=targets)
+    found = _both(name, STAGES[stage], world_size, precision, num_micro=2, rank=world_size - 1, lora=lora)
+    _assert_equal(*found)
 
 
 @pytest.mark.pairwise

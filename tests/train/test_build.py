@@ -288,5 +288,5 @@ def test_the_training_loss_is_smoothed_and_the_validation_loss_is_not(tiny_confi
 
 def test_a_model_with_a_loss_of_its_own_is_not_smoothed(tiny_config, monkeypatch):
     monkeypatch.setattr(GPT2, "smooths", False)
-    with pytest.raises(UserError, match=r"^optim\.z_loss: gpt2-demo computes a loss of its own; leave it out"):
+    with pytest.raises(UserError, match=r"^optim\.z_loss: a GPT2 computes a loss of its own; leave it out"):
         make_model(tiny_config(optim={"z_loss": 1e-4}), 32, "meta")

@@ -124,6 +124,19 @@ def test_each_architecture_trains_at_each_stage_as_one_process_and_is_exported_w
     assert {name: value.shape for name, value in written.items()} == {k: v.shape for k, v in original.items()}
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])  # whose head is one product; whose logits are capped
+def test_the_training_loss_is_smoothed(hf_folder, kind):  # noqa: F811
+    model = build_model(f"hf:{hf_folder(kind)}")
+    model.take_loss_options(0.1, 1e-2)
+    tokens, targets = next(batches())
+    logits, flat = model.eval()(tokens).flatten(0, 1), targets.flatten()
+    smoothed = torch.nn.functional.cross_entropy(logits, flat, label_smoothing=0.1)
+    smoothed += 1e-2 * logits[flat != -100].logsumexp(-1).square().mean()
+    torch.testing.assert_close(model.train()(tokens, targets), smoothed)
+    plain = torch.nn.functional.cross_entropy(logits, flat)
+    torch.testing.assert_close(model.eval()(tokens, targets), plain)
+
+
 class _LiveBytes(TorchDispatchMode):
     """The most bytes of real storages that were alive at once."""
 

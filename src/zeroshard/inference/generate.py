@@ -18,6 +18,7 @@ from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data import Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.joining import prompt_ids
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.inference.chat import chat_of, until
 from zeroshard.models import LanguageModel, materialize, model_config
 from zeroshard.models.cache import KVCache
 from zeroshard.models.hugging_face.folder import is_hugging_face
@@ -43,27 +44,31 @@ def run_generate(config: GenerateConfig, loaded: Callable[[], None] = lambda: No
         UserError: there is no run and no Hugging Face model, no complete checkpoint or no tokenizer, or the checkpoint
             is damaged or has not the weights that were asked for.
     """
-    model, tokenizer, ids = load_with_prompt(config)
+    model, tokenizer, ids, end = load_with_prompt(config)
     generator = torch.Generator(ids.device).manual_seed(config.seed)
     tokens = sample(model, ids, config.max_new_tokens, generator=generator, **options_of(config, tokenizer))
     loaded()
     print(config.prompt, end="", flush=True)
-    for piece in decoded(tokenizer, tokens):
+    for piece in until(decoded(tokenizer, tokens), end):
         print(piece, end="", flush=True)
     print()
     return int(ExitStatus.OK)
 
 
-def load_with_prompt(config: GenerateConfig) -> tuple[LanguageModel, Tokenizer, Tensor]:
-    """The model, its tokenizer, and the ids of the prompt, [T], on the model's device.
+def load_with_prompt(config: GenerateConfig) -> tuple[LanguageModel, Tokenizer, Tensor, str]:
+    """The model, its tokenizer, the ids of the prompt or message, [T], on the model's device, and the text to end at.
 
     Raises:
         UserError: as `run_generate`.
     """
     model, tokenizer = load_for_text(Path(config.run), config.weights, config.dtype)
+    device = next(model.parameters()).device
+    if config.message:
+        chat = chat_of(config, tokenizer)
+        return model, tokenizer, chat.ids.to(device), chat.end if config.stop else ""
     begin = prompt_ids(tokenizer, config.prompt)  # of no prompt: what begins a document
     ids = torch.from_numpy(begin if begin.size else tokenizer.encode_piece("\n"))
-    return model, tokenizer, ids.to(next(model.parameters()).device)
+    return model, tokenizer, ids.to(device), ""
 
 
 def options_of(config: GenerateConfig, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import ExitStatus
+from zeroshard.inference.chat import until
 from zeroshard.inference.generate import decoded, draw, load_with_prompt, options_of, sample
 from zeroshard.models import LanguageModel
 from zeroshard.train.config.command_settings import GenerateConfig
@@ -24,14 +25,14 @@ def run_samples(config: GenerateConfig, loaded: Callable[[], None] = lambda: Non
     Raises:
         UserError: as `zeroshard.inference.generate.run_generate`.
     """
-    model, tokenizer, ids = load_with_prompt(config)
+    model, tokenizer, ids, end = load_with_prompt(config)
     seeds = range(config.seed, config.seed + config.samples)
     generators = [torch.Generator(ids.device).manual_seed(seed) for seed in seeds]
     drawn = samples(model, ids, config.max_new_tokens, generators, **options_of(config, tokenizer))
     loaded()
     for seed, tokens in zip(seeds, drawn, strict=True):
         print(f"--- seed {seed}")
-        print(config.prompt + "".join(decoded(tokenizer, tokens)))
+        print(config.prompt + "".join(until(decoded(tokenizer, tokens), end)))
     return int(ExitStatus.OK)
 
 

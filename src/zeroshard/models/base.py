@@ -82,7 +82,7 @@ class LanguageModel(nn.Module, ABC):
     kernels: Choice
     operations: ClassVar[tuple[str, ...]]
     packs: ClassVar[bool] = False
-    smooths: ClassVar[bool] = False
+    smooths: bool = False
     eos_id: int | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -100,6 +100,18 @@ class LanguageModel(nn.Module, ABC):
     def loss_options(self) -> dict[str, float]:
         """What the loss is told now."""
         return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
+
+    def take_loss_options(self, label_smoothing: float, z_loss: float) -> None:
+        """Have the loss in training mode be with these.
+
+        Raises:
+            UserError: the model computes a loss that takes none.
+        """
+        for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
+            if value and not self.smooths:
+                what = f"a {type(self).__name__} computes a loss of its own"
+                raise UserError(f"optim.{name}", what, "leave it out")
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
 
     @property
     @abstractmethod
@@ -205,18 +217,21 @@ def flops_per_token(num_multiplied_params: int, n_layer: int, n_embd: int, seq_l
     return 6 * num_multiplied_params + 12 * n_layer * n_embd * seq_len
 
 
-def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor, kernels: Choice | None = None) -> Tensor:
+def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor, kernels: Choice | None = None, **options: Any) -> Tensor:
     """Mean cross-entropy in nats over the positions that have a target.
 
     Args:
         logits_BTV: [B, T, V], any floating dtype.
         targets_BT: [B, T], int64; -100 is left out of the mean.
         kernels: who computes it.
+        options: ``label_smoothing`` and ``z_loss``, see `zeroshard.kernels.cross_entropy`.
 
     Returns:
         A scalar in fp32, in float64 where the logits are. NaN where no position has a target.
     """
-    return cross_entropy(logits_BTV, targets_BT, ignore_index=IGNORED_TARGET, check_targets=False, kernels=kernels)
+    return cross_entropy(
+        logits_BTV, targets_BT, ignore_index=IGNORED_TARGET, check_targets=False, kernels=kernels, **options
+    )
 
 
 def projected_loss(

@@ -150,6 +150,11 @@ def find_template(asked: str, tokenizer: str) -> ChatTemplate:
     return ChatTemplate(text, origin, special)
 
 
+def has_template(folder: Path) -> bool:
+    """Whether a template lies in ``folder``, beside a tokenizer; a UserError where it cannot be read."""
+    return bool(_own_template(folder)[0])
+
+
 def _own_template(folder: Path) -> tuple[str, str]:
     path = folder / JINJA_FILE
     if path.exists():

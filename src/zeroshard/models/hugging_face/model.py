@@ -79,6 +79,7 @@ class HuggingFaceModel(LanguageModel):
         theirs: Any = self.hf.config
         self.architecture = theirs.model_type
         self._has_router_loss = bool(getattr(theirs, "output_router_logits", False))
+        self.smooths = not self._has_router_loss
         self._head = _plain_head(self.hf)
         self.operations = ("cross_entropy",) if self._head is None else ("linear_cross_entropy",)  # ty: ignore[invalid-attribute-access]
         self.num_multiplied_params = _num_multiplied(self.hf)
@@ -127,11 +128,11 @@ class HuggingFaceModel(LanguageModel):
             elif self._has_router_loss:  # the experts' balance is a part of the loss
                 return hf(**given, labels=targets_BT, shift_labels=targets_BT).loss
             elif self._head is None:
-                return next_token_loss(hf(**given).logits, targets_BT, self.kernels)
+                return next_token_loss(hf(**given).logits, targets_BT, self.kernels, **self.loss_options)
             else:
                 hidden_BTC = hf.base_model(**given)[0]
                 head: Any = self.hf.get_submodule(self._head)
-                return projected_loss(hidden_BTC, head.weight, targets_BT, self.kernels)
+                return projected_loss(hidden_BTC, head.weight, targets_BT, self.kernels, **self.loss_options)
         if isinstance(cache, HuggingFaceCache):
             cache.inner = output.past_key_values
             cache.num_seen += tokens_BT.shape[1]

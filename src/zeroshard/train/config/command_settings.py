@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from zeroshard.errors import UserError
 from zeroshard.parallel.registry import strategies_with
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.registered import EvaluatingName
@@ -86,6 +87,11 @@ class GenerateConfig(Config):
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Compute type.")
     prompt: str = Field("", description="Text to go on from; empty: what begins a document, or a line break.")
+    message: str = Field("", description="What a user says to a model of conversations; its answer is written.")
+    system: str = Field("", description="message: what the model is told before.")
+    template: str = Field(
+        "", description="message: chat template, a file in Jinja2 or chatml; empty: that of the run or the model."
+    )
     samples: int = Field(
         1, ge=1, description="Texts to write, drawn side by side; the N-th has the draws of --seed SEED+N-1."
     )
@@ -95,3 +101,14 @@ class GenerateConfig(Config):
     top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest that have this probability together.")
     stop: bool = Field(True, description="End where the model ends its document.")
     seed: int = Field(0, ge=0, description="Of the draws.")
+
+    @model_validator(mode="after")
+    def _a_prompt_or_a_message(self) -> Self:
+        if "message" in self.model_fields_set and not self.message:
+            raise UserError("message", "is empty", "say something, or leave it out")
+        if self.prompt and self.message:
+            raise UserError("message", "is given beside a prompt", "give one of the two")
+        for name in ("system", "template"):
+            if getattr(self, name) and not self.message:
+                raise UserError(name, "is given without a message", "add --message TEXT, or leave it out")
+        return self

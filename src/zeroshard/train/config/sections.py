@@ -159,13 +159,17 @@ class OptimConfig(Config):
     )
     decay_share: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which it comes down.")
     label_smoothing: float = Field(
-        0.0, ge=0, lt=1, description="Share of each target that is spread over all ids, in training."
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of each target that is spread over all ids, in training; it takes no memory.",
     )
     z_loss: float = Field(
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Weight of the squared logarithm of softmax's denominator in the training loss, as 1e-4; 0: off.",
+        description="Weight of the squared logarithm of softmax's denominator in the training loss, as 1e-4; it "
+        "takes no memory. 0: off.",
     )
     eps: float = Field(1e-8, gt=0, allow_inf_nan=False, description="AdamW: added to the denominator of an update.")
     max_not_finite: int = Field(

@@ -79,10 +79,7 @@ def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str)
             kernels=config.kernels,
             lora=lora_of(config.lora),
         )
-    for name in ("label_smoothing", "z_loss"):
-        if getattr(config.optim, name) and not model.smooths:
-            raise UserError(f"optim.{name}", f"{config.model.name} computes a loss of its own", "leave it out")
-    model.label_smoothing, model.z_loss = config.optim.label_smoothing, config.optim.z_loss
+    model.take_loss_options(config.optim.label_smoothing, config.optim.z_loss)
     return model
 
 
