@@ -3,6 +3,7 @@
     python benchmarks/plan_published.py                        # the table of docs/plan-accuracy.md
     python benchmarks/plan_published.py --set validation       # only what no number was taken from
     python benchmarks/plan_published.py --rows --json published.json
+    python benchmarks/plan_published.py --collectives          # bus bandwidths of NCCL, some seconds
 
 Each file of ``benchmarks/published/`` is one source: where it was read, the models' shapes, and a row for each run. A
 source is ``calibration`` (rates and factors of the planner may be fitted to it) or ``validation`` (none may), not both.
@@ -29,8 +30,10 @@ import torch  # noqa: E402
 
 from zeroshard.kernels import Choice  # noqa: E402
 from zeroshard.lab.planner.planner import planner_for  # noqa: E402
+from zeroshard.lab.predict.hardware import find_link  # noqa: E402
 from zeroshard.lab.predict.model_trace import tokens_and_targets  # noqa: E402
 from zeroshard.lab.predict.rates import Attention, Impl, Loss  # noqa: E402
+from zeroshard.lab.predict.timeline import Cluster  # noqa: E402
 from zeroshard.models import build_model  # noqa: E402
 
 FOLDER = Path(__file__).with_name("published")
@@ -245,6 +248,60 @@ def _groups(outcomes: list[Outcome]) -> Iterable[tuple[str, list[Outcome]]]:
                 yield from ((name, [each for each in of_kind if key(each.case) == name]) for name in names)
 
 
+@dataclass(frozen=True)
+class Collectives:
+    """Bus bandwidths that one source measured.
+
+    Attributes:
+        set, title, url: of the source.
+        runs: rows with ``op, num_bytes, ranks, per_node, within, between, busbw``; GB/s as nccl-tests counts them.
+    """
+
+    set: str
+    title: str
+    url: str
+    runs: list[dict[str, Any]]
+
+    def ratios(self, op: str = "") -> list[float]:
+        """Predicted / measured, of ``op`` or of all."""
+        return [_bus_bandwidth(run) / run["busbw"] for run in self.runs if op in ("", run["op"])]
+
+
+def read_collectives(folder: Path = FOLDER) -> list[Collectives]:
+    """Of each source."""
+    content = tomllib.loads((folder / "collectives" / "nccl.toml").read_text())
+    named = [[dict(zip(content["columns"], row, strict=True)) for row in each["runs"]] for each in content["sources"]]
+    sources = zip(content["sources"], named, strict=True)
+    return [Collectives(source["set"], source["title"], source["url"], runs) for source, runs in sources]
+
+
+def _bus_bandwidth(run: Mapping[str, Any]) -> float:
+    """GB/s (10^9) of one collective by the planner."""
+    ranks = run["ranks"]
+    cluster = Cluster(ranks, run["per_node"], find_link(run["within"]), find_link(run["between"]))
+    rounds = 2 if run["op"] == "all_reduce" else 1
+    return (
+        rounds * (ranks - 1) / ranks * run["num_bytes"] / cluster.collective_s(run["op"], run["num_bytes"], ranks) / GB
+    )
+
+
+def collectives_table(sources: list[Collectives]) -> str:
+    """As Markdown: each source and operation, and how far predictions are."""
+    lines = ["| source | set | operation | ranks | sizes | runs | median | worst | within 20 % |", "|---" * 9 + "|"]
+    for source in sources:
+        for op in dict.fromkeys(run["op"] for run in source.runs):
+            runs, ratios = [run for run in source.runs if run["op"] == op], source.ratios(op)
+            ranks, sizes = ({run[key] for run in runs} for key in ("ranks", "num_bytes"))
+            told = [f"[{source.title}]({source.url})", source.set, op, _from_to(ranks), f"{_from_to(sizes, MIB)} MiB"]
+            lines.append("| " + " | ".join([*told, str(len(runs)), *_spread(ratios, 0.2)]) + " |")
+    return "\n".join(lines)
+
+
+def _from_to(values: set[int], unit: int = 1) -> str:
+    least, most = min(values) // unit, max(values) // unit
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
 HEAD = ["", "runs", "speed: median", "worst", "within 15 %", "memory: runs", "median", "worst", "within 8 %", "fits"]
 
 
@@ -259,7 +316,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--family", help="only this source")
     parser.add_argument("--rows", action="store_true", help="each run too")
     parser.add_argument("--json", type=Path, help="write runs and predictions there")
+    parser.add_argument("--collectives", action="store_true", help="bus bandwidths of collectives, and no runs")
     args = parser.parse_args(argv)
+    if args.collectives:
+        print(collectives_table([source for source in read_collectives() if args.set in (None, source.set)]))
+        return 0
     cases = [case for case in read_cases() if args.set in (None, case.set) and args.family in (None, case.family)]
     outcomes = [outcome_of(case) for case in cases]
     if args.rows:

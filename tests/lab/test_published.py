@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.lab.predict.hardware import find_link
-from zeroshard.lab.predict.timeline import Cluster
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # Of each set the cases that a processor plans in some seconds: every so many, the first included.
 EVERY = {"calibration": 12, "validation": 6}
@@ -63,24 +60,12 @@ def test_predicted_memory_is_what_was_published(published, kind):
     assert sum(abs(ratio - 1) <= 0.08 for ratio in ratios) >= 0.8 * len(ratios)
 
 
-def _busbw_ratios(kind):
-    content = tomllib.loads((BENCHMARKS / "published" / "collectives" / "nccl.toml").read_text())
-    for source in content["sources"]:
-        if source["set"] == kind:
-            for values in source["runs"]:
-                row = dict(zip(content["columns"], values, strict=True))
-                ranks = row["ranks"]
-                cluster = Cluster(ranks, row["per_node"], find_link(row["within"]), find_link(row["between"]))
-                seconds = cluster.collective_s(row["op"], row["num_bytes"], ranks)
-                rounds = 2 if row["op"] == "all_reduce" else 1
-                yield rounds * (ranks - 1) / ranks * row["num_bytes"] / seconds / 1e9 / row["busbw"]
-
-
-@pytest.mark.parametrize(("kind", "worst"), [("calibration", 2.0), ("validation", 1.15)])
-def test_predicted_bus_bandwidths_are_those_that_were_measured(kind, worst):
-    """Small buffers are the worst: NCCL takes longer to reach its rate than latencies say."""
-    ratios = list(_busbw_ratios(kind))
+@pytest.mark.parametrize(("kind", "worst"), [("calibration", 1.4), ("validation", 1.8)])
+def test_predicted_bus_bandwidths_are_those_that_were_measured(published, kind, worst):
+    """32 MiB among 2 nodes of Google's are the worst: their network has longer latencies than InfiniBand."""
+    ratios = [ratio for source in published.read_collectives() if source.set == kind for ratio in source.ratios()]
     assert statistics.median(ratios) == pytest.approx(1.0, abs=0.08)
+    assert sum(abs(math.log(ratio)) <= math.log(1.25) for ratio in ratios) >= 0.75 * len(ratios)
     assert max(abs(math.log(ratio)) for ratio in ratios) <= math.log(worst)
 
 
@@ -93,5 +78,5 @@ def test_what_is_lost_from_128_to_512_gpus_is_what_was_published(published):
             measured[case.model, case.gpus] = case.tokens_per_s
     for model in ("1b", "7b"):
         lost, expected = (1 - each[model, 512] / each[model, 128] for each in (found, measured))
-        assert lost == pytest.approx(expected, abs=0.03)
+        assert lost == pytest.approx(expected, abs=0.02)
         assert lost > 0.03

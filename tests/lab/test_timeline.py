@@ -4,7 +4,7 @@ import pytest
 
 from zeroshard.lab.predict.actions import Compute, Issue, Message, Moment, Step, Wait
 from zeroshard.lab.predict.hardware import Device, Link
-from zeroshard.lab.predict.timeline import Cluster, operation_s, simulate
+from zeroshard.lab.predict.timeline import SWITCH_CALL_S, TREE_STEPS, Cluster, operation_s, simulate
 from zeroshard.lab.predict.work import Work
 
 DEVICE = Device("test", 10**9, {"float32": 1e12}, 1e9, "invented", kernel_s=1e-6)
@@ -55,7 +55,7 @@ def test_ring_collectives_are_latency_and_bytes_over_bandwidth():
 
 def test_between_nodes_the_network_links_of_a_node_work_together():
     cluster = Cluster(16, 4, WITHIN, BETWEEN, "ring")
-    steps = 12 * 1e-6 + 3 * 10e-6
+    steps = 15 * 10e-6  # all ranks step together, as slowly as between nodes
     assert cluster.collective_s("all_gather", 10**9, 16) == pytest.approx(steps + 15 / 16 * 1e9 / 4e9)
 
 
@@ -66,16 +66,38 @@ def test_replicas_have_the_network_links_of_their_own_ranks():
     assert seconds == pytest.approx(2 * (3 * 10e-6 + 3 / 4 * 1.0))
     # Groups of 2: two replicas in a node.
     seconds = cluster.collective_s("all_reduce", 10**9, 8, replicas=True)
-    assert seconds == pytest.approx(2 * (4 * 1e-6 + 3 * 10e-6 + 7 / 8 * 0.5))
+    assert seconds == pytest.approx(2 * (7 * 10e-6 + 7 / 8 * 0.5))
 
 
 def test_a_tree_wins_where_latency_does():
     ring, tree = (Cluster(4096, 8, WITHIN, BETWEEN, how) for how in ("ring", "tree"))
     auto = Cluster(4096, 8, WITHIN, BETWEEN)
-    assert tree.collective_s("all_reduce", 8, 4096) == pytest.approx(2 * (7e-6 + 9 * 10e-6), rel=1e-3)
+    latencies = 2 * (7e-6 + 9 * TREE_STEPS * 10e-6)
+    assert tree.collective_s("all_reduce", 8, 4096) == pytest.approx(latencies, rel=1e-2)
     for num_bytes in (8, 10**12):
         both = [each.collective_s("all_reduce", num_bytes, 4096) for each in (ring, tree)]
         assert auto.collective_s("all_reduce", num_bytes, 4096) == min(both)
+
+
+def test_pieces_follow_each_other_through_a_tree_and_two_nodes_send_each_other_all_bytes_once():
+    two, four = (Cluster(ranks, 1, WITHIN, BETWEEN, "tree") for ranks in (2, 4))
+    moved, latencies = 1.0, 2 * 2 * TREE_STEPS * 10e-6
+    assert two.collective_s("all_reduce", 10**9, 2) == pytest.approx((1 + (latencies / 2) ** 0.5) ** 2)
+    expected = 2 * moved + latencies + 2 * (2 * moved * latencies) ** 0.5
+    assert four.collective_s("all_reduce", 10**9, 4) == pytest.approx(expected)
+
+
+def test_switches_reduce_within_a_node_what_is_large_enough():
+    switched = replace(WITHIN, in_switch=0.6)
+    with_switches, without = (Cluster(8, 8, link, BETWEEN) for link in (switched, WITHIN))
+    assert with_switches.collective_s("all_reduce", 10**9, 8) == pytest.approx(SWITCH_CALL_S + 1e9 / 60e9)
+    assert with_switches.collective_s("all_reduce", 8, 8) == without.collective_s("all_reduce", 8, 8)
+    assert with_switches.collective_s("all_gather", 10**9, 8) == without.collective_s("all_gather", 10**9, 8)
+    # two cards that are bridged have no switch between them
+    assert with_switches.collective_s("all_reduce", 10**9, 2) == without.collective_s("all_reduce", 10**9, 2)
+    assert Cluster(8, 8, WITHIN, BETWEEN, "nvls").collective_s("all_reduce", 10**9, 8) == pytest.approx(
+        Cluster(8, 8, WITHIN, BETWEEN, "ring").collective_s("all_reduce", 10**9, 8)
+    )
 
 
 def test_what_computation_covers_is_hidden_and_the_rest_exposed():

@@ -109,7 +109,7 @@ def _sold(
 
 def _like(name: str) -> str:
     """The row of `zeroshard.lab.predict.rates.SUSTAINED` for a device by its name."""
-    return next((row for row in ("a100", "h100", "h200", "b200") if name.startswith(row)), "")
+    return next((row for row in ("a100", "h100", "h200", "b200", "mi300x") if name.startswith(row)), "")
 
 
 # A device is found by the name that its driver reports where each word of `driver_name` is a word of it; the first row

@@ -45,8 +45,10 @@ LONGEST_S, LEAST_RATE, MOST_RATE = 1e6, 1e-6, 1e24
 # NCCL's protocol takes a fifth of NVLink: its ring reaches 370 of 450 GB/s on 8 H100 (NVIDIA/nccl-tests, issue 212).
 BANDWIDTH_SHARE = 0.8
 # Between nodes: 4 nodes of 8 B200 with 50 GB/s each reach 381.8 GB/s of bus bandwidth (Bekman, "Machine Learning
-# Engineering", network/README.md), 0.955 of them; more nodes reach less, by so much for each doubling.
-NETWORK_SHARE, LESS_EACH_DOUBLING = 0.97, 0.02
+# Engineering", network/README.md), 0.955 of them. More nodes reach the same with buffers as much larger.
+NETWORK_SHARE = 0.955
+# NVLink SHARP on 8 H100: a bus bandwidth of about 480 GB/s, 275 of the buffer's (NVIDIA/nccl-tests, issue 212).
+IN_SWITCH = 0.61
 # NCCL, src/graph/tuning.cc: hwLat of ring, protocol Simple, by kind of link; baseLat of a call.
 NVLINK_STEP_S, PCIE_STEP_S, NETWORK_STEP_S = 3.4e-6, 5.7e-6, 9.6e-6
 CALL_S = 8.4e-6
@@ -64,7 +66,8 @@ class Link:
         source: the data sheet, or how it was measured.
         call_s: that a collective takes, however little it sends.
         share: of ``bytes_per_s``, what collectives reach; 1.0 where they were measured.
-        falloff: by what part that share is smaller for each doubling of the nodes.
+        falloff: by what part that share is smaller for each doubling of the nodes: a fabric with fewer links above.
+        in_switch: of ``bytes_per_s``, the bytes of a buffer that its switches reduce in a second (NVLS); 0: none do.
         num_ranks: among how many ranks ``collectives`` were measured.
         collectives: by operation, the seconds that one takes with no bytes, and those of a byte of the whole buffer.
         beside: likewise, the seconds by which one slows the computation that it runs beside: where the same cores do
@@ -78,21 +81,22 @@ class Link:
     call_s: float = CALL_S
     share: float = BANDWIDTH_SHARE
     falloff: float = 0.0
+    in_switch: float = 0.0
     num_ranks: int = 0
     collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     beside: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
-def _link(name: str, gb_per_s: float, step_s: float, source: str) -> Link:
+def _link(name: str, gb_per_s: float, step_s: float, source: str, in_switch: float = 0.0) -> Link:
     is_network = step_s == NETWORK_STEP_S
-    share, falloff = (NETWORK_SHARE, LESS_EACH_DOUBLING) if is_network else (BANDWIDTH_SHARE, 0.0)
-    return Link(name, step_s, gb_per_s * GIGA, f"{source}; {NCCL_TUNING}", share=share, falloff=falloff)
+    share = NETWORK_SHARE if is_network else BANDWIDTH_SHARE
+    return Link(name, step_s, gb_per_s * GIGA, f"{source}; {NCCL_TUNING}", share=share, in_switch=in_switch)
 
 
 _PCIE = "PCI-SIG: 16 lanes of"
 _LINK_TABLE = (
-    _link("nvlink5", 900, NVLINK_STEP_S, "NVIDIA Blackwell: 18 links, 1.8 TB/s both ways"),
-    _link("nvlink4", 450, NVLINK_STEP_S, "NVIDIA H100 data sheet: 18 links, 900 GB/s both ways"),
+    _link("nvlink5", 900, NVLINK_STEP_S, "NVIDIA Blackwell: 18 links, 1.8 TB/s both ways", IN_SWITCH),
+    _link("nvlink4", 450, NVLINK_STEP_S, "NVIDIA H100 data sheet: 18 links, 900 GB/s both ways", IN_SWITCH),
     _link("nvlink4-pcie", 300, NVLINK_STEP_S, "NVIDIA H100 NVL data sheet: 600 GB/s both ways, between two boards"),
     _link("nvlink3", 300, NVLINK_STEP_S, "NVIDIA A100 data sheet: 12 links, 600 GB/s both ways"),
     _link("nvlink2", 150, NVLINK_STEP_S, "NVIDIA V100 data sheet: 6 links, 300 GB/s both ways"),
@@ -175,7 +179,6 @@ def find_link(text: str, field: str = "network") -> Link:
         parse_bandwidth(field, text),
         f"as given; {NCCL_TUNING}",
         share=NETWORK_SHARE,
-        falloff=LESS_EACH_DOUBLING,
     )
 
 

@@ -70,6 +70,7 @@ class Sustained:
         attention: of the same by kernel, forward and backward: a width of 128, long sequences.
         memory: of the memory's rate, what operations on each element sustain.
         beside: of a second with a collective under way, how much of it computation loses: cores and bandwidth.
+        fitted: whether runs on such a device are in the calibration set.
     """
 
     num_cores: int
@@ -77,6 +78,7 @@ class Sustained:
     attention: Mapping[Attention, tuple[float, float]]
     memory: float
     beside: float
+    fitted: bool = True
 
 
 _HOPPER: Mapping[Attention, tuple[float, float]] = {
@@ -89,6 +91,9 @@ SUSTAINED: Mapping[str, Sustained] = {
     "a100": Sustained(108, 0.765, {"flash-1": (0.375, 0.30), "flash-2": (0.65, 0.55)}, 0.75, 0.10),
     "h100": Sustained(132, 0.605, _HOPPER, 0.75, 0.10),
     "h200": Sustained(132, 0.665, _HOPPER, 0.75, 0.10),
+    # One run, of which not all is said: Llama 3 8B on 8 of them, FSDP, compiled, micro-batches of 4, 410 TFLOP/s of the
+    # model (ROCm/TransformerEngine, issue 79), taken to be sequences of 4,096. FlashAttention-2 at an H100's FLOP/s.
+    "mi300x": Sustained(304, 0.35, {"flash-2": (0.26, 0.248)}, 0.75, 0.10, fitted=False),
     "b200": Sustained(148, 0.515, {"flash-2": (0.15, 0.14), "flash-3": (0.39, 0.36)}, 0.75, 0.10),
 }
 # Seconds of host time that an operation takes to be issued: computation cannot be faster than its host.
@@ -102,7 +107,7 @@ SPREAD, SPREAD_UNCALIBRATED = (0.89, 1.05), (0.85, 1.60)
 
 def spread(device: Device) -> tuple[float, float]:
     """How far a predicted rate is from a published one: least and most; nothing where rates were measured."""
-    if device.sustained:
+    if device.sustained and SUSTAINED[device.sustained].fitted:
         return SPREAD
     return SPREAD_UNCALIBRATED if device.device_type == "cuda" and device.matmul_share < 1 else (1.0, 1.0)
 
