@@ -29,7 +29,7 @@ from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import MANIFEST, FileEntry, Manifest, Piece, TensorEntry
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.shared_outcome import fail_together, first_message
-from zeroshard.checkpoint.verify import damage_of, share
+from zeroshard.checkpoint.verify import damages, share
 from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
@@ -349,8 +349,8 @@ def _first_damage(comm: Communicator, folder: Path, manifest: Manifest) -> UserE
     """Hash every region, each on one rank; one of the damages, the same on every rank. Collective."""
     regions = manifest.regions()
     own = [regions[index] for index in share(regions, comm.rank, comm.world_size)]
-    damage = next((found for region in own if (found := damage_of(folder, manifest, region))), None)
-    return _first_error(comm, damage.error() if damage else None)
+    found = damages(folder, manifest, own)
+    return _first_error(comm, found[0].error() if found else None)
 
 
 def _first_error(comm: Communicator, error: UserError | None) -> UserError | None:

@@ -24,6 +24,7 @@ from zeroshard.regular_files import open_binary
 
 _LENGTH_BYTES = 8  # of a header, before it
 READ_BYTES = 1 << 18  # one buffer for all of a region, small enough to be hashed from the cache
+READERS = 4  # threads at least, whatever torch computes with: they wait for a disk, which serves several at once
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def damages(
         progress(region.num_bytes)
         return damage
 
-    with ThreadPoolExecutor(store.num_threads(), "checkpoint-verify") as pool:
+    with ThreadPoolExecutor(max(READERS, store.num_threads()), "checkpoint-verify") as pool:
         found = [damage for damage in pool.map(look, regions) if damage]
     return tuple(dict.fromkeys(found))  # a file of another size is told once
 
