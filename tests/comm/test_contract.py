@@ -24,12 +24,14 @@ from zeroshard.comm import (
     SharedMemoryCommunicator,
     ThrottledCommunicator,
     TorchCommunicator,
+    TwoLevelCommunicator,
     all_to_all,
     run_threads,
     split,
     thread_transports,
 )
 
+HOSTS = {1: "a", 2: "aa", 3: "abc", 4: "aabb"}  # by rank, the host that it stands on in a test of two levels
 OPS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
 SIZES = [1, 7, 64, 1000]
@@ -297,7 +299,10 @@ def _on_rank(comm, case, wrapper):
 
 def _on_own_rank(comm, case, wrapper, kind):
     """Over the same processes, with collectives of our own."""
-    own = {"ring": RingCommunicator, "shm": SharedMemoryCommunicator}[kind](comm.group)
+    if kind == "two-level":
+        own = TwoLevelCommunicator(comm.group, hosts=HOSTS[comm.world_size])
+    else:
+        own = {"ring": RingCommunicator, "shm": SharedMemoryCommunicator}[kind](comm.group)
     CASES[case](WRAPPERS[wrapper](own))
     own.close()
 
@@ -334,7 +339,7 @@ class TestEachCommunicator:
         gloo_ranks(world_size).run(_on_rank, case, wrapper)
 
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-    @pytest.mark.parametrize("kind", ["ring", "shm"])
+    @pytest.mark.parametrize("kind", ["ring", "shm", "two-level"])
     def test_ours(self, case, wrapper, kind, world_size, gloo_ranks):
         gloo_ranks(world_size).run(_on_own_rank, case, wrapper, kind)
 

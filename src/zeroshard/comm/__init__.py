@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zeroshard.comm.ring.ring import RingCommunicator
     from zeroshard.comm.ring.sockets import SocketTransport
     from zeroshard.comm.shm.shm import SharedMemoryCommunicator, ranks_share_host
+    from zeroshard.comm.two_level.two_level import TwoLevelCommunicator
     from zeroshard.comm.wrappers.blocking import BlockingCommunicator
     from zeroshard.comm.wrappers.exposed import Exposed, by_kind
     from zeroshard.comm.wrappers.observe import CommRecord, ObservedCommunicator
@@ -69,6 +70,7 @@ _HOME = {
     "Link": "wrappers.throttle",
     "ThrottledCommunicator": "wrappers.throttle",
     "TorchCommunicator": "backends.torch_dist",
+    "TwoLevelCommunicator": "two_level.two_level",
 }
 
 __all__ = [
@@ -93,6 +95,7 @@ __all__ = [
     "ThrottledCommunicator",
     "TorchCommunicator",
     "Transport",
+    "TwoLevelCommunicator",
     "Work",
     "all_to_all",
     "buffer_bytes",

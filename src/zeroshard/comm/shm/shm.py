@@ -14,6 +14,8 @@ Sums run in the order of ranks, ``((x0 + x1) + x2) + ...``, whoever owns the sha
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -238,14 +240,25 @@ def _combine_in_order(combine: Combine, parts: list[Tensor], target: Tensor, own
 
 def ranks_share_host(group: dist.ProcessGroup | None = None) -> bool:
     """Whether all ranks of ``group`` (None: the default group) run on one host. Collective."""
+    return len(set(hosts_of_ranks(group))) == 1
+
+
+def hosts_of_ranks(group: dist.ProcessGroup | None = None) -> list[str]:
+    """By rank of ``group`` (None: the default group), a name for the host that it runs on. Collective."""
     parent, rank, world_size = members(group)
-    return len(set(_tell_all(own_store(parent), "host", rank, world_size, _host()))) == 1
+    return _tell_all(own_store(parent), "host", rank, world_size, _host())
 
 
 def _host() -> str:
-    """A name for this host that no other has: a container's own name, and the boot of the kernel beneath it."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}".strip()
+    """A name for this host that no other has: a container's own name, the kernel's boot, and the network seen here.
+
+    Nodes that the launcher makes on one machine (``--link.mode netns``) differ in the last alone.
+    """
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    words = [socket.gethostname(), boot.read_text().strip() if boot.exists() else ""]
+    with contextlib.suppress(OSError):  # not on Linux, or not allowed to look
+        words.append(os.readlink(network))
+    return " ".join(filter(None, words))
 
 
 def _tell_all(store: dist.Store, what: str, rank: int, world_size: int, word: str) -> list[str]:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from zeroshard.comm import BlockingCommunicator, Communicator, LocalCommunicator, PeerError
 from zeroshard.comm.registry import COMMUNICATORS, comm_entry
-from zeroshard.comm.shm.shm import ranks_share_host
+from zeroshard.comm.shm.shm import hosts_of_ranks
+from zeroshard.comm.two_level.two_level import even_hosts
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import World
@@ -46,8 +47,8 @@ def join(
     Args:
         world: where this rank stands.
         wanted: a name of `zeroshard.comm.registry`, ``module:name``, or ``auto``: NCCL on GPUs; on CPUs shared memory
-            where all ranks share a host, else the ring. Strategies of PyTorch's own use `torch.distributed` whatever
-            happens.
+            where all ranks share a host, both levels where hosts have several ranks each, else the ring.
+            Strategies of PyTorch's own use `torch.distributed` whatever happens.
         strategy: the training strategy's name.
         device: this rank's.
         stack: closes what is opened here.
@@ -120,4 +121,10 @@ def choose(strategy: str, device: torch.device, *, in_kernel: bool = False) -> s
     """
     if device.type != "cpu" or strategy_entry(strategy).over_torch:
         return "torch"
-    return "shm" if not in_kernel and ranks_share_host() else "ring"
+    if in_kernel:
+        return "ring"
+    hosts = hosts_of_ranks()
+    if len(set(hosts)) == 1:
+        return "shm"
+    found = even_hosts(hosts)
+    return "two-level" if found is not None and found[1] > 1 else "ring"
