@@ -134,6 +134,18 @@ def test_a_pipeline_idles_while_it_fills():
     assert kept == pytest.approx(2 * one, rel=1e-3)  # as many micro-batches under way as stages
 
 
+def test_whole_tensors_on_many_gpus_are_said_to_be_padding():
+    found = _plan(optimizer="muon", world_size=64, shard_size=64)
+    assert found.rows[0].padding > 2
+    assert "Muon keeps tensors whole" in " ".join(notes(found))
+    assert not notes(_plan(optimizer="adamw", world_size=64))
+
+
+def test_explain_tells_what_comes_on_top():
+    words = "--model llama-tiny --gpus 8 --tensor-parallel 2 --stage 1 --micro-batch 1 --seq-len 128"
+    assert "On top, plan only: tensor_parallel " in _answer(f"{words} --explain").text
+
+
 def _answer(words):
     return answer_plan(validate(PlanConfig, read_flags(words.split(), flags_of(PlanConfig, SHORTHANDS))))
 

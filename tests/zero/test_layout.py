@@ -132,6 +132,25 @@ def test_the_largest_goes_first_and_to_the_shard_with_least():
     assert (layout.numel, layout.shard_numel, layout.padding) == (160, 80, ())
 
 
+def _balance_over_all(numels, loads):
+    """Graham's rule as it is written: each tensor looks at every shard."""
+    here, total, owners = [0] * len(loads), list(loads), [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        owner = min(range(len(here)), key=lambda shard: (here[shard], total[shard]))
+        owners[index] = owner
+        here[owner] += numels[index]
+        total[owner] += numels[index]
+    return owners
+
+
+@given(
+    st.lists(st.integers(0, 5).map(lambda blocks: blocks * WHOLE_ALIGNMENT), min_size=1, max_size=5),
+    st.lists(st.integers(0, 3), min_size=1, max_size=12),
+)
+def test_of_many_shards_only_those_with_least_elsewhere_are_looked_at(numels, loads):
+    assert balance(numels, loads) == _balance_over_all(numels, loads)
+
+
 def test_ranks_that_own_less_elsewhere_come_first():
     assert balance([16, 16], [64, 0, 32]) == [1, 2]
     layout = _whole([(5, 7)], 3, [9, 9, 0])

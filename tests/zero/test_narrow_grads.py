@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from tests.nets import Net, rows
 from torch import nn
 
+from nets import Net, rows
 from zeroshard import Zero
 from zeroshard.comm import LocalCommunicator
 from zeroshard.zero import STAGES, MixedPrecision

@@ -145,11 +145,11 @@ def fewest_gpus(
         other = planner.on(world_size=world_size, global_batch=0)
         return any(_fits(other, stage, micro_batch) for stage in reversed(stages))
 
+    if not fits(most):  # a larger world needs no more memory of a rank
+        return None
     low, high = 0, 1
     while not fits(high):
         low, high = high, high * 2
-        if high > most:
-            return None
     while high - low > 1:  # fits at `high`, not at `low`
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
@@ -157,7 +157,9 @@ def fewest_gpus(
 
 
 def _fits(planner: Planner, stage: int | ShardingStrategy, micro_batch: int) -> bool:
-    return planner.num_micro(micro_batch) > 0 and planner.row(stage, micro_batch).fits
+    if planner.num_micro(micro_batch) == 0 or planner.cannot_fit(stage, micro_batch):
+        return False
+    return planner.row(stage, micro_batch).fits
 
 
 def _stage_name(stage: int | ShardingStrategy) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from zeroshard.columns import columns
 from zeroshard.lab.planner.advice import describe
@@ -11,6 +11,7 @@ from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds, size
 from zeroshard.lab.predict.actions import Compute, Issue, Step
+from zeroshard.lab.predict.plan_only import PlanOnly
 from zeroshard.lab.predict.process_memory import SOURCES
 from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
 from zeroshard.lab.predict.timeline import TimedSpan, simulate
@@ -39,6 +40,7 @@ LEGEND = (
 def explain(planner: Planner, row: Row) -> str:
     """The last micro-batch of ``row`` and its update, in order; units that do the same share a line."""
     timing = simulate(row.step, planner.device, planner.cluster, software=planner.software, with_spans=True)
+    beside = [field.name for field in fields(PlanOnly)]
     lines = [
         f"One step of {describe(row, planner.cluster.world_size)}: {seconds(timing.step_s)}, of it "
         f"{seconds(timing.compute_s)} computing and {seconds(timing.exposed_s)} waiting; collectives run for "
@@ -49,6 +51,11 @@ def explain(planner: Planner, row: Row) -> str:
     if row.num_micro > 1:
         lines.append(f"Of {row.num_micro} micro-batches the last one is shown.")
     lines += [*_sequence(row.step, timing.spans), "", *_sources(row.step), "", *_memory(row)]
+    for name, took in row.timing.exposed_by.items():
+        if name in beside:
+            lines.append(
+                f"On top, plan only: {name} {seconds(took)} (zeroshard.lab.predict.plan_only has the formula)."
+            )
     return "\n".join(lines)
 
 

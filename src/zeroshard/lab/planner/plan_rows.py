@@ -38,6 +38,7 @@ class Row:
         mfu: of the device's data-sheet peak for this dtype; None where it is not known.
         binds: what to change first to be faster, or to fit.
         meetings: of replicas that take local steps; ``timing`` has their share of each step in it.
+        padding: how many times as large flat buffers are as the parameters in them.
         spread: predicted / published tokens/s on the runs that nothing was fitted to, the 10th and 90th of a hundred.
     """
 
@@ -56,6 +57,7 @@ class Row:
     mfu: float | None
     binds: Binds
     spread: tuple[float, float] = (1.0, 1.0)
+    padding: float = 1.0
     meetings: Meetings = field(default_factory=Meetings)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -14,12 +14,13 @@ from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.lab.planner.plan_rows import Row, what_binds
 from zeroshard.lab.predict.actions import Accumulate, Settings, Step
+from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
 from zeroshard.lab.predict.meetings import Meetings, meetings_of
 from zeroshard.lab.predict.plan_only import PlanOnly, more_seconds, pipelined, with_rates, with_seconds
 from zeroshard.lab.predict.process_memory import Process, ProcessMemory, process_memory
 from zeroshard.lab.predict.rates import SPREAD_UNCALIBRATED, Attention, Impl, Loss, Software, spread
-from zeroshard.lab.predict.step import step_of
+from zeroshard.lab.predict.step import least_bytes, step_of
 from zeroshard.lab.predict.timeline import Cluster, Timing, simulate
 from zeroshard.lab.predict.workload import DTYPES, Workload, workload_of
 from zeroshard.models.adapters import Lora
@@ -124,6 +125,7 @@ class Planner:
             binds=what_binds(timing, fits=fits),
             spread=SPREAD_UNCALIBRATED if self.beside.named else spread(self.device),
             meetings=meetings,
+            padding=padding_of(self.part.buffers(shards)),
         )
 
     def _process_memory(
@@ -159,11 +161,33 @@ class Planner:
 
     def step(self, strategy: ShardingStrategy, micro_batch: int, num_shards: int, *, alone: bool = False) -> Step:
         """The engine's step; ``alone``: of a replica that takes it without the others."""
+        workload, beside = self.part, self.beside
+        state, whole_state = workload.states
+        settings = self._settings(strategy, micro_batch, num_shards, alone=alone)
+        trace = workload.trace(micro_batch, self.device.device_type)
+        step = step_of(trace, workload.buffers(num_shards), state, settings, whole_state)
+        vocab_size = getattr(getattr(workload.model, "config", None), "vocab_size", 0)
+        vocab_size = -(-vocab_size // beside.tensor_parallel)
+        return with_rates(pipelined(step, beside, settings.num_micro, trace.activation_bytes), beside, vocab_size)
+
+    def cannot_fit(self, stage: int | ShardingStrategy, micro_batch: int) -> bool:
+        """Whether weights, states and activations are too much already: a quick answer for a row over all ranks."""
+        strategy = stage if isinstance(stage, ShardingStrategy) else STAGES[stage]
+        workload, num_shards = self.part, self.cluster.world_size
+        settings = self._settings(strategy, micro_batch, num_shards)
+        trace = workload.trace(micro_batch, self.device.device_type)
+        state, whole_state = workload.states
+        least = least_bytes(trace, workload.buffers(num_shards), state, settings, whole_state)
+        least -= workload.unread_bytes(micro_batch)  # which compiled code does not keep
+        return least > (1 - self.headroom) * self.device.memory_bytes
+
+    def _settings(
+        self, strategy: ShardingStrategy, micro_batch: int, num_shards: int, *, alone: bool = False
+    ) -> Settings:
         workload, on_cuda, beside = self.part, self.device.device_type == "cuda", self.beside
         offloads, num_micro = beside.offload != "none", max(self.num_micro(micro_batch), 1)
-        state, whole_state = workload.states
         casts = any(workload.precision.compute_dtype(p.dtype) != p.dtype for p in workload.model.parameters())
-        settings = Settings(
+        return Settings(
             strategy=strategy,
             precision=workload.precision,
             num_micro=num_micro,
@@ -177,11 +201,6 @@ class Planner:
             frees_grads=beside.optimizer_in_backward or (offloads and (num_micro == 1 or strategy.grads is SHARD)),
             offloads=offloads,
         )
-        trace = workload.trace(micro_batch, self.device.device_type)
-        step = step_of(trace, workload.buffers(num_shards), state, settings, whole_state)
-        vocab_size = getattr(getattr(workload.model, "config", None), "vocab_size", 0)
-        vocab_size = -(-vocab_size // beside.tensor_parallel)
-        return with_rates(pipelined(step, beside, num_micro, trace.activation_bytes), beside, vocab_size)
 
     def on(self, **changes: Any) -> Planner:
         """The same with other settings of the cluster (``world_size``, ``within``, ``between``) or of its own."""
@@ -196,6 +215,12 @@ class Planner:
                 found.append(size)
             size *= 4
         return found
+
+
+def padding_of(buffers: Sequence[Buffer]) -> float:
+    """How many times as large buffers are as the parameters in them."""
+    numel = sum(buffer.layout.numel for buffer in buffers)
+    return sum(buffer.layout.padded_numel for buffer in buffers) / max(numel, 1)
 
 
 def planner_for(

@@ -29,6 +29,9 @@ def text(plan: Plan) -> str:
     return "\n".join([heading(plan), "", table(plan), "", plan.advice, *notes(plan)])
 
 
+MOSTLY_PADDING = 2.0
+
+
 def notes(plan: Plan) -> list[str]:
     """What of the plan nobody can run here, and what it takes of hosts."""
     found = []
@@ -43,6 +46,10 @@ def notes(plan: Plan) -> list[str]:
         found.append(
             "`zeroshard train` computes with 16-bit weights; `torch.autocast` around `Zero` is for your own loop."
         )
+    worst = max((row.padding for row in plan.rows), default=1.0)
+    if worst > MOSTLY_PADDING:
+        what = f"buffers are up to {worst:,.0f} times as large as the parameters in them"
+        found.append(f"{plan.workload.optimizer} keeps tensors whole: over many GPUs {what}; --shard-size bounds that.")
     best = plan.best
     if best is not None and best.step.host_bytes:
         on_node = min(plan.cluster.ranks_per_node, plan.cluster.world_size)

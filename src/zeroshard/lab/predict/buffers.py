@@ -80,7 +80,7 @@ def buffers_of(
                 here.append(Buffer(spec.name, name, FlatLayout.of(named, world_size, ALIGNMENT), *kind))
             if kind in tensors:
                 layout = FlatLayout.whole(tensors[kind], world_size, loads)
-                loads = [load + sum(p.numel for p in layout.owned(rank)) for rank, load in enumerate(loads)]
+                layout.add_loads(loads)
                 if named:
                     name = f"{spec.name}#{len(flat) + len(further)}"
                 (further if named else here).append(Buffer(spec.name, name, layout, *kind))

@@ -19,24 +19,29 @@ from zeroshard.models.llama import Llama
 
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_attn", "c_fc")
 COLUMNS = ("o_proj", "down_proj", "c_proj")
-FIELD = "tensor_parallel"
 
 
-def check_cut(model: LanguageModel, ranks: int) -> None:
-    """Raise UserError where ``ranks`` cannot share ``model`` out."""
-    if ranks == 1:
+def check_cut(model: LanguageModel, field: str, ranks: int) -> None:
+    """Raise UserError where a rank's part of ``model`` cannot be made.
+
+    Args:
+        model: whole.
+        field: the setting to name; empty: none asks for a part.
+        ranks: that share each product.
+    """
+    if not field:
         return
     if not isinstance(model, GPT2 | Llama):
-        what = f"{ranks} ranks share out GPT-2 and LLaMA models, and this is a {type(model).__name__}"
-        raise UserError(FIELD, what, "leave it out, or plan a preset")
+        what = f"a {type(model).__name__} cannot be cut: parts are known of GPT-2 and LLaMA"
+        raise UserError(field, what, "leave it out, or plan a preset")
     if model.lora is not None:
-        raise UserError(FIELD, f"{ranks} ranks share out a model without adapters", "leave it out, or lora")
+        raise UserError(field, "parts are known of models without adapters", "leave it out, or lora")
     config = cast("Any", model.config)
     sizes = {"n_head": config.n_head, "n_kv_head": getattr(config, "n_kv_head", ranks)}
     sizes["ffn_hidden"] = getattr(config, "ffn_width", ranks)
     for name, size in sizes.items():
         if size % ranks:
-            raise UserError(FIELD, f"{ranks} does not divide model.{name} = {size}", "choose a divisor")
+            raise UserError(field, f"{ranks} does not divide model.{name} = {size}", "choose a divisor")
 
 
 def cut(model: LanguageModel, ranks: int) -> None:

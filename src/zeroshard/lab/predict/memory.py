@@ -56,10 +56,13 @@ class OptimizerState:
             return self.num_per_element * numel
         return (self.num_per_element - 1) * numel + numel // shape[-1] + numel // shape[-2]
 
-    def num_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        """Bytes, without scalars, for a parameter or piece of ``shape`` whose master has ``itemsize`` bytes each."""
+    def num_bytes(self, shape: tuple[int, ...], itemsize: int, of: int | None = None) -> int:
+        """Bytes, without scalars, for a parameter or piece of ``shape`` whose master has ``itemsize`` bytes each.
+
+        ``of``: elements of the parameter that it is a piece of; None: it is all of it.
+        """
         numel = math.prod(shape)
-        if not self.bits or numel < self.least_quantised:
+        if not self.bits or (numel if of is None else of) < self.least_quantised:
             return self.numel(shape) * itemsize
         return self.num_per_element * (-(-numel * self.bits // 8) + 4 * -(-numel // self.block))
 
@@ -188,10 +191,11 @@ def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState
         )
         num_bytes = sum(optimizer.num_bytes((slot.numel,), buffer.dtype.itemsize) for slot in slots)
         return num_bytes + num_pieces * optimizer.num_scalars * SCALAR_BYTES
-    if rank is None and device_type != "cpu":
+    if rank is None and (device_type != "cpu" or layout.longest is not None):
         pieces = layout.tensors()
     else:
         ranks = range(layout.world_size) if rank is None else [rank]
         pieces = tuple(piece for each in ranks for piece in layout.owned(each))
-    num_bytes = sum(optimizer.num_bytes(piece.shape, buffer.dtype.itemsize) for piece in pieces)
+    slots, itemsize = layout.slots, buffer.dtype.itemsize
+    num_bytes = sum(optimizer.num_bytes(piece.shape, itemsize, slots[piece.slot].numel) for piece in pieces)
     return num_bytes + len(pieces) * optimizer.num_scalars * SCALAR_BYTES

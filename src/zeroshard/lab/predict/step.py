@@ -98,6 +98,35 @@ def step_of(
     )
 
 
+def least_bytes(
+    trace: Trace,
+    buffers: Sequence[Buffer],
+    optimizer: OptimizerState,
+    settings: Settings,
+    whole_optimizer: OptimizerState | None = None,
+) -> int:
+    """What the fullest moment of that step has at least, without running an engine; arguments as of `step_of`.
+
+    Weights, masters, states, and the activations: what is gathered and reduced comes on top.
+    """
+    held = state_bytes(
+        buffers,
+        settings.strategy,
+        settings.rank,
+        optimizer,
+        settings.precision,
+        whole_optimizer=whole_optimizer,
+        device_type=settings.device_type,
+    )
+    if settings.offloads:
+        held, _ = _offloaded(held, buffers, settings)
+    live = fullest = 0
+    for span in trace.spans:
+        fullest = max(fullest, live + span.peak_kept + span.peak_temporary)
+        live += span.kept + span.temporary
+    return held["params"] + held["master"] + held["optimizer"] + trace.input_bytes + fullest
+
+
 def _offloaded(resident: dict[str, int], buffers: Sequence[Buffer], settings: Settings) -> tuple[dict[str, int], int]:
     """What stays on the device where the host has masters, states and reduced gradients; and the host's bytes.
 

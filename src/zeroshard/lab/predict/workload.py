@@ -143,7 +143,8 @@ class Workload:
     def check_part(self, tensor: int, context: int, pipeline: int) -> None:
         """Raise UserError where `part` cannot be made."""
         assert isinstance(self.model, LanguageModel)
-        check_cut(self.model, tensor)
+        sizes = {"tensor_parallel": tensor, "context_parallel": context, "pipeline_parallel": pipeline}
+        check_cut(self.model, next((name for name, size in sizes.items() if size > 1), ""), tensor)
         if self.seq_len % context:
             raise UserError("context_parallel", f"{context} does not divide {self.seq_len} tokens", "choose a divisor")
         layers = self.model.config.n_layer
@@ -231,7 +232,6 @@ def language_model(
         model = build_model(name, overrides={**overrides, "seq_len": config.seq_len}, kernels=kernels, lora=lora)
     model.eos_id = 0 if document_mask else None
     model.check_seq_len(length)
-    check_cut(model, cut_by)
     cut(model, cut_by)
     return Workload(
         model,

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 from torch import Tensor
 
 ALIGNMENT = 8
@@ -185,6 +186,12 @@ class FlatLayout:
             gaps.append((position, self.padded_numel))
         return tuple(gaps)
 
+    def add_loads(self, loads: list[int]) -> None:
+        """Add what each rank owns of whole tensors to ``loads``, which has an entry for each."""
+        for slot in self.slots:
+            if slot.numel:
+                loads[slot.offset // self.shard_numel] += slot.numel
+
     def zero_padding(self, flat: Tensor) -> None:
         """Fill what belongs to no parameter of ``flat [padded_numel]`` with zeros."""
         for start, stop in self.padding:
@@ -228,6 +235,10 @@ def balance(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
         numels: elements of each tensor.
         loads: of each shard elsewhere; they decide between shards that have equally much here.
     """
+    if len(loads) > len(numels):  # those with the least elsewhere are all that can be needed
+        chosen = sorted(np.argsort(np.asarray(loads), kind="stable")[: len(numels)].tolist())
+        if len(chosen) < len(loads) and chosen:
+            return [chosen[owner] for owner in balance(numels, [loads[shard] for shard in chosen])]
     here, total = [0] * len(loads), list(loads)
     owners = [0] * len(numels)
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):

@@ -102,8 +102,7 @@ class FlatGroup:
         stay = [(name, param) for name, param in named if param not in chosen]
         leave = [(name, param) for name, param in named if param in chosen]
         own = FlatLayout.whole([(name, param.shape) for name, param in leave], layout.world_size, loads)
-        for rank in range(layout.world_size):
-            loads[rank] += sum(piece.numel for piece in own.owned(rank))
+        own.add_loads(loads)
         made = [self._again(self.params.name, stay, frozen=self._frozen)] if stay else []
         made.append(self._again(name if stay else self.params.name, leave, layout=own, frozen=self._frozen))
         for group in made:

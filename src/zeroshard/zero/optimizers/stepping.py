@@ -31,6 +31,8 @@ from zeroshard.zero.state import training_state
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
 from zeroshard.zero.state.restage import Stateful
 
+MOSTLY_PADDING = 8  # times as large as what is in it: a buffer that costs more than a node's ranks save
+
 
 class Stepping:
     """The `StepListener` of every optimizer of one engine.
@@ -229,9 +231,22 @@ class Stepping:
             raise RuntimeError("optimizer: it needs a new layout, and an average has the old one; make ema() after it")
         if moving:
             relayout.keep_whole(self._runtime, params)
+            self._warn_of_padding()
             self._params.locate(self._runtime.groups())
         for known in affected:
             known.take_pieces_anew()
+
+    def _warn_of_padding(self) -> None:
+        """Say so where whole tensors on many ranks make buffers that are mostly padding."""
+        layouts = [group.params.layout for group in self._runtime.groups() if group.whole]
+        padded, numel = (sum(getattr(each, name) for each in layouts) for name in ("padded_numel", "numel"))
+        if padded > MOSTLY_PADDING * numel:
+            world_size = layouts[0].world_size
+            warnings.warn(
+                f"optimizer: whole tensors over {world_size} ranks make buffers {padded / numel:.0f} times as large as "
+                "the parameters in them; give Zero a shard_size, such as the ranks of a node",
+                stacklevel=5,
+            )
 
     def after_joining(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
         """Where weights compute in another dtype than their masters have, let the optimizer write both."""
