@@ -1,4 +1,5 @@
 import math
+import sys
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.errors import UserError
-from zeroshard.kernels import dequantise, quantise
+from zeroshard.kernels import dequantise, dequantised_sum, quantise
 from zeroshard.wire_formats import FORMATS, BlockFormat, DtypeFormat, rounding_key
 
 TINY = 2.0**-126
@@ -132,6 +133,25 @@ def test_other_dtypes_travel_as_fp32_would_and_a_dtype_is_a_format_too(dtype):
         assert torch.equal(packed, wide)
         assert torch.equal(back, wide_back.to(dtype))
     assert torch.equal(_there_and_back(values, DtypeFormat(torch.bfloat16))[1], values.bfloat16().to(dtype))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("form", [BlockFormat("int8", 32), BlockFormat("int4"), DtypeFormat(torch.bfloat16)])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_sum_adds_rows_in_fp32_in_their_order(form, rank, triton, monkeypatch):
+    monkeypatch.setattr(sys.modules["zeroshard.kernels.block_formats"], "_CHUNK", 256)
+    parts = torch.randn(3, 700, generator=torch.Generator().manual_seed(2))
+    rows = torch.zeros(3, form.num_bytes(700), dtype=torch.uint8)
+    total = torch.zeros(700)
+    for index, (part, row) in enumerate(zip(parts, rows, strict=True)):
+        if index != rank:
+            quantise(part, row, form, kernels="reference")
+            dequantise(row, back := torch.empty(700), form, kernels="reference")
+        total += part if index == rank else back
+    for kernels in ("reference", triton):
+        own = parts[rank].clone()
+        dequantised_sum(rows, own, rank, own, form, kernels=kernels)
+        assert torch.equal(own, total)
 
 
 def test_a_number_that_does_not_fit_is_named():

@@ -6,7 +6,7 @@ norms are so long that kernels and launchers have a file of their own). The refe
 """
 
 from zeroshard.kernels.adamw import AdamWOptions, adamw
-from zeroshard.kernels.block_formats import dequantise, quantise
+from zeroshard.kernels.block_formats import dequantise, dequantised_sum, quantise
 from zeroshard.kernels.cross_entropy import cross_entropy
 from zeroshard.kernels.dispatch import CHOICES, OPERATIONS, Backend, Choice, Operation, choose, describe, use_kernels
 from zeroshard.kernels.gated import geglu, swiglu
@@ -29,6 +29,7 @@ __all__ = [
     "choose",
     "cross_entropy",
     "dequantise",
+    "dequantised_sum",
     "describe",
     "geglu",
     "layer_norm",

@@ -33,9 +33,9 @@ from torch import Tensor
 from zeroshard.kernels.block_kernels import TINY, dequantise_blocks, quantise_blocks
 from zeroshard.kernels.checks import check_floating
 from zeroshard.kernels.dispatch import Choice, choose
-from zeroshard.wire_formats import LARGEST, SCALE_BYTES, BlockFormat, DtypeFormat, Format
+from zeroshard.wire_formats import BLOCK, LARGEST, SCALE_BYTES, BlockFormat, DtypeFormat, Format
 
-_CHUNK = 1 << 15  # elements that the reference quantises at a time: what a cache holds
+_CHUNK = 1 << 17  # elements that the reference quantises at a time: what a cache holds
 
 
 # ---------------------------------------------------------------------------------------------------- reference
@@ -46,28 +46,64 @@ def quantise_reference(values: Tensor, packed: Tensor, form: BlockFormat, key: i
     scales, codes = _parts(packed, values.numel(), form)
     whole, step = values.numel() // form.block, max(_CHUNK // form.block, 1)
     wide = form.code_bytes(form.block)
+    scratch = torch.empty(1 if key is None else 2, min(step, whole + 1) * form.block, device=values.device)
+    noises = None if key is None else _noises(key, len(scales), values.device)
     for first in range(0, whole, step):
         last = min(first + step, whole)
         rows = values[first * form.block : last * form.block].view(-1, form.block)
         code_rows = codes[first * wide : last * wide].view(-1, wide)
-        _quantise_rows(rows, scales[first:last], code_rows, form, key, first)
+        own = None if noises is None else (noises[0][first:last], noises[1][first:last])
+        _quantise_rows(rows, scales[first:last], code_rows, form, own, scratch)
     rest = values[whole * form.block :]
     if rest.numel():
-        _quantise_rows(rest[None], scales[whole:], codes[None, whole * wide :], form, key, whole)
+        own = None if noises is None else (noises[0][whole:], noises[1][whole:])
+        _quantise_rows(rest[None], scales[whole:], codes[None, whole * wide :], form, own, scratch)
 
 
 def dequantise_reference(packed: Tensor, values: Tensor, form: BlockFormat) -> None:
     """`dequantise` in PyTorch, a cache's worth at a time."""
-    scales, codes = _parts(packed, values.numel(), form)
-    whole, step = values.numel() // form.block, max(_CHUNK // form.block, 1)
-    wide = form.code_bytes(form.block)
-    for first in range(0, whole, step):
-        last = min(first + step, whole)
-        rows = values[first * form.block : last * form.block].view(-1, form.block)
-        _dequantise_rows(codes[first * wide : last * wide].view(-1, wide), scales[first:last], rows, form)
+    parts = _parts(packed, values.numel(), form)
+    step = max(_CHUNK // form.block, 1) * form.block
+    for start in range(0, values.numel(), step):
+        _dequantise_chunk(parts, start, values[start : start + step], form)
+
+
+def sum_reference(rows: Tensor, own: Tensor, rank: int, target: Tensor, form: Format) -> None:
+    """`dequantised_sum` in PyTorch, a cache's worth at a time."""
+    numel = own.numel()
+    block = form.block if isinstance(form, BlockFormat) else BLOCK
+    step = max(_CHUNK // 2 // block, 1) * block
+    parts = [_parts(row, numel, form) if isinstance(form, BlockFormat) else row.view(form.dtype) for row in rows]
+    scratch = torch.empty(2, min(step, numel), device=own.device)
+    for start in range(0, numel, step):
+        mine = own[start : start + step]
+        total, part = scratch[0, : len(mine)], scratch[1, : len(mine)]
+        for index, each in enumerate(parts):
+            place = total if index == 0 else part
+            if index == rank:
+                place = place.copy_(mine) if index == 0 else mine
+            elif isinstance(each, Tensor):
+                place.copy_(each[start : start + len(mine)])
+            elif isinstance(form, BlockFormat):
+                _dequantise_chunk(each, start, place, form)
+            if index:
+                total.add_(place)
+        target[start : start + step].copy_(total)
+
+
+def _dequantise_chunk(parts: tuple[Tensor, Tensor], start: int, values: Tensor, form: BlockFormat) -> None:
+    """``values [n]`` become the elements from ``start`` on, which begin a block, and end one or are the last."""
+    scales, codes = parts
+    wide, first = form.code_bytes(form.block), start // form.block
+    whole = values.numel() // form.block
+    if whole:
+        rows = values[: whole * form.block].view(whole, form.block)
+        own = codes[first * wide : (first + whole) * wide].view(whole, wide)
+        _dequantise_rows(own, scales[first : first + whole], rows, form)
     rest = values[whole * form.block :]
     if rest.numel():
-        _dequantise_rows(codes[None, whole * wide :], scales[whole:], rest[None], form)
+        last = codes[None, (first + whole) * wide :]
+        _dequantise_rows(last, scales[first + whole :], rest[None], form)
 
 
 def _parts(packed: Tensor, numel: int, form: BlockFormat) -> tuple[Tensor, Tensor]:
@@ -78,15 +114,29 @@ def _parts(packed: Tensor, numel: int, form: BlockFormat) -> tuple[Tensor, Tenso
     return packed[:start].view(torch.float32), packed[start:stop]
 
 
-def _quantise_rows(rows: Tensor, scales: Tensor, codes: Tensor, form: BlockFormat, key: int | None, first: int) -> None:
-    """rows [b, w] of any floating dtype -> scales [b] fp32, codes [b, code bytes of w] uint8; block ``first`` first."""
+def _quantise_rows(
+    rows: Tensor,
+    scales: Tensor,
+    codes: Tensor,
+    form: BlockFormat,
+    noises: tuple[Tensor, Tensor] | None,
+    scratch: Tensor,
+) -> None:
+    """rows [b, w] of any floating dtype -> scales [b] fp32, codes [b, code bytes of w] uint8.
+
+    noises: as `_noises` made them, of these blocks. scratch: a row of at least b w fp32 numbers, with noise a second.
+    """
     largest = LARGEST[form.name]
-    scaled = rows.to(torch.float32, copy=True).abs_()
+    scaled = scratch[0, : rows.numel()].view(rows.shape)
+    rows = rows.float()
+    torch.abs(rows, out=scaled)
     torch.amax(scaled, 1, out=scales)
     scales.div_(largest).clamp_(min=TINY)
     scales.add_(scales - scales)  # Inf -> NaN
-    torch.mul(rows.float(), scales.reciprocal().nan_to_num_(0.0)[:, None], out=scaled)
-    noise = None if key is None else _noise(key, first, *rows.shape, device=rows.device)
+    torch.mul(rows, scales.reciprocal().nan_to_num_(0.0)[:, None], out=scaled)
+    noise = None
+    if noises is not None:
+        noise = _noise(*noises, scratch[1, : rows.numel()].view(torch.int32).view(rows.shape))
     if form.name == "e4m3":
         rounded = scaled if noise is None else _up_or_down(scaled, noise)
         codes.copy_(rounded.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8))
@@ -117,15 +167,19 @@ def _dequantise_rows(codes: Tensor, scales: Tensor, rows: Tensor, form: BlockFor
         torch.mul(both.bitwise_right_shift(4)[:, : rows.shape[1] - half], column, out=rows[:, half:])
 
 
-def _noise(key: int, first: int, num_blocks: int, width: int, *, device: torch.device) -> Tensor:
-    """[num_blocks, width] int32, of which the high 16 bits and more are noise: [Note: Noise]."""
-    word = torch.arange(first, first + num_blocks, device=device) * _signed(0x9E3779B97F4A7C15) + key
+def _noises(key: int, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The a and c of each block, [num_blocks] int32: [Note: Noise]."""
+    word = torch.arange(num_blocks, device=device) * _signed(0x9E3779B97F4A7C15) + key
     word = (word ^ _shifted(word, 30)) * _signed(0xBF58476D1CE4E5B9)  # splitmix64 (Steele, Lea and Flood, 2014)
     word = (word ^ _shifted(word, 27)) * _signed(0x94D049BB133111EB)
     word = word ^ _shifted(word, 31)
-    factor, term = word.to(torch.int32), (word >> 32).to(torch.int32)
-    places = torch.arange(width, dtype=torch.int32, device=device)
-    return torch.mul(factor[:, None], places).add_(term[:, None])
+    return word.to(torch.int32), (word >> 32).to(torch.int32)
+
+
+def _noise(factors: Tensor, terms: Tensor, out: Tensor) -> Tensor:
+    """Fill ``out [b, w]`` int32, whose high 16 bits and more are noise, for blocks with these a and c, [b]."""
+    places = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
+    return torch.mul(factors[:, None], places, out=out).add_(terms[:, None])
 
 
 def _shifted(word: Tensor, bits: int) -> Tensor:
@@ -154,7 +208,7 @@ def quantise(
 ) -> None:
     """``packed`` becomes what ``values`` are in a format.
 
-    On the meta device nothing happens. The reference takes less than a MiB for a moment.
+    On the meta device nothing happens. The reference takes a MiB for a moment.
 
     Args:
         values: ``[n]`` contiguous, fp16, bf16, fp32 or fp64, which is rounded to fp32 first.
@@ -193,6 +247,43 @@ def dequantise(packed: Tensor, values: Tensor, form: Format, *, kernels: Choice 
             dequantise_reference(packed, values, form)
     else:
         dequantise_blocks(packed, values, form.name, form.block)
+
+
+@torch.no_grad()
+def dequantised_sum(
+    rows: Tensor, own: Tensor, rank: int, target: Tensor, form: Format, *, kernels: Choice | None = None
+) -> None:
+    """``target`` becomes the sum, in fp32 and in their order, of packed rows and of ``own`` in the place of one.
+
+    Args:
+        rows: ``[world_size, form.num_bytes(n)]`` uint8; row ``rank`` is not read.
+        own: ``[n]`` contiguous, any floating dtype.
+        rank: its place.
+        target: ``[n]``; it may be ``own``.
+        form: of the rows.
+        kernels: as in `quantise`.
+
+    Raises:
+        ValueError: an argument that does not fit, by its name.
+    """
+    _check(own, rows[rank], form)
+    if own.is_meta or not own.numel():
+        return
+    if own.device.type == "cpu" and choose("block_formats", own.device, kernels) == "reference":
+        with torch._C._DisableTorchDispatch():
+            sum_reference(rows, own, rank, target, form)
+        return
+    total = torch.empty_like(own, dtype=torch.float32)
+    part = torch.empty_like(total)
+    for index, row in enumerate(rows):
+        place = total if index == 0 else part
+        if index == rank:
+            place.copy_(own)
+        else:
+            dequantise(row, place, form, kernels=kernels)
+        if index:
+            total.add_(part)
+    target.copy_(total)
 
 
 def _check(values: Tensor, packed: Tensor, form: Format) -> None:

@@ -29,7 +29,7 @@ from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.differences import refuse_assigned, take_assigned, take_where_it_differs
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
 from zeroshard.zero.buffers.partition import DrawsParts, Init
-from zeroshard.zero.buffers.wire import PackedGather, take_written
+from zeroshard.zero.buffers.wire import PackedGather, seen, take_written
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
@@ -86,6 +86,7 @@ class FlatParams:
         self._shown = False  # whether the parameters are the views of `full`
         self._work: Work | None = None
         self.packed_gather: PackedGather | None = None
+        self._seen: int | None = None  # this rank's own part of `full`, as it arrived
         self._streams: Streams = NO_STREAMS
         self._written_at: Mark = None  # where the master's values were complete
 
@@ -255,6 +256,7 @@ class FlatParams:
         if self.packed_gather is not None:
             self.packed_gather.deliver()
             self.packed_gather = None
+            self._seen = seen(self.full[self._own]) if self._always_compared else None
 
     def release(self) -> None:
         """Free the full weights, where they are sharded."""
@@ -328,7 +330,8 @@ class FlatParams:
         with torch.no_grad():
             written = self.full[self._own] if self.shard_optim else self.full
             if self.wire is not None:
-                take_written(self.master, written, self.wire)
+                if self._seen is None or self._seen != seen(written):
+                    take_written(self.master, written, self.wire)
             elif written.dtype == self.master.dtype:
                 self.master.copy_(written)
             else:

@@ -23,7 +23,7 @@ from torch import Tensor
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.lazily import loaded
 from zeroshard.wire_formats import Format, rounding_key
-from zeroshard.zero.buffers.differences import take_where_it_differs
+from zeroshard.zero.buffers.differences import fingerprint, take_where_it_differs
 
 
 def quantise(values: Tensor, packed: Tensor, form: Format, key: int | None = None) -> None:
@@ -34,6 +34,11 @@ def quantise(values: Tensor, packed: Tensor, form: Format, key: int | None = Non
 def dequantise(packed: Tensor, values: Tensor, form: Format) -> None:
     """`zeroshard.kernels.dequantise`."""
     loaded("zeroshard.kernels", "dequantise")(packed, values, form)
+
+
+def dequantised_sum(rows: Tensor, own: Tensor, rank: int, target: Tensor, form: Format) -> None:
+    """`zeroshard.kernels.dequantised_sum`."""
+    loaded("zeroshard.kernels", "dequantised_sum")(rows, own, rank, target, form)
 
 
 class PackedGather:
@@ -128,7 +133,7 @@ class PackedReduce:
 
     def deliver(self, target: Tensor) -> None:
         """``target [n]`` becomes the sum, once the exchange is done; it may be this rank's shard of ``local``."""
-        _add_up(self.packed, self._own, self._comm.rank, self._form, target)
+        dequantised_sum(self.packed, self._own, self._comm.rank, target, self._form)
         _read_here(self.packed)
 
 
@@ -165,7 +170,7 @@ class AcrossReplicas:
 
     def gather(self) -> Work:
         """Once that is done: add up this replica's piece, and issue the gather of the sums."""
-        _add_up(self.packed, self._own, self._comm.rank, self._form, self._own)
+        dequantised_sum(self.packed, self._own, self._comm.rank, self._own, self._form)
         own = self.packed[self._comm.rank]
         quantise(self._own, own, self._form, self._key)
         return self._comm.all_gather(self.packed.view(-1), own)
@@ -179,6 +184,11 @@ class AcrossReplicas:
             if piece is not part:
                 part.copy_(piece[: part.numel()])
         _read_here(self.packed)
+
+
+def seen(full: Tensor) -> int | None:
+    """A number by which a write into ``full`` is noticed; None on a GPU, which is not waited for."""
+    return fingerprint(full) if full.device.type == "cpu" and full.element_size() in (2, 4) else None
 
 
 def take_written(master: Tensor, written: Tensor, form: Format) -> None:
@@ -216,21 +226,6 @@ def _pack(rows: Tensor, parts: Tensor | Sequence[Tensor], form: Format, keys: Se
     for rank, (row, part) in enumerate(_by_rank(rows, parts)):
         if rank != but:
             quantise(part, row, form, keys[rank])
-
-
-def _add_up(rows: Tensor, own: Tensor, rank: int, form: Format, target: Tensor) -> None:
-    """``target`` becomes the sum of the rows and of ``own`` at place ``rank``, in fp32 and in order."""
-    total = torch.empty_like(own, dtype=torch.float32)
-    part = torch.empty_like(total)
-    for index, (row, _) in enumerate(_by_rank(rows, rows)):
-        if index == rank:
-            total.copy_(own) if index == 0 else total.add_(own)
-        elif index == 0:
-            dequantise(row, total, form)
-        else:
-            dequantise(row, part, form)
-            total.add_(part)
-    target.copy_(total)
 
 
 def _read_here(packed: Tensor) -> None:
