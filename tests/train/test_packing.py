@@ -136,6 +136,15 @@ def test_a_model_whose_layers_carry_a_state_along_the_row_is_refused(packed_conf
         built(packed_config(f"hf:{folder}", data))
 
 
+def test_experts_that_are_balanced_over_a_batch_are_not_taken_for_leaks(packed_config, tmp_path):
+    """The part of the loss that balances them sees all tokens, and so do the products that experts' tokens share."""
+    sizes = {key: value for key, value in CONV.items() if key != "layer_types"}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    folder = folder_of("mixtral", {**sizes, **experts}, tmp_path / "model")
+    run = built(packed_config(f"hf:{folder}", {"tokenizer": "bytes"}))
+    assert run.strategy.model.balances_experts
+
+
 def test_positions_that_change_no_mask_are_noticed(packed_config, tmp_path, monkeypatch):
     folder = folder_of("llama", {**CONV, "layer_types": None}, tmp_path / "model")
     data = {"tokenizer": "bytes"}

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zeroshard.data import order
-from zeroshard.data.row_sets import Rows
+from zeroshard.data.row_sets import Rows, TextRows
 
 _BLOCK = 1 << 12  # positions that are counted together
 _AT_ONCE = 1 << 8  # blocks
+_COUNTED = 1 << 22  # rows that are counted to foresee a run
 
 
 class JoinedRows:
@@ -112,11 +113,22 @@ class Mixture:
         """Tokens of each source, without padding, in the first ``num_positions`` rows."""
         found = []
         for source, (count, part) in enumerate(zip(self.counts(num_positions).tolist(), self.rows.parts, strict=True)):
+            if isinstance(part, TextRows):
+                found.append(count * part.seq_len)
+                continue
             epochs, rest = divmod(count, part.num_rows)
             last = order.rows(self.seed + source, np.arange(count - rest, count), part.num_rows)
             whole = int(part.inputs_in(np.arange(part.num_rows)).sum()) if epochs else 0
             found.append(epochs * whole + int(part.inputs_in(last).sum()))
         return found
+
+    def foreseen(self, num_positions: int) -> tuple[list[int], list[int]]:
+        """Rows and tokens of each source in the first ``num_positions`` rows; of very many what is to be expected."""
+        if num_positions <= _COUNTED:
+            return self.counts(num_positions).tolist(), self.tokens(num_positions)
+        times = num_positions / _COUNTED
+        counts, tokens = self.counts(_COUNTED).tolist(), self.tokens(_COUNTED)
+        return [round(times * each) for each in counts], [round(times * each) for each in tokens]
 
     def evenly(self, num_rows: int) -> NDArray[np.int64]:
         """About ``num_rows`` rows, shared out to the sources by weight and spread evenly over each; to evaluate on.

@@ -63,6 +63,7 @@ class HuggingFaceModel(LanguageModel):
 
     Attributes:
         hf: the model itself.
+        balances_experts: whether its loss has a part for that, to which all tokens of a batch contribute.
 
     Raises:
         UserError: `transformers` cannot build it so, such as with an attention that it lacks or is not installed.
@@ -78,8 +79,8 @@ class HuggingFaceModel(LanguageModel):
         self._blocks_at = _find_blocks(self.hf, config.n_layer)
         theirs: Any = self.hf.config
         self.architecture = theirs.model_type
-        self._has_router_loss = bool(getattr(theirs, "output_router_logits", False))
-        self.smooths = not self._has_router_loss
+        self.balances_experts = bool(getattr(theirs, "output_router_logits", False))
+        self.smooths = not self.balances_experts
         self._head = _plain_head(self.hf)
         self.operations = ("cross_entropy",) if self._head is None else ("linear_cross_entropy",)  # ty: ignore[invalid-attribute-access]
         self.num_multiplied_params = _num_multiplied(self.hf)
@@ -125,7 +126,7 @@ class HuggingFaceModel(LanguageModel):
         with _one_document(not apart):
             if targets_BT is None:
                 output = hf(**given)
-            elif self._has_router_loss:  # the experts' balance is a part of the loss
+            elif self.balances_experts:  # the experts' balance is a part of the loss
                 return hf(**given, labels=targets_BT, shift_labels=targets_BT).loss
             elif self._head is None:
                 return next_token_loss(hf(**given).logits, targets_BT, self.kernels, **self.loss_options)

@@ -191,8 +191,8 @@ def _told(
         facts["filled"] = round(num_inputs / (num_filled * examples[0].seq_len), 4)
     if mixture is None:
         return (examples[0].in_words() if examples else ""), facts
-    counts, tokens = mixture.counts(num_rows), mixture.tokens(num_rows)
-    for source, part, count, num_tokens in zip(sources, parts, counts.tolist(), tokens, strict=True):
+    counts, tokens = mixture.foreseen(num_rows)
+    for source, part, count, num_tokens in zip(sources, parts, counts, tokens, strict=True):
         share, epochs = num_tokens / max(sum(tokens), 1), count / part.num_rows
         facts.setdefault("mix", {})[source.name] = {"rows": count, "tokens": num_tokens, "epochs": round(epochs, 4)}
         words.append(f"{source.name} {share:.1%} of tokens, {epochs:.3g} epochs".replace("%", " %"))
