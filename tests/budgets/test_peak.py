@@ -131,17 +131,13 @@ def test_recomputation_and_weights_that_stay_are_planned_too(name, row, recomput
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("targets", [(), ("all-linear",), ("blocks.2.mlp.down_proj", "blocks.2.mlp.c_proj")])
-def test_adapters_over_frozen_weights_are_planned_too(stage, world_size, name, precision, targets):
+def test_adapters_over_frozen_weights_are_planned_too(stage, name, targets):
     pytest.importorskip("peft")
     targets = tuple(each for each in targets if ("c_proj" in each) == (name == "gpt2-demo") or "." not in each)
-    lora = Lora(3, targets=targets)
-    found = _both(name, STAGES[stage], world_size, precision, num_micro=2, rank=world_size - 1, lora=lora)
-    _assert_equal(*found)
+    _assert_equal(*_both(name, STAGES[stage], 3, "bf16", num_micro=2, rank=2, lora=Lora(3, targets=targets)))
 
 
 @pytest.mark.pairwise

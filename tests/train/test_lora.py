@@ -142,7 +142,7 @@ def test_every_strategy_trains_adapters_alike(hf_folder, process_group):  # noqa
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("recomputed", ["full", "selective"])
+@pytest.mark.parametrize("recomputed", ["full", pytest.param("selective", marks=pytest.mark.soak)])
 def test_dropout_of_adapters_is_drawn_again_where_blocks_run_again(hf_folder, recomputed):  # noqa: F811
     found = []
     for how in ("none", recomputed):
@@ -167,7 +167,7 @@ def test_a_checkpoint_goes_on_at_another_stage_and_world(hf_folder, tmp_path):  
         return strategy.state_dict()
 
     expected = run_threads(save, WORLD_SIZE)[0]
-    for world_size in (1, 3):
+    for world_size in (1, 3):  # fewer ranks, and more
         found = run_threads(load, world_size)[0]
         assert all(torch.equal(found[key], value) for key, value in expected.items())
         states = [checkpoint.consolidate(tmp_path / each)["optimizer"] for each in ("saved", f"again-{world_size}")]
@@ -186,7 +186,13 @@ def save_gpt2(folder):
 
 
 @pytest.mark.parametrize(
-    ("kind", "targets"), [("llama", ()), ("gpt2", ("c_attn", "c_fc")), ("mixtral", ()), ("phi3", ("all-linear",))]
+    ("kind", "targets"),
+    [
+        ("llama", ()),
+        ("gpt2", ("c_attn", "c_fc")),
+        pytest.param("mixtral", (), marks=pytest.mark.soak),
+        pytest.param("phi3", ("all-linear",), marks=pytest.mark.soak),
+    ],
 )
 def test_peft_opens_the_adapters_and_transformers_the_merged_model(hf_folder, tmp_path, kind, targets):  # noqa: F811
     import peft
@@ -264,8 +270,15 @@ def test_a_run_of_adapters_evaluates_writes_and_is_begun_from(text_model, tiny_c
     assert local_score(EvalConfig(run=str(tmp_path / "second-1"))).loss < loss + 1
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("targets", [(), ("layers.1.self_attn.q_proj",)])
+@pytest.mark.parametrize(
+    ("stage", "targets"),
+    [
+        (2, ()),
+        (3, ("layers.1.self_attn.q_proj",)),
+        *(pytest.param(stage, (), marks=pytest.mark.soak) for stage in (1, 3)),
+        *(pytest.param(stage, ("layers.1.self_attn.q_proj",), marks=pytest.mark.soak) for stage in (1, 2)),
+    ],
+)
 def test_a_run_holds_and_sends_what_was_planned(byte_model, tiny_config, tmp_path, stage, targets):
     """Frozen weights are gathered, adapters reduced; blocks before the first adapter have no backward."""
     model, lora = {"name": f"hf:{byte_model}"}, {"rank": RANK, "targets": targets}
@@ -310,10 +323,6 @@ def refusal(capsys, tmp_path, byte_model):
         (("--lora", "4", "--lora.alpha", "-1"), "lora.alpha: -1 is below 0"),
         (("--lora", "4", "--lora.dropout", "1"), "lora.dropout: 1 is not below 1"),
         (("--lora", "4", "--lora.targets", "q_prj"), "lora.targets: 'q_prj' is no layer of the model; did you mean"),
-        (("--lora", "4", "--lora.targets", "wholly-other"), "known: down_proj, gate_proj, k_proj, o_proj, q_proj"),
-        (("--lora", "4", "--lora.targets", "embed_tokens"), "is a Embedding, and no linear layer; name linear"),
-        (("--lora", "4", "--lora.targets", "lm_head"), "lm_head shares its matrix with another layer"),
-        (("--lora", "4", "--lora.targets", "self_attn"), "is a LlamaAttention, and no linear layer"),
         (("--lora", "4", "--optimizer", "muon"), "optimizer: muon is made for whole matrices"),
         (("--lora.r", "4"), "--lora.r: there is no such flag; here it is --lora.rank"),
         (("--lora-alpha", "4"), "here it is --lora.alpha"),
@@ -322,6 +331,20 @@ def refusal(capsys, tmp_path, byte_model):
 )
 def test_what_cannot_be_adapted_is_one_line(refusal, words, said):
     assert said in refusal(*words)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("wholly-other", "known: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj; or all-linear"),
+        ("embed_tokens", "is a Embedding, and no linear layer; name linear layers: down_proj"),
+        ("lm_head", "lm_head shares its matrix with another layer"),
+        ("self_attn", "is a LlamaAttention, and no linear layer"),
+    ],
+)
+def test_a_target_is_a_linear_layer_of_its_own(byte_model, target, said):
+    with torch.device("meta"), pytest.raises(UserError, match=re.escape(said)):
+        build_model(f"hf:{byte_model}", lora=Lora(4, targets=("q_proj", target)))
 
 
 def test_an_architecture_that_peft_has_no_targets_for_asks_for_names(refusal, hf_folder):  # noqa: F811

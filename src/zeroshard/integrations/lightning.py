@@ -1,0 +1,203 @@
+"""`ZeroStrategy`: Lightning's Trainer shards, accumulates, clips, saves and resumes through `zeroshard.Zero`.
+
+    Trainer(strategy=ZeroStrategy(ZeroPlugin(stage=3)), devices=8)
+
+The engine is given a module around the user's, so that each of ``training_step`` and its like is a forward that the
+engine hears of; the optimizers of ``configure_optimizers`` become the engine's. A checkpoint is a folder in the place
+of a file: ``meta.ckpt`` with what Lightning keeps of loops, schedulers and callbacks, and ``zero/`` with master weights
+and optimizer states in shards, which any stage and number of ranks loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+try:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.strategies.strategy import _ForwardRedirection
+    from lightning.pytorch.trainer.states import TrainerFn
+except ModuleNotFoundError as error:
+    raise ImportError(f"{__name__}: {error.name} is not installed; pip install 'zeroshard[lightning]'") from None
+
+from zeroshard.checkpoint import load, save
+from zeroshard.errors import UserError
+from zeroshard.integrations.plugin import ZeroPlugin, engine_of
+from zeroshard.zero import Zero
+from zeroshard.zero.buffers.unit_choice import choose_units
+from zeroshard.zero.optimizers.adoption import take_over
+
+SHARDS, META = "zero", "meta.ckpt"  # in a checkpoint's folder
+_AROUND = "_zeroshard_around"  # on a module that has an engine: the `_Around` that the engine was given
+_OF_WHOLE_FILES = ("state_dict", "optimizer_states")
+_COMPUTES = {"bf16-mixed": "bf16", "32-true": "no", "bf16-true": "no", "64-true": "no"}
+_OPTIONS = frozenset(
+    {
+        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+        *("process_group_backend", "timeout", "start_method"),
+    }
+)
+
+
+class _Around(nn.Module):
+    """A module in a module: `ZeroStrategy` calls it, and the user's methods may call the inner one as they like."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner one's."""
+        return self.inner(*args, **kwargs)
+
+
+class ZeroStrategy(DDPStrategy):
+    """Lightning's `DDPStrategy` with `Zero` in the place of DDP.
+
+    Args:
+        zero_plugin: how to shard; None: stage 3.
+        **options: of `DDPStrategy`, those that are not of DDP itself: ``process_group_backend``, ``timeout``,
+            ``start_method`` and the plugins.
+
+    Raises:
+        UserError: an option of DDP itself; in `setup`, a precision of less than 16 bits or of float16.
+    """
+
+    strategy_name = "zero"
+
+    def __init__(self, zero_plugin: ZeroPlugin | None = None, **options: Any) -> None:
+        of_ddp = next((name for name in options if name not in _OPTIONS), None)
+        if of_ddp is not None:
+            raise UserError(of_ddp, "is an option of DDP, which Zero takes the place of", "leave it out")
+        super().__init__(**options)
+        self.zero_plugin = zero_plugin or ZeroPlugin()
+        self._forward_redirection = _ForwardRedirection()
+        self._loaded_shards = False
+
+    @property
+    def engine(self) -> Zero | None:
+        """The engine of the module; None before the Trainer has set it up."""
+        around = vars(self.lightning_module).get(_AROUND) if self.lightning_module is not None else None
+        return None if around is None else engine_of(around)
+
+    # -- setting up -------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """As in Lightning, with the module's engine in the place of DDP. Collective."""
+        assert self.accelerator is not None
+        precision = str(self.precision_plugin.precision)
+        if precision not in _COMPUTES:
+            raise UserError(
+                "precision", f"{precision} computes in float16 or less, which loses gradients", 'use "bf16-mixed"'
+            )
+        self.accelerator.setup(trainer)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        module = self.model
+        assert module is not None
+        if fits and self._layer_sync:
+            module = self._layer_sync.apply(module)
+        self.model = self._around(module, _COMPUTES[precision])
+        if fits:
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                take_over(optimizer)
+        self.setup_precision_plugin()
+
+    def _around(self, module: nn.Module, computes: str) -> nn.Module:
+        around = vars(module).get(_AROUND)
+        if around is None:
+            module = self.precision_plugin.convert_module(module).to(self.root_device)
+            around = _Around(module)
+            units = choose_units(module, self.zero_plugin.units)
+            replace(self.zero_plugin, units=units).engine(around, computes)
+            vars(module)[_AROUND] = around
+        return around
+
+    # -- the training step ------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward, backward and clipping, and then the step, which in Lightning calls them."""
+        module: Any = model or self.lightning_module
+        result = self.precision_plugin._wrap_closure(module, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """A micro-batch after which no step comes: it adds up as the engine's ``accumulate`` says."""
+        assert self.engine is not None
+        with self.engine.micro_batch(last=False):
+            yield
+
+    # -- state ------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The engine reads a checkpoint, so it must be there."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Of shards the engine restores optimizers, of a file that one process wrote Lightning."""
+        return not self._loaded_shards
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: weights are in the shards."""
+        return {}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Nothing: states are in the shards."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """A folder with what Lightning keeps and the engine's shards. Collective."""
+        engine = self.engine
+        assert engine is not None
+        path = Path(self.broadcast(str(filepath)))
+        rest = {name: value for name, value in checkpoint.items() if name not in _OF_WHOLE_FILES}
+        if self.is_global_zero:
+            path.mkdir(parents=True, exist_ok=True)
+            self.checkpoint_io.save_checkpoint(rest, path / META, storage_options=storage_options)
+        save(path / SHARDS, engine, step=int(checkpoint["global_step"]))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """What `save_checkpoint` wrote, at any stage and number of ranks; or a file of Lightning's own. Collective.
+
+        Raises:
+            UserError: the shards are missing or damaged.
+        """
+        path = Path(self.broadcast(str(checkpoint_path)))
+        self._loaded_shards = path.is_dir()
+        if not self._loaded_shards:
+            return super().load_checkpoint(path, weights_only)
+        assert self.engine is not None
+        load(path / SHARDS, self.engine)
+        return {**self.checkpoint_io.load_checkpoint(path / META, weights_only=weights_only), "state_dict": {}}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Weights of a file of Lightning's own; those of shards are there already."""
+        if not self._loaded_shards:
+            assert self.engine is not None
+            self.engine.load_state_dict({f"inner.{name}": value for name, value in checkpoint["state_dict"].items()})
+
+    def teardown(self) -> None:
+        """As in Lightning, but nothing moves: the engine's buffers hold the weights."""
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
