@@ -1,10 +1,13 @@
 import threading
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 from zeroshard.comm import PeerError, run_threads, scope, split
+from zeroshard.comm.backends import threads
 
 
 def test_results_come_back_by_rank():
@@ -144,3 +147,22 @@ def test_no_dispatch_mode_of_a_thread_is_thought_to_go_on():
 
     run_threads(go, 2)
     assert not is_in_torch_dispatch_mode()
+
+
+def test_on_a_gpu_ranks_meet_when_their_streams_are_done_and_part_when_they_have_read(monkeypatch):
+    """Each rank has streams of its own, which nothing else orders."""
+    seen, meet = defaultdict(list), threads._Table.meet
+
+    def note(what):
+        seen[threading.get_ident()].append(what)
+
+    def met(self):
+        meet(self)
+        note("all have met")
+
+    stream = SimpleNamespace(synchronize=lambda: note("the stream is done"))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(threads._Table, "meet", met)
+    run_threads(lambda comm: comm.all_gather(torch.zeros(2), torch.ones(1)), 2)
+    assert list(seen.values()) == [["the stream is done", "all have met"] * 2] * 2

@@ -14,7 +14,7 @@ from zeroshard.zero import STAGES, MixedPrecision
 BYTES = 16 * 16 * 4  # of one unit's weights
 
 
-def _told(stage, world_size, *, num_replicas=1, syncs=(True,)):
+def _told(stage, world_size, *, num_replicas=1, syncs=(True,), **settings):
     """Of a root and two units: by event, what the engine does in the last micro-batch."""
     net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
     buffers = tuple(buffers_of(net, world_size, [net[0], net[1]]))
@@ -31,8 +31,8 @@ def _told(stage, world_size, *, num_replicas=1, syncs=(True,)):
         ),
         Event("backward_over"),
     )
-    settings = Settings(STAGES[stage], MixedPrecision(), num_replicas=num_replicas)
-    micro_batches = recorded(events, ("0", "1"), buffers, settings, syncs)
+    chosen = Settings(STAGES[stage], MixedPrecision(), num_replicas=num_replicas, **settings)
+    micro_batches = recorded(events, ("0", "1"), buffers, chosen, syncs)
     return list(zip(events, micro_batches[-1], strict=True))
 
 
@@ -86,3 +86,12 @@ def test_what_comes_and_goes_within_one_event_is_temporary(world_size, expected)
     told = _told(0, world_size, syncs=(False, True))  # a mean over 3 ranks is rounded before it is added
     changes = [e for _, done in told for e in done if isinstance(e, Change) and e.category == "temporaries"]
     assert [e.num_bytes for e in changes if abs(e.num_bytes) > 64] == expected  # but for control messages
+
+
+@pytest.mark.parametrize(("device_type", "num_waits"), [("cpu", 2), ("cuda", 1)])
+def test_a_reduction_in_two_parts_is_waited_for_once_on_a_gpu(device_type, num_waits):
+    """Over NCCL stage 0 scatters and gathers; between the two a stream waits on which nothing computes."""
+    told = _told(0, 4, uniform_order=False, device_type=device_type)
+    parts = [(op, name, False) for name in ("1", "0", "root") for op in ("reduce_scatter", "all_gather")]
+    assert _sent(told) == [*parts, ("all_reduce", "control", False)]
+    assert sum(isinstance(each, Waited) for _, done in told for each in done) == 3 * num_waits + 1

@@ -160,22 +160,27 @@ def _train(case, monkeypatch):
     return device
 
 
+AROUND = {  # a step: whether the communicator computes on the caller's stream, evaluations, saves
+    "alone": (False, False, ""),
+    "evaluates, saves in place": (False, True, "in place"),
+    "inline, saves at once": (True, False, "at once"),
+}
+
+
 @pytest.mark.pairwise
-@pytest.mark.parametrize("saves", ["", "at once", "in place"])
-@pytest.mark.parametrize("inline", [False, True], ids=["own streams", "inline"])
+@pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("bfloat16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("evaluates", [False, True], ids=["trains", "evaluates"])
 @pytest.mark.parametrize("shard_size", [None, 2])
 @pytest.mark.parametrize("accumulation", [(1, None), (2, None), (3, "local"), (3, "sharded")], ids=str)
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_is_touched_before_what_it_must_wait_for(
-    stage, prefetch, accumulation, shard_size, evaluates, bfloat16, path, inline, saves, monkeypatch
+    stage, prefetch, accumulation, shard_size, bfloat16, path, around, monkeypatch
 ):
     num_micro, accumulate = accumulation
     size = None if stage == 0 else shard_size
-    _train(Case(stage, prefetch, num_micro, accumulate, size, bfloat16, path, inline, evaluates, saves), monkeypatch)
+    _train(Case(stage, prefetch, num_micro, accumulate, size, bfloat16, path, *AROUND[around]), monkeypatch)
 
 
 # -- what is not waited for ---------------------------------------------------------------------------------------

@@ -79,6 +79,12 @@ class _Table:
             raise PeerError("a peer rank failed or did not come to the collective in time") from None
 
 
+def _finish(tensor: Tensor) -> None:
+    """On a GPU: wait until the current stream is done, since each rank queues its work on streams of its own."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
 class ThreadCommunicator:
     """One rank of a world of threads; made by `run_threads`."""
 
@@ -95,6 +101,7 @@ class ThreadCommunicator:
         """Every rank's tensor; raise on every rank if they did not all make the same call."""
         table = self._table
         call = (*call, current_scope())  # tensors of one size would pass for each other
+        _finish(tensor)
         table.tensors[self.rank], table.calls[self.rank] = tensor, call
         table.meet()
         for rank, other in enumerate(table.calls):
@@ -103,6 +110,9 @@ class ThreadCommunicator:
         return [x for x in table.tensors if x is not None]
 
     def _leave(self) -> None:
+        own = self._table.tensors[self.rank]
+        if own is not None:
+            _finish(own)
         self._table.meet()
         self._table.tensors[self.rank] = None
 
