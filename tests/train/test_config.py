@@ -258,5 +258,6 @@ def test_rates_that_nobody_gave_follow_from_what_is_trained():
     assert rates(lr=5e-5, min_lr=0) == [5e-5, 0]
     tuned = {"name": "hf:somewhere"}
     assert rates(model=tuned) == [2e-5, pytest.approx(2e-6)]  # 1e-3 would undo what it has learned
+    assert rates(init_from="runs/one") == [2e-5, pytest.approx(2e-6)]
     assert rates(model=tuned, lr=1e-4) == [1e-4, 1e-5]
     assert rates(model={**tuned, "from_config": True}) == [1e-3, 1e-4]

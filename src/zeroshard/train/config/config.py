@@ -130,7 +130,8 @@ class TrainConfig(Config):
         1e-3,
         gt=0,
         allow_inf_nan=False,
-        description="Peak learning rate; where it is not given and weights of hf: go on, 2e-5, of adapters 2e-4.",
+        description="Peak learning rate; where it is not given and weights of hf: or init_from go on, 2e-5, of "
+        "adapters 2e-4.",
     )
     min_lr: float = Field(
         1e-4, ge=0, allow_inf_nan=False, description="Learning rate at the end of its decay; not given: a tenth of lr."
@@ -230,7 +231,8 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _rates(self) -> Self:
         """Learning rates that nobody gave."""
-        trained_before = is_hugging_face(self.model.name) and not self.model.from_config
+        of_files = is_hugging_face(self.model.name) and not self.model.from_config
+        trained_before = of_files or bool(self.init_from)
         if trained_before and "lr" not in self.model_fields_set:
             object.__setattr__(self, "lr", LORA_RATE if self.lora.rank else FINE_TUNING["lr"])
         if "min_lr" not in self.model_fields_set:
