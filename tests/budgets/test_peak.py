@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -158,6 +159,19 @@ def test_wire_formats_are_planned_to_the_byte(row, accumulate, shard_size, wire,
     settings = {"num_micro": 2, "accumulate": accumulate, "shard_size": shard_size, "recomputed": "full"}
     predicted, listed, measured = _both("llama-tiny", row, 4, wire, rank=3, **settings)
     assert "all_to_all" in {message.op for message in listed}
+    _assert_equal(predicted, listed, measured)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+@pytest.mark.parametrize("shard_size", [None, 4])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_second_copy_of_weights_is_planned_too(precision, recomputed, shard_size, prefetch):
+    row = replace(STAGES[3], secondary_shard_size=2)
+    settings = {"num_micro": 2, "shard_size": shard_size, "recomputed": recomputed, "prefetch": prefetch}
+    predicted, listed, measured = _both("llama-tiny", row, 8, precision, rank=7, **settings)
+    assert {message.world_size for message in listed if message.phase == "weights"} == {shard_size or 8, 2}
     _assert_equal(predicted, listed, measured)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
 from zeroshard.parallel.base import Setup
-from zeroshard.zero import STAGES, MixedPrecision, Zero
+from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy, Zero
 from zeroshard.zero.buffers.holdings import Holding
 from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.state.named_shards import NamedShard, ShardReader
@@ -22,10 +22,11 @@ class ZeroStrategy:
     """`Zero` with its optimizer: nothing is added, so what the loop measures is the engine."""
 
     def __init__(self, setup: Setup, stage: int) -> None:
+        self._reshard_after_forward, self._secondary = setup.reshard_after_forward, setup.secondary_shard_size
         param_dtype = setup.compute_dtype if setup.compute_dtype != torch.float32 else None
         self.zero = Zero(
             setup.model,
-            replace(STAGES[stage], reshard_after_forward=setup.reshard_after_forward),
+            self._row(stage),
             units=setup.units,
             comm=setup.comm,
             precision=MixedPrecision(param_dtype, setup.reduce_dtype, **setup.wire),
@@ -36,7 +37,6 @@ class ZeroStrategy:
             shard_size=setup.shard_size,
             replicas=setup.replicas,
         )
-        self._reshard_after_forward = setup.reshard_after_forward
         self.model: nn.Module = setup.model
         groups = setup.param_groups(setup.model)
         self.optimizer = self.zero.optimizer(setup.optimizer_cls, groups, **setup.optimizer_kwargs)
@@ -65,7 +65,12 @@ class ZeroStrategy:
 
     def restage(self, stage: int) -> None:
         """Change to another stage between steps; see `Zero.restage`. Collective."""
-        self.zero.restage(replace(STAGES[stage], reshard_after_forward=self._reshard_after_forward))
+        self.zero.restage(self._row(stage))
+
+    def _row(self, stage: int) -> ShardingStrategy:
+        secondary = self._secondary if stage == 3 else None
+        reshards = self._reshard_after_forward
+        return replace(STAGES[stage], reshard_after_forward=reshards, secondary_shard_size=secondary)
 
     def named_shards(self) -> Iterable[NamedShard]:
         """What this rank saves."""

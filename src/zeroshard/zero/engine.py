@@ -24,7 +24,7 @@ from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
 from zeroshard.zero.construction import build_units, check_arguments, ordinary_weights
-from zeroshard.zero.levels import Levels, check_levels, check_row, check_wire
+from zeroshard.zero.levels import Levels, check_change, check_levels, check_row
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.optimizers.state_dict import whole_state
@@ -64,16 +64,15 @@ class Zero:
             draws its own shard. Before a load: `zeroshard.zero.loaded_later`.
         prefetch: how many units ahead weights are gathered at stage 3.
         accumulate: how several backwards before one step add up: ``"local"``, whole gradients on each rank and one
-            reduction at the last, or ``"sharded"``, each reduced at once. None: as the row's `grads` column says.
-            It directs `micro_batch`.
+            reduction at the last, or ``"sharded"``, each at once; see `micro_batch`. None: as the `grads` column says.
         device: where meta parameters are made; None: the current CUDA device if there is one, else the CPU.
         shard_size: over how many neighbouring ranks (a node's, say) training state is sharded; the world is as many
             replicas as that leaves. None: over all ranks. See `zeroshard.zero.levels`.
         buffers: what becomes of buffers that a forward changes, such as running statistics, at the end of each backward
             that reduces: every rank takes rank 0's (``"broadcast"``, as DDP does), or the mean over ranks
             (``"average"``; rank 0's of integers), or each keeps its own (``"keep"``), of which rank 0's are saved.
-        replicas: have the groups of ``shard_size`` ranks meet every so many steps instead of at each, at any stage:
-            `zeroshard.zero.replicas.local_steps`.
+        replicas: have the groups of ``shard_size`` ranks meet every so many steps; see `zeroshard.zero.replicas`.
+        secondary_shard_size: as `ShardingStrategy` has it, for a ``stage`` that is a number.
 
     Attributes:
         levels: the ranks that shard together, and those that hold the same shard.
@@ -108,8 +107,9 @@ class Zero:
         shard_size: int | None = None,
         buffers: BufferSync = "broadcast",
         replicas: LocalSteps | None = None,
+        secondary_shard_size: int | None = None,
     ) -> None:
-        self.strategy = resolve_strategy(stage)
+        self.strategy = resolve_strategy(stage, secondary_shard_size)
         check_levels(self.strategy, shard_size, local_steps=replicas is not None)
         check_arguments(model, prefetch, accumulate)
         check_sync(buffers)
@@ -117,7 +117,7 @@ class Zero:
             comm = TorchCommunicator() if dist.is_available() and dist.is_initialized() else LocalCommunicator()
         self.model = model
         self.comm: Communicator = comm
-        self.levels = Levels.of(comm, shard_size)
+        self.levels = Levels.of(comm, shard_size, self.strategy.secondary_shard_size)
         self.precision = precision or MixedPrecision()
         self._accumulate = accumulate
 
@@ -242,7 +242,7 @@ class Zero:
             RuntimeError: inside `full_params` or `Ema.weights`, or while gradients wait for a step.
         """
         strategy = resolve_strategy(stage)
-        check_wire(strategy, self.precision)
+        check_change(strategy, self.precision, self.levels)
         if self.levels.shard is not self.comm and self.replicas is None:
             check_row(strategy)
         restaging.restage(self._runtime, strategy, self._stepping.state_holders("restage"))

@@ -33,38 +33,61 @@ class Levels:
         world: all of them.
         shard: those among which training state is sharded; this rank owns the shard of its rank there.
         replicas: those that own the same shard.
+        node: those among which a second copy of weights is sharded; None where there is none.
     """
 
     world: Communicator
     shard: Communicator
     replicas: Communicator
+    node: Communicator | None = None
 
     @classmethod
-    def of(cls, comm: Communicator, shard_size: int | None = None) -> Levels:
+    def of(cls, comm: Communicator, shard_size: int | None = None, secondary_shard_size: int | None = None) -> Levels:
         """The levels of a world whose state is sharded over ``shard_size`` ranks, None: over all. Collective.
+
+        ``secondary_shard_size``: as `ShardingStrategy` has it.
 
         Raises:
             ValueError: the world cannot be shared out so, or ``comm`` has no parts.
         """
         world_size = comm.world_size
+        if shard_size is not None:
+            check_shard_size(shard_size, world_size)
+        node = None
+        if secondary_shard_size is not None:
+            check_secondary(secondary_shard_size, shard_size or world_size)
+            node = split(comm, _rows(world_size, secondary_shard_size))
         if shard_size is None or shard_size == world_size:
-            return cls(world=comm, shard=comm, replicas=LocalCommunicator())
-        check_shard_size(shard_size, world_size)
+            return cls(world=comm, shard=comm, replicas=LocalCommunicator(), node=node)
         if shard_size == 1:
-            return cls(world=comm, shard=LocalCommunicator(), replicas=comm)
-        rows = [list(range(first, first + shard_size)) for first in range(0, world_size, shard_size)]
+            return cls(world=comm, shard=LocalCommunicator(), replicas=comm, node=node)
         columns = [list(range(first, world_size, shard_size)) for first in range(shard_size)]
-        return cls(world=comm, shard=split(comm, rows), replicas=split(comm, columns))
+        shard = split(comm, _rows(world_size, shard_size))
+        return cls(world=comm, shard=shard, replicas=split(comm, columns), node=node)
 
     @property
     def inside(self) -> Levels:
         """What one replica sees as its whole world: the levels of an engine whose replicas take local steps."""
-        return Levels(world=self.shard, shard=self.shard, replicas=LocalCommunicator())
+        return Levels(world=self.shard, shard=self.shard, replicas=LocalCommunicator(), node=self.node)
 
     @property
     def writes(self) -> bool:
         """Whether this rank is of the replica that speaks for all, where all hold the same."""
         return self.replicas.rank == 0
+
+
+def _rows(world_size: int, length: int) -> list[list[int]]:
+    """Neighbours, so many in each."""
+    return [list(range(first, first + length)) for first in range(0, world_size, length)]
+
+
+def check_secondary(size: int, num_shards: int) -> None:
+    """Raise ValueError unless ``num_shards`` ranks fall into several groups of ``size``, each of several ranks."""
+    sizes = [each for each in range(2, num_shards) if num_shards % each == 0]
+    if isinstance(size, bool) or size not in sizes:
+        todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
+        what = f"a second copy over {size} ranks is none of weights that are sharded over {num_shards}"
+        raise ValueError(f"secondary_shard_size: {what}; {todo}")
 
 
 def check_shard_size(shard_size: int, world_size: int) -> None:
@@ -81,6 +104,14 @@ def check_wire(strategy: ShardingStrategy, precision: MixedPrecision) -> None:
         name = "gather" if precision.gather is not None else "reduce"
         what = "stage 0 has no owner of a shard who could send or sum it in a format of its own"
         raise ValueError(f"{name}: {what}; choose stage 1, 2 or 3, or leave it out")
+
+
+def check_change(strategy: ShardingStrategy, precision: MixedPrecision, levels: Levels) -> None:
+    """Raise ValueError for a row that an engine cannot change to: as `check_wire`, or with another second copy."""
+    check_wire(strategy, precision)
+    size = strategy.secondary_shard_size
+    if size is not None and (levels.node is None or levels.node.world_size != size):
+        raise ValueError(f"secondary_shard_size: {size} is not what the engine was made with; give it to Zero()")
 
 
 def check_row(strategy: ShardingStrategy) -> None:

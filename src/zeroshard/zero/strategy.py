@@ -12,7 +12,7 @@ https://arxiv.org/abs/1910.02054, section 5. There are no stage classes: one eng
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -38,6 +38,9 @@ class ShardingStrategy:
         reshard_after_forward: with sharded `params`, free full weights between forward and backward and gather them
             again, but for the unit that ran last and is needed first; False keeps them until the unit's backward is
             over: less traffic, more memory.
+        secondary_shard_size: with sharded `params`, keep a second copy of them, sharded over so many neighbouring ranks
+            (a node's), from which weights are gathered again until the next step: `zeroshard.zero.buffers.node_copy`.
+            None: no second copy.
 
     Raises:
         ValueError: an unknown placement, or a combination that shards to the left of something whole.
@@ -47,6 +50,7 @@ class ShardingStrategy:
     grads: Placement
     optim: Placement
     reshard_after_forward: bool = True
+    secondary_shard_size: int | None = None
 
     def __post_init__(self) -> None:
         for column in ("params", "grads", "optim"):
@@ -59,6 +63,13 @@ class ShardingStrategy:
             raise ValueError("params: sharded weights need sharded gradients; shard `grads` and `optim` too")
         if self.grads is SHARD and self.optim is REPLICATE:
             raise ValueError("grads: sharded gradients need a sharded optimizer; shard `optim` too")
+        if self.secondary_shard_size is not None:
+            given = f"secondary_shard_size: {self.secondary_shard_size}"
+            if self.params is REPLICATE:
+                raise ValueError(f"{given} is of sharded weights, and these are whole; choose stage 3, or leave it out")
+            if not self.reshard_after_forward:
+                what = "weights that stay unsharded for backward are not gathered again"
+                raise ValueError(f"{given} means nothing: {what}; leave it out, or reshard_after_forward=False")
 
 
 STAGES: dict[int, ShardingStrategy] = {
@@ -69,14 +80,16 @@ STAGES: dict[int, ShardingStrategy] = {
 }
 
 
-def resolve_strategy(stage: int | ShardingStrategy) -> ShardingStrategy:
+def resolve_strategy(stage: int | ShardingStrategy, secondary_shard_size: int | None = None) -> ShardingStrategy:
     """A row of `STAGES` by its number; a row of one's own as it is.
 
     Raises:
         ValueError: a stage that is not 0, 1, 2 or 3.
     """
     if isinstance(stage, ShardingStrategy):
+        if secondary_shard_size is not None:
+            raise ValueError("secondary_shard_size: the row says it; give it to the ShardingStrategy")
         return stage
     if isinstance(stage, bool) or stage not in STAGES:
         raise ValueError(f"stage: {stage!r} is not a ZeRO stage; choose 0, 1, 2 or 3, or give a ShardingStrategy")
-    return STAGES[stage]
+    return replace(STAGES[stage], secondary_shard_size=secondary_shard_size)

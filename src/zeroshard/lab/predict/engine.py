@@ -234,7 +234,8 @@ class _Engine:
         self._settings = settings
         num_shards = max((buffer.layout.world_size for buffer in buffers), default=1)
         world = _Peers(num_shards * settings.num_replicas, settings.rank, log, uniform_order=settings.uniform_order)
-        log.levels = levels = Levels.of(world, num_shards if settings.num_replicas > 1 else None)
+        near = settings.strategy.secondary_shard_size if num_shards > 1 else None
+        log.levels = levels = Levels.of(world, num_shards if settings.num_replicas > 1 else None, near)
         groups: dict[str, list[FlatGroup]] = {name: [] for name in ("root", *names)}
         self._grads: dict[str, tuple[FlatGroup, int, Tensor]] = {}
         for buffer in buffers:
@@ -257,7 +258,7 @@ class _Engine:
         for group in self._runtime.groups():
             if settings.device_type == "cuda":
                 group.use_streams(_Beside())
-            log.ignore([group.params.full, group.params.master])
+            log.ignore([group.params.full, group.params.master, group.params.node_copy.shard])
             if group.params.shard_params:
                 storage = group.params.full.untyped_storage()
                 log.freed[storage._cdata] = storage

@@ -4,7 +4,7 @@ With N elements of a buffer, padded to P = W * S, and itemsizes c (compute), m (
 gradients: m, or g where that is bfloat16):
 
     params      P c, whole;  S m, sharded, where c is m's dtype, and else nothing between uses; both where weights
-                travel in a wire format and c is m's dtype
+                travel in a wire format and c is m's dtype;  P c / n of a second copy over n ranks
     master      P m or S m by the `optim` column, where compute has another dtype and they are trained; else the weights
     grads       S h, sharded;  P g, whole, and what the optimizer sees beside it where that is no view of it
     optimizer   per element of the pieces that the rank owns, without padding; and scalars per piece
@@ -134,6 +134,8 @@ def state_bytes(
         master = buffer.dtype if buffer.trained else compute
         if not shard_params:
             total["params"] += layout.padded_numel * compute.itemsize
+        elif strategy.secondary_shard_size is not None:
+            total["params"] += layout.padded_numel // strategy.secondary_shard_size * compute.itemsize
         if compute != master:
             total["master"] += seen * master.itemsize
         elif shard_params or (shard_optim and _has_format(buffer, precision)):

@@ -37,7 +37,7 @@ from zeroshard.train.config.sections import (
 )
 from zeroshard.train.config.toml import read_toml
 from zeroshard.train.config.validate import validate
-from zeroshard.train.config.wire_settings import WireConfig, check_wire
+from zeroshard.train.config.wire_settings import WireConfig, check_node_copy, check_wire
 
 # Of an imported run: what LLaMA's first public fine-tunings took, https://github.com/tatsu-lab/stanford_alpaca
 FINE_TUNING: Mapping[str, float] = MappingProxyType({"lr": 2e-5, "min_lr": 2e-6})
@@ -69,6 +69,12 @@ class TrainConfig(Config):
     )
     shard_size: int = Field(
         0, ge=0, description="Neighbouring ranks (a node's) that share out training state, replicated beyond; 0: all."
+    )
+    node_copy: int = Field(
+        0,
+        ge=0,
+        description="Neighbouring ranks (a node's) that keep a second copy of sharded weights, from which backward "
+        "gathers; 0: none. Stage 3.",
     )
     reshard_after_forward: bool = Field(
         True,
@@ -259,6 +265,7 @@ class TrainConfig(Config):
             what = f"{self.strategy} has no shards of ours to size"
             sharding = [name for name in strategies_with("planned") if STRATEGIES[name].stage]
             raise UserError("shard_size", what, f"leave it out, or use --strategy {', '.join(sharding)}")
+        check_node_copy(self.node_copy, self.strategy, reshards=self.reshard_after_forward)
         if not self.reshard_after_forward and not strategy.frees_weights:
             what = f"{self.strategy} has whole weights all the time, and none to keep or free"
             todo = f"leave it out, or use --strategy {' or '.join(strategies_with('frees_weights'))}"

@@ -63,3 +63,13 @@ def check_wire(wire: WireConfig, strategy: str) -> None:
     if not entry.stage:
         what = f"{value} is given, and stage 0 has no owner of a shard, who sends or sums it in a format of its own"
         raise UserError(name, what, todo)
+
+
+def check_node_copy(node_copy: int, strategy: str, *, reshards: bool) -> None:
+    """Raise UserError where a second copy of weights means nothing."""
+    if node_copy and strategy != "zero3":
+        what = f"{node_copy} is given, and {strategy} has no sharded weights of ours to gather again"
+        raise UserError("node_copy", what, "leave it out, or use --strategy zero3")
+    if node_copy and not reshards:
+        what = f"{node_copy} is given, and weights that stay unsharded for backward are not gathered again"
+        raise UserError("node_copy", what, "leave it out, or --no-reshard-after-forward")

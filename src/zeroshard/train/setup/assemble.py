@@ -184,6 +184,7 @@ def sharded(
         accumulate=None if config.accumulate == "auto" else config.accumulate,
         prefetch=config.prefetch,
         wire=wire(config),
+        secondary_shard_size=config.node_copy or None,
         replicas=local_steps(config.replicas, len(model.blocks)),
     )
     return model, build_strategy(config.strategy, setup)

@@ -31,7 +31,11 @@ def contract_of(
         return None
     job = Job(
         model=model,
-        row=replace(STAGES[entry.stage], reshard_after_forward=config.reshard_after_forward),
+        row=replace(
+            STAGES[entry.stage],
+            reshard_after_forward=config.reshard_after_forward,
+            secondary_shard_size=config.node_copy or None,
+        ),
         rank=comm.rank,
         world_size=comm.world_size,
         shard_size=config.shard_size or comm.world_size,

@@ -28,6 +28,7 @@ from zeroshard.comm import Work, empty_for, scope
 from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.differences import refuse_assigned, take_assigned, take_where_it_differs
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
+from zeroshard.zero.buffers.node_copy import NodeCopy
 from zeroshard.zero.buffers.partition import DrawsParts, Init
 from zeroshard.zero.buffers.wire import PackedGather, seen, take_written
 from zeroshard.zero.levels import Levels
@@ -49,11 +50,11 @@ class FlatParams:
         master: ``[padded_numel]`` where the optimizer is replicated, else ``[shard_numel]``; the parameters' own
             dtype, or the compute dtype by [Note: Frozen]. Where it has the compute dtype and weights are whole it is a
             view of ``full``.
-        dtype: the parameters' own, from before there was an engine.
-        comm: the ranks that hold the shards.
+        dtype, comm: the parameters' own, from before there was an engine; the ranks that hold the shards.
         pieces: what of each parameter the optimizer on this rank updates. Where it is replicated on the CPU these are
             the pieces of every rank, so that vector bodies and scalar tails fall on the same elements at each stage.
-        wire: what weights travel in; None: the dtype that computes. ``packed_gather``: their gather under way.
+        wire, packed_gather, node_copy: what weights travel in, None: the dtype that computes; their gather in it that
+            is under way; the second copy of sharded weights, if there is one.
         stale: whether the master is newer than ``full``.
         on_read: called before a parameter is read that a step has outdated, and ends in `show_as_current`; None: nobody
             is told. [Note: Read between steps] in `outdated`.
@@ -89,7 +90,6 @@ class FlatParams:
         self._seen: int | None = None  # this rank's own part of `full`, as it arrived
         self._streams: Streams = NO_STREAMS
         self._written_at: Mark = None  # where the master's values were complete
-
         self.dtype = self.params[0].dtype
         initial = self._initial(params, init)
         own = slice(*self.layout.interval(comm.rank))
@@ -107,6 +107,8 @@ class FlatParams:
         if self.shard_optim and not self._aliased:
             self.master = empty_for(comm, self.layout.shard_numel, held.dtype, held.device).copy_(held[own])
         del initial, held
+        near = levels.node if self.shard_params and strategy.secondary_shard_size is not None else None
+        self.node_copy = NodeCopy(near, self.full)
         self._views = self.layout.views(self.full)
         self._storage_bytes = self.full.untyped_storage().nbytes()
         fill = float("nan") if compute_dtype.is_floating_point else 0
@@ -222,15 +224,19 @@ class FlatParams:
                 if not self._aliased and copy_due:
                     self.full.copy_(self.master)
                 return
+            near = self.node_copy.current
             with self._streams.on("copy_in", self._written_at, read_at):
-                own = self._copied_in(copy_due=copy_due and self.wire is None)
-                if self.wire is not None:
+                own = self._copied_in(copy_due=copy_due and self.wire is None and not near)
+                if self.wire is not None and not near:
                     self.packed_gather = PackedGather(self.comm, self.wire, self.full, self.master)
                 copied_at = self._streams.mark()
             with scope(f"{self.name}/weights"), self._streams.on("gather", copied_at):
-                packed = self.packed_gather
-                work = self.comm.all_gather(self.full, own) if packed is None else packed.gather()
-                self._work = self._streams.issued(work)
+                self._work = self._streams.issued(self._collective(own, near=near))
+
+    def _collective(self, own: Tensor, *, near: bool) -> Work:
+        if near:
+            return self.node_copy.gather(self.full)
+        return self.comm.all_gather(self.full, own) if self.packed_gather is None else self.packed_gather.gather()
 
     def _copied_in(self, *, copy_due: bool) -> Tensor:
         """This rank's shard, for the all-gather into ``full``, which has memory from here on."""
@@ -250,13 +256,15 @@ class FlatParams:
 
     def _finish(self) -> None:
         """Wait for the all-gather that is under way."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
         if self.packed_gather is not None:
             self.packed_gather.deliver()
             self.packed_gather = None
             self._seen = seen(self.full[self._own]) if self._always_compared else None
+        if work is not None and self.node_copy.keep(self.full):
+            self._written_at = self._streams.mark()
 
     def release(self) -> None:
         """Free the full weights, where they are sharded."""
@@ -278,6 +286,7 @@ class FlatParams:
             param.data = view  # what it showed is older than the master
         self._versions = self._written()  # what was written into weights that are outdated now is not taken over
         self.release()
+        self.node_copy.current = False
         copied = copied and not self._thawed  # which the optimizer has not heard of
         self._copy_due = self._copy_due or not copied
         if self.whole and (self.shard_optim or (not self._aliased and not copied)):
@@ -336,7 +345,7 @@ class FlatParams:
                 self.master.copy_(written)
             else:
                 take_where_it_differs(self.master, written)
-        self._versions, self._written_at = self._written(), self._streams.mark()
+        self._versions, self._written_at, self.node_copy.current = self._written(), self._streams.mark(), False
 
     def _elsewhere(self) -> list[tuple[str, nn.Parameter, Tensor]]:
         """``(name, parameter, what it should show)`` of those to whose ``.data`` somebody has assigned a tensor."""

@@ -95,6 +95,8 @@ def _weights(unit: str, params: FlatParams) -> Iterator[Holding]:
         yield Holding("prefetch" if params.on_its_way else "unit_buffers", unit, params.full)
     if params.packed_gather is not None:
         yield Holding("prefetch", unit, params.packed_gather.packed)
+    if params.node_copy.shard.numel():
+        yield Holding("params", unit, params.node_copy.shard)
     same_dtype = params.master.dtype == params.full.dtype
     yield Holding("params" if same_dtype else "master", unit, params.master)
 

@@ -284,6 +284,7 @@ def memory_of(groups: Iterator[FlatGroup]) -> dict[str, int]:
     for group in groups:
         params = group.params
         total["params"] += params.full_bytes
+        total["params"] += params.node_copy.shard.nbytes
         same_dtype = params.master.dtype == params.full.dtype
         total["params" if same_dtype else "master"] += params.master_bytes
         total["grads"] += group.grads.resident_bytes

@@ -1,0 +1,138 @@
+"""A second copy of sharded weights over a node's ranks: the bits of stage 3, and what crosses between nodes."""
+
+import copy
+import functools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from late import late
+from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
+from zeroshard.zero import STAGES, MixedPrecision, Zero
+
+WIRE = MixedPrecision(gather="int8", reduce="int8", block=32)
+
+
+class _Net(nn.Module):
+    """Blocks of which one is frozen and one recomputed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(24, 80)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(80, 80), nn.Tanh()) for _ in range(4))
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            if index == 2:
+                x = x + checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = x + block(x)
+        return x.square().mean()
+
+
+@functools.cache
+def _original():
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return _Net()
+
+
+def _train(comm, num_micro=1, precision=None, *, evaluates=False, writes=False, **kwargs):
+    zero = Zero(copy.deepcopy(_original()), 3, comm=comm, precision=precision, **kwargs)
+    optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-2)
+    losses = []
+    for step in range(3):
+        if evaluates:
+            with torch.no_grad():
+                losses.append(zero.model(torch.ones(2, 24)))
+        if writes and step == 1:
+            with zero.full_params(write_back=True), torch.no_grad():
+                zero.model.first.weight[0, 0] = 0.75
+        for micro in range(num_micro):
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro + comm.rank)
+            loss = zero.model(torch.randn(3, 24, generator=generator))
+            loss.backward()
+            losses.append(loss.detach())
+        losses.append(zero.clip_grad_norm_(1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, zero.state_dict()
+
+
+def _same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True)) and all(
+        torch.equal(one[1][name], other[1][name]) for name in one[1]
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_micro": 2, "evaluates": True},
+        {"precision": WIRE, "num_micro": 2, "writes": True},
+        pytest.param({"prefetch": 3, "precision": MixedPrecision(torch.bfloat16)}, marks=pytest.mark.soak),
+        pytest.param({"prefetch": 0, "writes": True}, marks=pytest.mark.soak),
+    ],
+    ids=["accumulated", "wire", "bf16", "alone"],
+)
+def test_weights_from_the_node_have_the_bits_of_those_from_everywhere(settings):
+    """Under a communicator that delivers as late as it may and poisons what has not come: nothing is read early."""
+    whole = run_threads(lambda comm: _train(comm, **settings), 4)
+    near = run_threads(lambda comm: _train(late(comm), secondary_shard_size=2, **settings), 4)
+    assert all(_same(one, other) for one, other in zip(whole, near, strict=True))
+
+
+def test_with_replicas_the_copy_is_within_a_group_that_shards():
+    whole = run_threads(lambda comm: _train(comm, shard_size=4), 8)
+    near = run_threads(lambda comm: _train(comm, shard_size=4, secondary_shard_size=2), 8)
+    assert all(_same(one, other) for one, other in zip(whole, near, strict=True))
+
+
+def test_only_the_first_gather_of_a_step_crosses_between_nodes():
+    observed = ObservedCommunicator(NullCommunicator(4, 3))
+    zero = Zero(copy.deepcopy(_original()), 3, comm=observed, secondary_shard_size=2)
+    optimizer = zero.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        observed.drain()
+        for _ in range(2):
+            zero.model(torch.randn(2, 24)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sent = Counter((r.scope, r.world_size) for r in observed.records if r.op == "all_gather" and r.scope != CONTROL)
+    for unit in ("root", "blocks.0", "blocks.2", "blocks.3"):
+        assert sent[(f"{unit}/weights", 4)] == 1
+        assert sent[(f"{unit}/weights", 2)] >= 1
+    assert sent[("blocks.1/weights", 4)] == 0  # frozen: it came in the first step
+
+
+def test_memory_is_that_of_the_copy():
+    def resident(**kwargs):
+        zero = Zero(copy.deepcopy(_original()), 3, comm=NullCommunicator(8), **kwargs)
+        return zero.memory_bytes()["params"], [group.params.layout.padded_numel for group in zero._runtime.groups()]
+
+    without, padded = resident()
+    assert resident(secondary_shard_size=4)[0] - without == sum(numel // 4 * 4 for numel in padded)
+
+
+def test_copies_that_make_no_sense_are_refused():
+    def make(world_size=4, **kwargs):
+        Zero(copy.deepcopy(_original()), comm=NullCommunicator(world_size), **kwargs)
+
+    for size, world_size in ((3, 4), (1, 4), (4, 4), (2, 2), (2, 1), (True, 4)):
+        with pytest.raises(ValueError, match=r"^secondary_shard_size: a second copy over .* is none of weights"):
+            make(world_size, secondary_shard_size=size)
+    with pytest.raises(ValueError, match=r"^secondary_shard_size: 2 is of sharded weights, and these are whole"):
+        make(stage=2, secondary_shard_size=2)
+    with pytest.raises(ValueError, match=r"^secondary_shard_size: 2 means nothing: weights that stay unsharded"):
+        replace(STAGES[3], secondary_shard_size=2, reshard_after_forward=False)
+    with pytest.raises(ValueError, match=r"^secondary_shard_size: the row says it"):
+        make(stage=STAGES[3], secondary_shard_size=2)
+    zero = Zero(copy.deepcopy(_original()), 3, comm=NullCommunicator(4))
+    with pytest.raises(ValueError, match=r"^secondary_shard_size: 2 is not what the engine was made with"):
+        zero.restage(replace(STAGES[3], secondary_shard_size=2))
