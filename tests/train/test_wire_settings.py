@@ -14,6 +14,7 @@ from zeroshard.lab.planner.run_plan import predict
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.loop import train
+from zeroshard.train.setup.assemble import check_shard_size
 from zeroshard.train.setup.build import build_run
 
 CPU = torch.device("cpu")
@@ -51,6 +52,13 @@ def test_a_run_keeps_its_plan(tiny_config, strategy, wire, given):
         assert "all_to_all" in {sent.op for sent in contract.planned.messages}
 
 
+def test_a_run_with_a_second_copy_of_weights_keeps_its_plan(tiny_config):
+    config = tiny_config(strategy="zero3", node_copy=2, wire=INT8, plan={"enforce": True}, eval_interval=0)
+    for status, _, contract in run_threads(lambda comm: _trained(comm, config), 4):
+        assert (status, contract.num_broken, contract.difference) == (ExitStatus.OK, 0, "")
+        assert {sent.world_size for sent in contract.planned.messages} == {2, 4}
+
+
 def test_a_run_that_is_resumed_at_another_stage_has_the_same_bits(tiny_config):
     config = tiny_config(strategy="zero2", wire=INT8, eval_interval=0, optim={"skip_spikes": 0.0})
     parts = config.model_copy(update={"out": f"{config.out}-parts"})
@@ -79,9 +87,22 @@ def test_a_run_that_is_resumed_at_another_stage_has_the_same_bits(tiny_config):
             {"strategy": "zero3", "wire": {"grads": "int8", "block": 0}},
             r"^wire.block: blocks of 0 elements do not",
         ),
+        ({"strategy": "zero2", "node_copy": 2}, r"^node_copy: 2 is given, and zero2 has no sharded weights of ours"),
+        ({"strategy": "fsdp2", "node_copy": 2}, r"^node_copy: 2 is given, and fsdp2 has no sharded weights of ours"),
+        (
+            {"strategy": "zero3", "node_copy": 2, "reshard_after_forward": False},
+            r"^node_copy: 2 is given, and weights that stay unsharded",
+        ),
         ({"strategy": "zero3", "wire": {"grads": "bfloat16", "block": 64}}, r"^wire.block: 64 is given, and nothing"),
     ],
 )
 def test_wires_that_make_no_sense_are_refused(given, words):
     with pytest.raises(UserError, match=words):
         validate(TrainConfig, {"model": "gpt2-demo", "data": "synthetic", **given})
+
+
+def test_a_node_that_does_not_share_out_the_ranks_is_refused(tiny_config):
+    for size, num_ranks, todo in ((2, 2, "leave it out"), (3, 4, "choose one of 2"), (4, 4, "choose one of 2")):
+        config = tiny_config(strategy="zero3", node_copy=size)
+        with pytest.raises(UserError, match=rf"^node_copy: {size} does not share out {num_ranks} ranks .*; {todo}"):
+            check_shard_size(config, num_ranks)

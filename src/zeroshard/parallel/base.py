@@ -46,8 +46,8 @@ class Setup:
         accumulate, prefetch: as `zeroshard.Zero` takes them (ZeRO strategies only).
         wire: what travels in another form than it computes in: arguments of `zeroshard.zero.MixedPrecision` (ZeRO
             strategies only).
-        secondary_shard_size: over how many neighbouring ranks a second copy of sharded weights lies; None: there is none
-            (stage 3 alone).
+        secondary_shard_size: over how many neighbouring ranks a second copy of sharded weights lies; None: there is
+            none (stage 3 alone).
         replicas: how groups of ``shard_size`` ranks that take local steps meet; None: all ranks take each step together
             (ZeRO strategies only).
         ema_decay: of a moving average of the weights; None for no average.

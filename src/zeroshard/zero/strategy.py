@@ -92,4 +92,5 @@ def resolve_strategy(stage: int | ShardingStrategy, secondary_shard_size: int | 
         return stage
     if isinstance(stage, bool) or stage not in STAGES:
         raise ValueError(f"stage: {stage!r} is not a ZeRO stage; choose 0, 1, 2 or 3, or give a ShardingStrategy")
-    return replace(STAGES[stage], secondary_shard_size=secondary_shard_size)
+    row = STAGES[stage]
+    return row if secondary_shard_size is None else replace(row, secondary_shard_size=secondary_shard_size)

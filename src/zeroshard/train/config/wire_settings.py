@@ -65,6 +65,15 @@ def check_wire(wire: WireConfig, strategy: str) -> None:
         raise UserError(name, what, todo)
 
 
+def check_node_size(node_copy: int, num_shards: int) -> None:
+    """Raise UserError where ``num_shards`` ranks that shard do not fall into several nodes of so many ranks."""
+    sizes = [size for size in range(2, num_shards) if num_shards % size == 0]
+    if node_copy and node_copy not in sizes:
+        what = f"{node_copy} does not share out {num_shards} ranks that shard weights to several groups"
+        todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
+        raise UserError("node_copy", what, todo)
+
+
 def check_node_copy(node_copy: int, strategy: str, *, reshards: bool) -> None:
     """Raise UserError where a second copy of weights means nothing."""
     if node_copy and strategy != "zero3":

@@ -26,18 +26,8 @@ from zeroshard.train.setup.assemble import model_overrides
 # resolved model, the data.
 FREE = frozenset(
     {
-        *(
-            "strategy",
-            "shard_size",
-            "reshard_after_forward",
-            "node_copy",
-            "comm",
-            "nproc",
-            "nnodes",
-            "device",
-            "out",
-            "resume",
-        ),
+        *("strategy", "shard_size", "reshard_after_forward", "node_copy", "comm", "nproc", "nnodes", "device"),
+        *("out", "resume"),
         *("port", "rdzv_endpoint", "max_restarts", "step_timeout_s"),
         *("micro_batch_size", "grad_accum_steps", "global_batch_size", "kernels", "fused"),
         *("accumulate", "prefetch"),
