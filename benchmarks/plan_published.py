@@ -59,6 +59,7 @@ class Case:
         loss: how logits became a loss, as `Software` has it; by ``impl`` where it is not said.
         weights: dtype of the weights that the optimizer updates: ``bfloat16`` has no masters.
         reshard: whether weights are freed after forward.
+        autocast: whether weights and gradients are fp32, and cast around forward.
         units: ``blocks``, or ``all``: embedding and head are units of their own.
     """
 
@@ -88,6 +89,7 @@ class Case:
     weights: str = "float32"
     reshard: bool = True
     units: str = "blocks"
+    autocast: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ def _cases(source: dict[str, Any]) -> Iterable[Case]:
             weights=row.get("weights", "float32"),
             reshard=row.get("reshard", True),
             units=row.get("units", "blocks"),
+            autocast=row.get("autocast", False),
         )
 
 
@@ -182,6 +185,7 @@ def outcome_of(case: Case) -> Outcome:
         impl=case.impl,
         attention=case.attention,
         loss=case.loss,
+        autocast=case.autocast,
     )
     row = planner.row(case.stage, case.micro_batch, case.shard_size)
     beside = {"allocated": row.process.allocated, "reserved": row.process.reserved, "card": row.process.total}

@@ -32,3 +32,25 @@ def test_units_that_do_the_same_share_a_line(stage):
     assert "blocks.5 ... blocks.0/grads" in grads[0]
     assert "6 x " in grads[0]
     assert all(told.count(line) == 1 for line in told if line)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [
+        ("h100-80gb", ("fitted to published runs", "flash-2", "H100 data sheet", "9.6 us a step", "four of five lay")),
+        ("mi300x-192gb", ("one published run", "an H100's FLOP/s", "xgmi3", "to which nothing was fitted")),
+        ("l40s-48gb", ("no published run on such a device", "pcie4", "to which nothing was fitted")),
+    ],
+)
+def test_rates_are_told_with_their_sources_and_how_sure_they_are(gpu, words):
+    planner = planner_for("gpt2-demo", world_size=16, gpu=gpu, gpus_per_node=8, network="400Gbit/s", overrides=SMALL)
+    told = explain(planner, planner.row(3, 2))
+    for word in words:
+        assert word in told
+
+
+def test_of_a_measured_device_no_range_is_told():
+    planner = planner_for("gpt2-demo", world_size=1, gpu=_small_gpu(10**9), overrides=SMALL)
+    told = explain(planner, planner.row(0, 2))
+    assert "device  4 TFLOP/s, 100 GB/s  invented" in told
+    assert "rates of four of five" not in told
