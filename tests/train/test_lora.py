@@ -355,8 +355,12 @@ def test_an_architecture_that_peft_has_no_targets_for_asks_for_names(refusal, hf
 def test_a_folder_of_adapters_is_no_model(refusal, tmp_path):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
-    said = refusal(name=f"hf:{tmp_path / 'adapter'}")
-    assert "holds adapters of owner/base, and no whole model; write both as one model: peft's merge" in said
+    found = [refusal(name=f"hf:{tmp_path / 'adapter'}")]
+    for verb in (("generate",), ("eval",), ("import",)):
+        words = [tmp_path / "out"] if verb == ("import",) else []
+        found.append(refusal(tmp_path / "adapter", *words, verb=verb))
+    for said in found:
+        assert "holds adapters of owner/base, and no whole model; write both as one model: peft's merge" in said
 
 
 def test_a_run_goes_on_with_its_own_adapters_alone(refusal, tiny_config, tmp_path):
@@ -379,3 +383,28 @@ def test_a_run_goes_on_with_its_own_adapters_alone(refusal, tiny_config, tmp_pat
         build_run(again, LocalCommunicator(), CPU)
     said = refusal(tmp_path / "plain", tmp_path / "out", "--merged", verb=("export",))
     assert "has no adapters; leave it out" in said
+
+
+def _generated(comm, folder):
+    """What each rank's model of `peft` writes at stage 3, sharded and gathered."""
+    import peft
+
+    from zeroshard import Zero
+
+    base = require_transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=RANK, task_type="CAUSAL_LM", init_lora_weights=False)).eval()
+    zero = Zero(model, stage=3, units="auto", comm=comm)
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 4 + 5 * comm.rank}
+    prompt = torch.tensor([[3, 5 + comm.rank]])
+    sharded_text = model.generate(input_ids=prompt, **options).tolist()
+    with zero.full_params():
+        return sharded_text, model.generate(input_ids=prompt, **options).tolist()
+
+
+@pytest.mark.soak
+def test_a_model_of_peft_generates_while_its_weights_are_sharded(hf_folder, gloo_ranks):  # noqa: F811
+    lengths = set()
+    for sharded_text, whole_text in gloo_ranks(WORLD_SIZE).run(_generated, str(hf_folder("llama"))):
+        assert sharded_text == whole_text
+        lengths.add(len(whole_text[0]))
+    assert len(lengths) == WORLD_SIZE  # ranks ended at different tokens

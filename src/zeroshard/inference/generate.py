@@ -21,7 +21,7 @@ from zeroshard.errors import ExitStatus, UserError
 from zeroshard.inference.chat import chat_of, until
 from zeroshard.models import LanguageModel, materialize, model_config
 from zeroshard.models.cache import KVCache
-from zeroshard.models.hugging_face.folder import is_hugging_face
+from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, is_hugging_face, only_adapters
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig, load_config
 from zeroshard.train.loop.run import checkpoint_folder
@@ -84,6 +84,8 @@ def options_of(config: GenerateConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def nothing_in(folder: Path) -> UserError:
     """What to raise where neither a run nor a model lies."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return only_adapters("run", str(folder), folder / ADAPTER_CONFIG)
     what = f"{folder} holds no run (no config.toml) and no Hugging Face model"
     return UserError("run", what, "give a run folder, as in runs/NAME")
 

@@ -34,6 +34,7 @@ from zeroshard.data.tokenizer import (
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop.nanogpt_weights import import_nanogpt, is_nanogpt
 from zeroshard.models import GPT2Config, LanguageModel, LlamaConfig
+from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, only_adapters
 from zeroshard.models.hugging_face.own_models import find_weights, from_hf_config
 from zeroshard.regular_files import read_text, require_regular
 from zeroshard.train.config.command_settings import ImportConfig
@@ -60,6 +61,8 @@ def run_import(config: ImportConfig) -> int:
     if is_nanogpt(source):
         print(f"{source} in {out}: {import_nanogpt(source, out)}\n{_next(out)}")
         return int(ExitStatus.OK)
+    if (source / ADAPTER_CONFIG).is_file():
+        raise only_adapters("source", str(source), source / ADAPTER_CONFIG)
     model = from_hf_config(_read_json(source / "config.json"))
     tokenizer = _tokenizer(source)
     with ExitStack() as stack:

@@ -61,11 +61,15 @@ def config_text(source: str) -> str:
 def _refuse_adapters(source: str) -> None:
     """Raise UserError where ``source`` holds adapters of `peft` in the place of a model."""
     path = _found(source, ADAPTER_CONFIG)
-    if path is None:
-        return
+    if path is not None:
+        raise only_adapters("model", source, path)
+
+
+def only_adapters(field: str, source: str, path: Path) -> UserError:
+    """What to raise where ``source`` was to be a model, and holds adapters of `peft`, as the file ``path`` says."""
     base = read_json(path).get("base_model_name_or_path") or "their base model"
     todo = "write both as one model: peft's merge_and_unload() and save_pretrained(), then give that folder"
-    raise UserError("model", f"{source} holds adapters of {base}, and no whole model", todo)
+    return UserError(field, f"{source} holds adapters of {base}, and no whole model", todo)
 
 
 def weight_folder(source: str) -> Path:
