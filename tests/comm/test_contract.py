@@ -30,6 +30,7 @@ from zeroshard.comm import (
     split,
     thread_transports,
 )
+from zeroshard.comm.backends import threads
 
 HOSTS = {1: "a", 2: "aa", 3: "abc", 4: "aabb"}  # by rank, the host that it stands on in a test of two levels
 OPS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
@@ -328,6 +329,11 @@ class TestEachCommunicator:
 
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
     def test_threads(self, case, wrapper, world_size):
+        run_threads(lambda comm: _on_rank(comm, case, wrapper), world_size)
+
+    @pytest.mark.parametrize("world_size", [2, 3])
+    def test_threads_of_a_large_world(self, case, wrapper, world_size, monkeypatch):
+        monkeypatch.setattr(threads, "MANY_RANKS", 1)  # as where one thread does the arithmetic of all
         run_threads(lambda comm: _on_rank(comm, case, wrapper), world_size)
 
     @pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (3, 1), (8, 7)])

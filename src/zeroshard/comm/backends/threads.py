@@ -3,6 +3,9 @@
 A collective is a meeting. Each rank puts its tensor on the table, all wait for the last (a barrier), each reads what
 it needs, all wait again, and only then may anybody touch its tensor. Sums run in the order of ranks,
 ``((x0 + x1) + x2) + ...``, so `all_reduce` and `reduce_scatter` give the same bits.
+
+The last to come checks that all made the same call. In a world of more than `MANY_RANKS` it also adds up, or joins, for
+all of them: W ranks that each read W tensors would take W^2 operations.
 """
 
 from __future__ import annotations
@@ -40,13 +43,25 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+MANY_RANKS = 64  # above it one thread does the arithmetic of all; in a smaller world each rank's is its own to observe
+
+
 class _Table:
-    """Where the ranks of one world meet."""
+    """Where the ranks of one world meet.
+
+    Attributes:
+        tensors: by rank, what it brought.
+        calls: by rank, what it asked for; empty at the end of a call.
+        differing: the calls, where not all are the same.
+        combined: what came of all tensors, in a world of many ranks.
+    """
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.tensors: list[Tensor | None] = [None] * world_size
         self.calls: list[tuple[object, ...]] = [()] * world_size
-        self.barrier = threading.Barrier(world_size, timeout=timeout_s)
+        self.differing: list[tuple[object, ...]] = []
+        self.combined: Tensor | None = None
+        self.barrier = threading.Barrier(world_size, self._all_are_here, timeout_s)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._parts: dict[tuple[int, int], _Table] = {}
@@ -59,6 +74,25 @@ class _Table:
                 if self.barrier.broken:
                     self._parts[key].abort()
             return self._parts[key]
+
+    def _all_are_here(self) -> None:
+        """On one thread, while the others wait."""
+        first = next((call for call in self.calls if call), None)
+        self.combined = None
+        if first is None:  # a barrier, or the end of a call
+            return
+        self.differing = [] if all(call == first for call in self.calls) else list(self.calls)
+        if not self.differing and len(self.calls) > MANY_RANKS:
+            with torch.no_grad(), _python_dispatch._disable_current_modes():
+                self.combined = self._combine(first)
+            if self.combined is not None:
+                _finish(self.combined)
+
+    def _combine(self, call: tuple[object, ...]) -> Tensor | None:
+        flat = [tensor.detach().reshape(-1) for tensor in self.tensors if tensor is not None]
+        if call[0] in ("all_reduce", "reduce_scatter"):
+            return _reduced(flat, str(call[1]))
+        return torch.cat(flat) if call[0] == "all_gather" else None
 
     def abort(self) -> None:
         """Stop whoever meets here, as all or in parts, now or later."""
@@ -85,6 +119,13 @@ def _finish(tensor: Tensor) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
+def _reduced(pieces: list[Tensor], op: str) -> Tensor:
+    total = pieces[0].clone()
+    for piece in pieces[1:]:
+        _COMBINE[op](total, piece)
+    return total
+
+
 class ThreadCommunicator:
     """One rank of a world of threads; made by `run_threads`."""
 
@@ -104,7 +145,7 @@ class ThreadCommunicator:
         _finish(tensor)
         table.tensors[self.rank], table.calls[self.rank] = tensor, call
         table.meet()
-        for rank, other in enumerate(table.calls):
+        for rank, other in enumerate(table.differing):
             if other != call:
                 raise RuntimeError(f"ranks diverged: rank {self.rank} called {call}, rank {rank} called {other}")
         return [x for x in table.tensors if x is not None]
@@ -113,20 +154,16 @@ class ThreadCommunicator:
         own = self._table.tensors[self.rank]
         if own is not None:
             _finish(own)
+        self._table.calls[self.rank] = ()
         self._table.meet()
         self._table.tensors[self.rank] = None
-
-    def _reduce(self, pieces: list[Tensor], op: ReduceOp) -> Tensor:
-        total = pieces[0].clone()
-        for piece in pieces[1:]:
-            _COMBINE[op](total, piece)
-        return total
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce in place; done on return."""
         check_op(op)
         pieces = self._exchange(tensor, "all_reduce", op, tensor.numel(), tensor.dtype)
-        total = self._reduce(pieces, op)
+        combined = self._table.combined
+        total = _reduced(pieces, op) if combined is None else combined.view_as(tensor)
         self._leave()
         tensor.copy_(total)
         return DONE
@@ -137,7 +174,8 @@ class ThreadCommunicator:
         check_shards(input, output, self.world_size)
         pieces = self._exchange(input, "reduce_scatter", op, input.numel(), input.dtype)
         n = output.numel()
-        total = self._reduce([x.reshape(-1)[self.rank * n : (self.rank + 1) * n] for x in pieces], op)
+        own, combined = slice(self.rank * n, (self.rank + 1) * n), self._table.combined
+        total = _reduced([x.reshape(-1)[own] for x in pieces], op) if combined is None else combined[own]
         self._leave()
         output.view(-1).copy_(total)
         return DONE
@@ -146,6 +184,11 @@ class ThreadCommunicator:
         """Gather every rank's shard; done on return."""
         check_shards(output, input, self.world_size)
         pieces = self._exchange(input, "all_gather", input.numel(), input.dtype)
+        if self._table.combined is not None:
+            combined = self._table.combined
+            self._leave()  # outputs may be where others' inputs lie
+            output.view(-1).copy_(combined)
+            return DONE
         for row, piece in zip(output.view(self.world_size, -1), pieces, strict=True):
             if row.data_ptr() != piece.data_ptr():
                 row.copy_(piece.reshape(-1))
