@@ -63,3 +63,12 @@ def test_footprint_measures_what_a_rank_holds(tmp_path):
     rows = json.loads((tmp_path / "f").read_text())
     assert [row["name"] for row in rows] == ["ddp", "zero3@ring"]
     assert all(row["rss"] > 0 for row in rows)
+
+
+@pytest.mark.soak  # a minute and more of the processor
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
+def test_sixty_four_ranks_of_one_host_take_a_quarter_of_a_gigabyte_each(tmp_path):
+    _run("many_ranks.py", "--json", tmp_path / "many.json")
+    found = json.loads((tmp_path / "many.json").read_text())
+    assert found["ranks_seen"] == 64
+    assert found["largest_pss_bytes"] <= 250 * 2**20
