@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,20 @@ from zeroshard.train.loop.loop import run_training, train
 from zeroshard.train.setup.build import build_run
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Where the first run is kept, once one test has made it."""
+    return tmp_path_factory.mktemp("kept") / "first"
+
+
 @pytest.fixture
-def first(text_config, tmp_path):
-    """A run that is done."""
-    config = text_config(out=str(tmp_path / "first"), max_steps=3, warmup_steps=0, eval_interval=0)
-    assert run_training(config) == 0
-    return Path(config.out)
+def first(text_config, tmp_path, kept):
+    """A run that is done: a copy of one, for tests that change it."""
+    config = text_config(out=str(kept), max_steps=3, warmup_steps=0, eval_interval=0)
+    if not kept.exists():
+        assert run_training(config) == 0
+    shutil.copytree(kept, tmp_path / "first")
+    return tmp_path / "first"
 
 
 @pytest.fixture
