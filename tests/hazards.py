@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.comm import NullCommunicator, current_scope
 from zeroshard.comm.base import DONE, own_group
 from zeroshard.zero import streams
+from zeroshard.zero.buffers import wire
 
 
 class Hazard(AssertionError):
@@ -78,6 +79,7 @@ class _Memory:
         self.pool, self.born = pool, born
         self.accesses: list[_Access] = []
         self.touched: Counter[str] = Counter(born)
+        self.recorded: set[str] = set()
 
     def add(self, new: _Access) -> None:
         def is_gone(old: _Access) -> bool:
@@ -159,8 +161,16 @@ class HazardDevice(TorchDispatchMode):
 
     def _retire(self, key: int) -> None:
         memory = self._memory.pop(key, None)
-        if memory is not None:
-            self._freed[memory.pool] = self._freed.get(memory.pool, Counter()) | memory.touched
+        if memory is not None:  # the allocator waits for streams that were recorded, and so for what these waited for
+            seen: Counter[str] = Counter()
+            for name in memory.recorded:
+                seen |= self._streams[name].clock
+            left = Counter({name: time for name, time in memory.touched.items() if time > seen[name]})
+            self._freed[memory.pool] = self._freed.get(memory.pool, Counter()) | left
+
+    def record_stream(self, tensor: Tensor) -> None:
+        """As `torch.Tensor.record_stream` of the current stream."""
+        self._of(tensor).recorded.add(self.current.name)
 
     def _of(self, tensor: Tensor) -> _Memory:
         storage = tensor.untyped_storage()
@@ -282,6 +292,10 @@ class HazardCommunicator(NullCommunicator):
         writes = [filled[:own], filled[own + input.numel() :]] if _in_place(output, input) else [output]
         return self._queued("all_gather", [input], writes, lambda: whole.all_gather(output, input))
 
+    def all_to_all(self, output: Tensor, input: Tensor) -> Any:
+        whole = NullCommunicator(self.world_size, self.rank)
+        return self._queued("all_to_all", [input], [output], lambda: whole.all_to_all(output, input))
+
     def broadcast(self, tensor: Tensor, src: int) -> Any:
         return self._queued("broadcast", [tensor], [tensor], lambda: None)
 
@@ -294,3 +308,4 @@ def on_device(monkeypatch: Any, device: HazardDevice) -> None:
     """Have engines take this device's streams for CPU tensors."""
     made = streams.DeviceStreams(torch.device("cpu"), device)
     monkeypatch.setattr(streams.ByDevice, "__getitem__", lambda self, key: made)
+    monkeypatch.setattr(wire, "_read_here", device.record_stream)

@@ -1,12 +1,12 @@
 """What the engine queues on streams is ordered by streams and events alone: no race at any stage, and races are seen.
 
-Ten mistakes are planted, each of which a GPU would forgive in most steps, and none is missed.
+Fifteen mistakes are planted, each of which a GPU would forgive in most steps, and none is missed.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from nets import NOTHING_RANDOM, WIDTH, Net
 from zeroshard.checkpoint import BackgroundSaver, background
 from zeroshard.checkpoint.host_copies import HostCopies
 from zeroshard.zero import STAGES, MixedPrecision, Zero
+from zeroshard.zero import precision as zero_precision
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.streams import DeviceStreams, _Issued
@@ -82,6 +83,7 @@ class Case:
     inline: bool = False
     evaluates: bool = False
     saves: str = ""
+    wire: str | None = None
 
 
 class _Later:
@@ -117,13 +119,16 @@ def _saver(case, device, comm, optim, monkeypatch):
     return saver
 
 
-def _train(case, monkeypatch):
-    """Train a little; raises `Hazard` at the first race."""
+def _train(case, monkeypatch, plant=lambda monkeypatch: None):
+    """Train a little, with a mistake if one is planted; raises `Hazard` at the first race."""
     device = HazardDevice()
     on_device(monkeypatch, device)
+    plant(monkeypatch)
     comm = HazardCommunicator(device, 4, rank=1, inline=case.inline)
     model = Net(4, block=lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)), path=PATHS[case.path])
-    precision = MixedPrecision(param_dtype=torch.bfloat16) if case.bfloat16 else None
+    dtype = torch.bfloat16 if case.bfloat16 else None
+    precision = MixedPrecision(param_dtype=dtype, gather=case.wire, reduce=case.wire)
+    monkeypatch.setattr(zero_precision, "EXACT_NUMEL", WIDTH)
     with device:
         zero = Zero(
             model,
@@ -160,10 +165,12 @@ def _train(case, monkeypatch):
     return device
 
 
-AROUND = {  # a step: whether the communicator computes on the caller's stream, evaluations, saves
-    "alone": (False, False, ""),
-    "evaluates, saves in place": (False, True, "in place"),
-    "inline, saves at once": (True, False, "at once"),
+AROUND = {  # a step: whether the communicator computes on the caller's stream, evaluations, saves, what travels
+    "alone": (False, False, "", None),
+    "evaluates, saves in place": (False, True, "in place", None),
+    "inline, saves at once": (True, False, "at once", None),
+    "int8 travels": (False, False, "", "int8"),
+    "int8 travels inline, evaluates": (True, True, "", "int8"),
 }
 
 
@@ -179,8 +186,10 @@ def test_nothing_is_touched_before_what_it_must_wait_for(
     stage, prefetch, accumulation, shard_size, bfloat16, path, around, monkeypatch
 ):
     num_micro, accumulate = accumulation
-    size = None if stage == 0 else shard_size
-    _train(Case(stage, prefetch, num_micro, accumulate, size, bfloat16, path, *AROUND[around]), monkeypatch)
+    case = Case(stage, prefetch, num_micro, accumulate, shard_size, bfloat16, path, *AROUND[around])
+    if stage == 0:  # which knows neither
+        case = replace(case, shard_size=None, wire=None)
+    _train(case, monkeypatch)
 
 
 # -- what is not waited for ---------------------------------------------------------------------------------------
@@ -367,6 +376,5 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault, monkeypatch):
     plant, case = FAULTS[fault]
-    plant(monkeypatch)
     with pytest.raises(Hazard):
-        _train(case, monkeypatch)
+        _train(case, monkeypatch, plant)
