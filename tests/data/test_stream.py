@@ -269,6 +269,41 @@ def test_a_step_mixes_documents_of_many_parts(stream):
     assert {b"0", b"1"} <= files
 
 
+class _Counting(ByteTokenizer):
+    """Counts what it encodes."""
+
+    num_encoded = 0
+
+    def encode_piece(self, text):
+        self.num_encoded += 1
+        return self.encode(text)
+
+
+def test_ranks_beyond_the_lanes_encode_too(texts):
+    world_size = NUM_LANES + 4
+    own = [replace(texts, tokenizer=_Counting()) for _ in range(world_size)]
+
+    def rank_main(comm):
+        shapes = {"seq_len": T, "micro_batch_size": 1, "rank": comm.rank, "world_size": world_size}
+        batches = StreamBatches(own[comm.rank], **shapes, gather=lambda mine: gather_bytes(comm, mine))
+        for step in range(20):
+            batches(step, 0)
+        batches.close()
+
+    run_threads(rank_main, world_size)
+    counts = [text.tokenizer.num_encoded for text in own]
+    assert min(counts) > 0
+    assert max(counts[:4]) < min(counts[4:NUM_LANES])  # lanes 0 to 3 have two ranks each
+
+
+def test_text_at_an_address_is_fetched_by_one_rank_of_each_lane(texts):
+    far = replace(texts.parts[0], file=replace(texts.parts[0].file, path="https://host/a.jsonl"))
+    there = replace(texts, parts=(far, *texts.parts[1:]))
+    work = [lanes_module._work_of(there, rank, NUM_LANES + 2)[0] for rank in range(NUM_LANES + 2)]
+    assert [list(own) for own in work] == [[lane] for lane in range(NUM_LANES)] + [[], []]
+    assert lanes_module._work_of(texts, NUM_LANES, NUM_LANES + 2) == (range(1), (1, 2))
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_what_validates_in_a_stream_is_what_validates_when_it_is_prepared(texts, world_size):
     def rank_main(comm):

@@ -8,6 +8,9 @@ What a lane gives in a turn follows from its place alone (how many of its parts 
 encodes it makes the same ids. Rank ``r`` of ``W`` encodes lanes ``r``, ``r + W`` ..., and a gather of bytes gives all
 ranks all ids of the turn: two bytes a token, a thousandth of what gradients take. So each document is fetched and
 encoded once in a world, and never before its turn but for the one turn that is encoded ahead.
+
+Where there are more ranks than lanes, ranks ``l``, ``l + L`` ... share lane ``l``: each reads its text, which is quick,
+and encodes its share of the documents. Text at an address is fetched by one rank alone.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroshard.data import order
-from zeroshard.data.files import patiently, suffix_of
+from zeroshard.data.files import is_address, patiently, suffix_of
 from zeroshard.data.joining import document_ids
 from zeroshard.data.meta import DTYPES, dtype_for
 from zeroshard.data.split import MANY_DOCUMENTS, Holdout
@@ -37,10 +40,12 @@ from zeroshard.errors import UserError
 NUM_LANES = 16  # parts that a turn mixes: each is an open file of the rank that reads it
 READ_THREADS = 2  # of a rank, that read and encode ahead
 _RULE = "stream-1"  # by which documents become rows, in identities
-_PIECE = struct.Struct("<4q")  # lane; bytes of ids; the place after them, -1 where the lane is at its end
+_PIECE = struct.Struct("<5q")  # lane; documents; bytes of ids; the place after them, -1 where the lane is at its end
+_OTHERS = -1  # in place of the number of ids of a document that another rank encodes
 _DONE, _FAILED = b"\0", b"\1"
 
 Ids = NDArray[np.unsignedinteger]
+Pieces = list[Ids | None]  # a document each; None: another rank encodes it
 Gather = Callable[[bytes], list[bytes]]
 
 
@@ -119,9 +124,9 @@ class Lanes:
         gather: Gather | None = None,
     ) -> None:
         self._text, self._split, self._seed, self._gather = text, split, seed, gather
-        self._own = range(rank, NUM_LANES, world_size) if gather else range(NUM_LANES)
+        self._own, self._share = (range(NUM_LANES), (0, 1)) if gather is None else _work_of(text, rank, world_size)
         self._lanes: dict[tuple[int, int], _Lane] = {}  # by epoch and number
-        self._ahead: dict[tuple[int, int, Place, int], Future[tuple[Ids, Place | None]]] = {}
+        self._ahead: dict[tuple[int, int, Place, int], Future[tuple[Pieces, Place | None]]] = {}
         self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="stream")
 
     def start(self) -> Places:
@@ -137,7 +142,9 @@ class Lanes:
             self._lanes.pop(key).close()
         for key in wanted:
             if key not in self._ahead:
-                lane = self._lanes.setdefault(key[:2], _Lane(self._text, self._split, self._parts(*key[:2])))
+                lane = self._lanes.setdefault(
+                    key[:2], _Lane(self._text, self._split, self._parts(*key[:2]), self._share)
+                )
                 self._ahead[key] = self._pool.submit(lane.read, *key[2:])
 
     def take(self, epoch: int, places: Places, num_bytes: int) -> tuple[Ids, Places]:
@@ -151,8 +158,7 @@ class Lanes:
         message = _DONE
         try:
             for (_, number, _, _), future in sorted(self._ahead.items(), key=lambda item: item[0][1]):
-                ids, place = future.result()
-                message += _PIECE.pack(number, ids.nbytes, *(place or (-1, -1))) + ids.tobytes()
+                message += _packed(number, *future.result())
         except Exception as error:  # noqa: BLE001 -- raised below, once the other ranks know
             failure = error
             message = _FAILED + json.dumps(_describe(error)).encode()
@@ -160,13 +166,15 @@ class Lanes:
         messages = self._gather(message) if self._gather else [message]
         if failure is not None:
             raise failure
-        found: dict[int, tuple[Ids, Place | None]] = {}
+        found: dict[int, tuple[Pieces, Place | None]] = {}
         for each in messages:
             if each[:1] == _FAILED:
                 field, what, todo = json.loads(each[1:])
                 raise UserError(field, what, todo) if field else RuntimeError(f"another rank failed: {what}")
-            found |= _pieces_in(each, self._text.dtype)
-        ids = [found[number][0] for number in sorted(found)]
+            for number, pieces, place in _lanes_in(each, self._text.dtype):
+                known = found[number][0] if number in found else [None] * len(pieces)
+                found[number] = [a if b is None else b for a, b in zip(known, pieces, strict=True)], place
+        ids = [piece for number in sorted(found) for piece in found[number][0] if piece is not None]
         after = tuple(found[number][1] if number in found else None for number in range(NUM_LANES))
         return np.concatenate([np.empty(0, self._text.dtype), *ids]), after
 
@@ -188,20 +196,21 @@ class Lanes:
 class _Lane:
     """Reads one lane of one epoch; goes on where it stands, or goes to where it is asked to."""
 
-    def __init__(self, text: StreamedText, split: str, parts: Sequence[Part]) -> None:
+    def __init__(self, text: StreamedText, split: str, parts: Sequence[Part], share: tuple[int, int]) -> None:
         self._text, self._split, self._parts = text, split, parts
+        self._place, self._num_sharing = share  # among the ranks that encode this lane
         self._reader = PartReader(text.column)
         self._texts: Iterator[str] = iter(())
         self._at: Place | None = None
         self._lock, self._closed = threading.Lock(), False
 
-    def read(self, place: Place, num_bytes: int) -> tuple[Ids, Place | None]:
-        """Ids of documents from ``place`` on, [n], until they have ``num_bytes``, and the place after them.
+    def read(self, place: Place, num_bytes: int) -> tuple[Pieces, Place | None]:
+        """Documents from ``place`` on until they have ``num_bytes``, and the place after them.
 
         Raises:
             UserError: a file failed.
         """
-        pieces: list[Ids] = []
+        pieces: Pieces = []
         at: Place | None = place
         with self._lock:
             try:
@@ -214,7 +223,7 @@ class _Lane:
             finally:
                 if at is None or self._closed:
                     self._let_go()
-        return np.concatenate([np.empty(0, self._text.dtype), *pieces]), at
+        return pieces, at
 
     def close(self) -> None:
         """Let go of the file, now or when what is being read has been."""
@@ -233,7 +242,7 @@ class _Lane:
                 self._texts = self._reader.texts(self._parts[part])
                 for _ in islice(self._texts, document):
                     pass
-            pieces: list[Ids] = []
+            pieces: Pieces = []
             held = 0
             while held < num_bytes:
                 text = next(self._texts, None)
@@ -243,7 +252,9 @@ class _Lane:
                 document += 1
                 for split, side in self._text.holdout.texts(text):
                     if split == self._split:
-                        pieces.append(document_ids(self._text.tokenizer, side).astype(self._text.dtype))
+                        own = document % self._num_sharing == self._place
+                        ids = document_ids(self._text.tokenizer, side).astype(self._text.dtype) if own else None
+                        pieces.append(ids)
                         held += len(side)
         except BaseException:
             self._let_go()  # what is read again is opened again
@@ -258,7 +269,7 @@ class _Lane:
 class _Read(NamedTuple):
     """Documents of one part, how much text they have, and the place after them."""
 
-    pieces: list[Ids]
+    pieces: Pieces
     num_bytes: int
     place: Place | None
 
@@ -266,16 +277,37 @@ class _Read(NamedTuple):
 _AGAIN = "start again with --resume auto"
 
 
-def _pieces_in(message: bytes, dtype: np.dtype[np.unsignedinteger]) -> dict[int, tuple[Ids, Place | None]]:
-    found: dict[int, tuple[Ids, Place | None]] = {}
+def _work_of(text: StreamedText, rank: int, world_size: int) -> tuple[range, tuple[int, int]]:
+    """The lanes that a rank encodes, and its place among how many that share each of them."""
+    if world_size <= NUM_LANES:
+        return range(rank, NUM_LANES, world_size), (0, 1)
+    lane, place = rank % NUM_LANES, rank // NUM_LANES
+    if any(is_address(part.file.path) for part in text.parts):
+        return (range(lane, lane + 1) if place == 0 else range(0)), (0, 1)
+    return range(lane, lane + 1), (place, len(range(lane, world_size, NUM_LANES)))
+
+
+def _packed(number: int, pieces: Pieces, place: Place | None) -> bytes:
+    own = [piece for piece in pieces if piece is not None]
+    sizes = np.array([_OTHERS if piece is None else piece.size for piece in pieces], "<i8")
+    head = _PIECE.pack(number, len(pieces), sum(piece.nbytes for piece in own), *(place or (-1, -1)))
+    return b"".join([head, sizes.tobytes(), *(piece.tobytes() for piece in own)])
+
+
+def _lanes_in(message: bytes, dtype: np.dtype[np.unsignedinteger]) -> Iterator[tuple[int, Pieces, Place | None]]:
+    """What `_packed` put into a message, lane after lane."""
     at = len(_DONE)
     while at < len(message):
-        number, num_bytes, part, document = _PIECE.unpack_from(message, at)
+        number, num_pieces, num_bytes, part, document = _PIECE.unpack_from(message, at)
         at += _PIECE.size
-        ids = np.frombuffer(message, dtype, num_bytes // dtype.itemsize, at)
-        found[number] = ids, Place(part, document) if part >= 0 else None
+        sizes = np.frombuffer(message, "<i8", num_pieces, at).tolist()
+        at += 8 * num_pieces
+        ids, pieces, start = np.frombuffer(message, dtype, num_bytes // dtype.itemsize, at), [], 0
+        for size in sizes:
+            pieces.append(None if size == _OTHERS else ids[start : start + size])
+            start += max(size, 0)
         at += num_bytes
-    return found
+        yield number, pieces, Place(part, document) if part >= 0 else None
 
 
 def _describe(error: Exception) -> tuple[str, str, str]:
