@@ -116,6 +116,8 @@ def test_what_is_no_run_is_refused(second, tmp_path, first):
         built(second(init_from=str(tmp_path)))
     with pytest.raises(UserError, match=r"holds no run .*, no checkpoint and no Hugging Face model; give a run as"):
         built(second(init_from=str(first / "checkpoints")))
+    with pytest.raises(UserError, match=r"model: there is no folder no/such/place; give a folder, or OWNER/NAME"):
+        built(second(init_from="hf:no/such/place"))
     for path in (first / "checkpoints").iterdir():
         path.rename(tmp_path / path.name)
     with pytest.raises(UserError, match="has no complete checkpoint yet"):

@@ -93,8 +93,9 @@ def _with_hugging_face(config: TrainConfig, source: str) -> TrainConfig:
     if is_hugging_face(config.model.name):
         theirs = ModelConfig(name=PREFIX + source)
     else:
+        text = config_text(source)
         try:
-            theirs = model_table(from_hf_config(json.loads(config_text(source))))
+            theirs = model_table(from_hf_config(json.loads(text)))
         except UserError as error:
             what = f"{source} is no GPT-2 or LLaMA that our models compute ({error.field} {error.what})"
             raise UserError("init_from", what, f"give it as --model hf:{source} instead") from None
