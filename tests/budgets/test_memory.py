@@ -140,11 +140,11 @@ def test_a_replica_holds_what_a_world_of_its_size_does(stage, world_size, shard_
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 5, 20])
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_optimizers_and_the_padding_of_whole_tensors_are_as_predicted(stage, world_size, precision):
     policy = PRECISIONS[precision]
-    for rank in range(world_size):
+    for rank in range(0, world_size, max(world_size // 4, 1)):  # of 20 ranks most own no tensor of a unit
         model = _model("gpt2-demo")
         matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
         predicted = state_bytes(

@@ -181,6 +181,43 @@ def test_many_ranks_are_planned_as_one_of_them_runs(stage, world_size):
     _assert_equal(*_both("gpt2-demo", STAGES[stage], world_size, "bf16"))
 
 
+@pytest.mark.parametrize("rank", [0, 39])
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_tensors_that_few_of_many_ranks_own_are_planned_too(stage, rank):
+    model, policy, world_size = _model("llama-tiny"), PRECISIONS["bf16"], 40
+    matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
+    buffers = buffers_of(model, world_size, list(model.blocks), whole=matrices)
+    assert any(buffer.layout.owners is not None for buffer in buffers)
+    assert sum(buffer.layout.padded_numel for buffer in buffers) < 2 * sum(p.numel() for p in model.parameters())
+    settings = Settings(STAGES[stage], policy, 2, rank=rank)
+    trace = _trace("llama-tiny", "none", 2, "bf16")
+    states = OPTIMIZER_STATES["AdamW"], OPTIMIZER_STATES["Muon"]
+    predicted = step_of(trace, buffers, states[0], settings, states[1])
+    known = {id(param) for param in matrices}
+
+    def optimizers(zero):
+        rest = [param for param in model.parameters() if id(param) not in known]
+        return [zero.optimizer(torch.optim.AdamW, rest), zero.optimizer(torch.optim.Muon, matrices)]
+
+    measured = dry_run(
+        model,
+        tokens_and_targets(SEQ_LEN),
+        world_size=world_size,
+        strategy=STAGES[stage],
+        micro_batch=2,
+        units=list(model.blocks),
+        precision=policy,
+        num_micro=2,
+        optimizer=optimizers,
+        rank=rank,
+    )
+    sent = [(r.op, r.num_bytes, r.scope, r.world_size) for r in measured.messages]
+    assert [(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in predicted.messages()] == sent
+    assert predicted.before_update == measured.before_update
+    for category in ("params", "master", "optimizer"):
+        assert predicted.peak.by_category[category] == measured.peak_by_category.get(category, 0)
+
+
 class _Net(torch.nn.Module):
     """Frozen and trained parameters of two dtypes, a unit that runs twice, and one that never does."""
 

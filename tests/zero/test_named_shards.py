@@ -106,7 +106,7 @@ def _load(comm, stage, optimizer, saved, reader, shard_size=None):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (0, 3), (1, 2), (2, 4), (3, 3)])
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (0, 3), (1, 2), (2, 4), (3, 3), (3, 6)])
 def test_pieces_tile_every_tensor_exactly_once(stage, world_size, optimizer):
     by_rank = run_threads(lambda comm: _save(comm, stage, optimizer), world_size)
     saved = Saved([shards for shards, _ in by_rank])

@@ -398,7 +398,7 @@ def train_two(comm, *, stage=0, order=("Muon", "AdamW"), num_micro=1, world_size
 
 
 @pytest.mark.parametrize("order", [("Muon", "AdamW"), ("AdamW", "Muon"), ("Adagrad", "Muon")], ids="+".join)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])  # at 5 shards end with what each rank owns
 def test_two_optimizers_one_of_whole_tensors_step_as_in_one_process(world_size, order):
     expected, expected_norms = train_two(None, order=order, world_size=world_size)
     first = None

@@ -10,15 +10,16 @@ from zeroshard import Zero
 from zeroshard.comm import NullCommunicator
 
 
-def _with_muon(world_size):
+def _with_muon(shard_size):
     net = Net()
-    zero = Zero(net, stage=1, units=net.blocks, comm=NullCommunicator(world_size))
+    zero = Zero(net, stage=1, units=net.blocks, comm=NullCommunicator(128), shard_size=shard_size)
     zero.optimizer(torch.optim.Muon, [param for param in net.parameters() if param.dim() == 2], lr=0.02)
 
 
-def test_a_world_much_larger_than_the_number_of_tensors_is_warned_of():
+def test_groups_much_larger_than_the_number_of_tensors_are_warned_of():
     with pytest.warns(UserWarning, match=r"over 64 ranks make buffers \d+ times as large .* shard_size"):
         _with_muon(64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _with_muon(4)
+        _with_muon(128)  # shards end with what each rank owns, where there are no replicas

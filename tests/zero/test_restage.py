@@ -101,6 +101,15 @@ def test_whatever_optimizer_there_is(name):
         _assert_same(changed, fixed)
 
 
+def test_whole_tensors_that_few_of_many_ranks_own_change_their_stage_too():
+    for changed, fixed in zip(
+        run_threads(lambda comm: _train(comm, [3, 0, 2, 1, 0, 3], "Muon", Net), 6),
+        run_threads(lambda comm: _train(comm, [3] * 6, "Muon", Net), 6),
+        strict=True,
+    ):
+        _assert_same(changed, fixed)
+
+
 @pytest.mark.parametrize("path", [[0, 3, 3], [3, 0, 0], [1, 2, 3], [3, 1, 2]])
 def test_masters_of_another_dtype_than_the_weights_move_too(path):
     for changed, fixed in zip(

@@ -24,6 +24,7 @@ WHY = {
     ("reduce_scatter", "grads"): ("each rank its shard of the mean gradient", "(W-1)/W P g", f"{ZERO}, section 7.2.1"),
     ("all_gather", "grads"): ("the second half of an all-reduce", "(W-1)/W P g", f"{ZERO}, section 7.1"),
     ("all_to_all", "grads"): ("quantised shards, each to its owner", "(W-1)/W P q", f"{ZEROPP}, section 3.3"),
+    ("broadcast", "weights"): ("whole tensors from who owns them", "B", "zeroshard.zero.buffers.shards"),
     ("all_gather", "weights"): ("unsharded weights from the ranks' shards", "(W-1)/W P c", f"{ZERO}, section 7.2.2"),
 }
 ACROSS = (

@@ -94,12 +94,13 @@ class Planner:
         )
         world_size = self.cluster.world_size
         shards = shard_size or world_size
+        buffers = self.part.buffers(shards, replicated=shards < world_size)
         step = self.step(strategy, micro_batch, shards, alone=local_steps is not None)
         timing = simulate(step, self.device, self.cluster, software=self.software)
         timing = with_seconds(timing, self._more_seconds(step, timing, micro_batch))
         meetings = Meetings()
         if local_steps is not None:
-            meetings = meetings_of(self.part.buffers(shards), local_steps, strategy, self.cluster, timing.step_s)
+            meetings = meetings_of(buffers, local_steps, strategy, self.cluster, timing.step_s)
             timing = meetings.added_to(timing)
         process = self._process_memory(step, strategy, micro_batch, shards)
         needed = step.peak.total + process.total + meetings.held_bytes
@@ -125,7 +126,7 @@ class Planner:
             binds=what_binds(timing, fits=fits),
             spread=SPREAD_UNCALIBRATED if self.beside.named else spread(self.device),
             meetings=meetings,
-            padding=padding_of(self.part.buffers(shards)),
+            padding=padding_of(buffers),
         )
 
     def _process_memory(
@@ -165,7 +166,8 @@ class Planner:
         state, whole_state = workload.states
         settings = self._settings(strategy, micro_batch, num_shards, alone=alone)
         trace = workload.trace(micro_batch, self.device.device_type)
-        step = step_of(trace, workload.buffers(num_shards), state, settings, whole_state)
+        buffers = workload.buffers(num_shards, replicated=num_shards < self.cluster.world_size)
+        step = step_of(trace, buffers, state, settings, whole_state)
         vocab_size = getattr(getattr(workload.model, "config", None), "vocab_size", 0)
         vocab_size = -(-vocab_size // beside.tensor_parallel)
         return with_rates(pipelined(step, beside, settings.num_micro, trace.activation_bytes), beside, vocab_size)

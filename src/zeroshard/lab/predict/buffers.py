@@ -49,6 +49,7 @@ def buffers_of(
     *,
     whole: Iterable[nn.Parameter] = (),
     precision: MixedPrecision | None = None,
+    replicated: bool = False,
 ) -> list[Buffer]:
     """The buffers of ``model``, root first.
 
@@ -58,6 +59,7 @@ def buffers_of(
         units: as `Zero` takes them, in the order in which they run.
         whole: the parameters of an optimizer that needs whole tensors, such as `torch.optim.Muon`.
         precision: the dtype policy, which may have parts of a unit travel apart.
+        replicated: whether several groups of so many ranks hold the same.
     """
     policy = precision or MixedPrecision()
     root, specs = partition(model, units)
@@ -79,7 +81,8 @@ def buffers_of(
             if named:
                 here.append(Buffer(spec.name, name, FlatLayout.of(named, world_size, ALIGNMENT), *kind))
             if kind in tensors:
-                layout = FlatLayout.whole(tensors[kind], world_size, loads)
+                packed = any((policy.weights_format(kind[0]), policy.gradients_format(kind[0])))
+                layout = FlatLayout.whole(tensors[kind], world_size, loads, even=replicated or packed)
                 layout.add_loads(loads)
                 if named:
                     name = f"{spec.name}#{len(flat) + len(further)}"

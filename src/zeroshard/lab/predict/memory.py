@@ -129,7 +129,7 @@ def state_bytes(
         layout, world_size = buffer.layout, buffer.layout.world_size
         shard_params = strategy.params is SHARD and world_size > 1
         shard_optim = strategy.optim is SHARD and world_size > 1
-        seen = layout.shard_numel if shard_optim else layout.padded_numel  # by the optimizer
+        seen = layout.own_numel(rank) if shard_optim else layout.padded_numel  # by the optimizer
         compute = precision.compute_dtype(buffer.dtype)
         master = buffer.dtype if buffer.trained else compute
         if not shard_params:
@@ -139,7 +139,7 @@ def state_bytes(
         if compute != master:
             total["master"] += seen * master.itemsize
         elif shard_params or (shard_optim and _has_format(buffer, precision)):
-            total["params"] += layout.shard_numel * master.itemsize
+            total["params"] += layout.own_numel(rank) * master.itemsize
         if buffer.trained:
             total["grads"] += _grad_bytes(
                 layout.padded_numel, seen, strategy, world_size, buffer, precision, num_reductions

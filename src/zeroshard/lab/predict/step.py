@@ -234,7 +234,8 @@ def _seen(buffers: Sequence[Buffer], settings: Settings) -> list[tuple[Buffer, i
     """The trained buffers, and how many of their elements a rank's optimizer updates, with padding."""
     shard_optim = settings.strategy.optim is SHARD and _num_shards(buffers) > 1
     trained = (buffer for buffer in buffers if buffer.trained)
-    return [(b, b.layout.shard_numel if shard_optim else b.layout.padded_numel) for b in trained]
+    rank = settings.rank
+    return [(b, b.layout.own_numel(rank) if shard_optim else b.layout.padded_numel) for b in trained]
 
 
 def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Settings) -> Iterator[Action]:

@@ -61,7 +61,7 @@ class Workload:
     autocast: torch.dtype | None = None
     cut_by: int = 1
     _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
-    _buffers: dict[int, list[Buffer]] = field(default_factory=dict)
+    _buffers: dict[tuple[int, bool], list[Buffer]] = field(default_factory=dict)
     _parts: dict[tuple[int, int, int], Workload] = field(default_factory=dict)
 
     @property
@@ -128,17 +128,19 @@ class Workload:
                 self._traces[key] = trace_model(self.model, micro_batch, self.units, self.inputs, precision, **how)
         return self._traces[key]
 
-    def buffers(self, num_shards: int) -> list[Buffer]:
-        """As an engine lays them out over ``num_shards`` ranks."""
-        if num_shards not in self._buffers:
+    def buffers(self, num_shards: int, *, replicated: bool = False) -> list[Buffer]:
+        """As an engine lays them out over ``num_shards`` ranks; ``replicated``: of which there are several groups."""
+        if (num_shards, replicated) not in self._buffers:
             whole: Iterable[nn.Parameter] = ()
             if self.optimizer in WHOLE:
                 params = [p for unit in self.units or [] for p in unit.parameters() if p.dim() == 2]
                 whole = params if WHOLE[self.optimizer] == "matrices" else self.model.parameters()
-            found = buffers_of(self.model, num_shards, self.units, whole=whole)
+            found = buffers_of(self.model, num_shards, self.units, whole=whole, replicated=replicated)
             kept = self.weights
-            self._buffers[num_shards] = found if kept is None else [replace(each, dtype=kept) for each in found]
-        return self._buffers[num_shards]
+            self._buffers[num_shards, replicated] = (
+                found if kept is None else [replace(each, dtype=kept) for each in found]
+            )
+        return self._buffers[num_shards, replicated]
 
     def check_part(self, tensor: int, context: int, pipeline: int) -> None:
         """Raise UserError where `part` cannot be made."""

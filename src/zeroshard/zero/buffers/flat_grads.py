@@ -37,6 +37,7 @@ from torch import Tensor
 from zeroshard.comm import Work, empty_for, scope
 from zeroshard.wire_formats import Format
 from zeroshard.zero.buffers.layout import FlatLayout, Piece
+from zeroshard.zero.buffers.shards import reduce_shards
 from zeroshard.zero.buffers.wire import AcrossReplicas, PackedReduce, Rounding
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
@@ -227,8 +228,8 @@ class FlatGrads:
             self._packed = PackedReduce(self.comm, self._wire, local, self.rounding)
             return self._packed.exchange()
         if self.shard_optim:
-            return self.comm.reduce_scatter(target, local)
-        if self.comm.uniform_order:
+            return reduce_shards(self.comm, self.layout, target, local)
+        if self.comm.uniform_order or self.layout.owners is not None:
             return self.comm.all_reduce(local)
         # This backend's all-reduce adds in another order than its reduce-scatter: build it from the parts, so that
         # stage 0 has the bits of the others.
@@ -288,8 +289,10 @@ class FlatGrads:
         return start, min(max(place.offset + place.numel - self.offset, start), self._held.stop - self.offset)
 
     def shards(self) -> list[Tensor]:
-        """The reduced gradients on this rank, one tensor ``[shard_numel]`` for each rank's shard."""
+        """The reduced gradients on this rank, one tensor for each rank's shard."""
         assert self.reduced is not None
+        if self.layout.owners is not None and not self.shard_optim:
+            return [self.reduced[slice(*self.layout.interval(rank))] for rank in range(self.comm.world_size)]
         return list(self.reduced.split(self.layout.shard_numel)) if self.layout.shard_numel else []
 
     def apply_factor(self) -> None:

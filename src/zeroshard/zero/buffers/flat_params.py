@@ -30,6 +30,7 @@ from zeroshard.zero.buffers.differences import refuse_assigned, take_assigned, t
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
 from zeroshard.zero.buffers.node_copy import NodeCopy
 from zeroshard.zero.buffers.partition import DrawsParts, Init
+from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.wire import PackedGather, seen, take_written
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
@@ -105,7 +106,7 @@ class FlatParams:
         held = self.full if same else initial
         self.master = held[own] if self.shard_optim else held
         if self.shard_optim and not self._aliased:
-            self.master = empty_for(comm, self.layout.shard_numel, held.dtype, held.device).copy_(held[own])
+            self.master = empty_for(comm, self.layout.own_numel(comm.rank), held.dtype, held.device).copy_(held[own])
         del initial, held
         near = levels.node if self.shard_params and strategy.secondary_shard_size is not None else None
         self.node_copy = NodeCopy(near, self.full)
@@ -156,7 +157,7 @@ class FlatParams:
         with scope(f"{self.name}/start"):
             self.levels.replicas.broadcast(flat[start:stop], src=0).wait()
             if not self.shard_params:
-                self.comm.all_gather(flat, flat[start:stop]).wait()
+                gather_shards(self.comm, self.layout, flat, flat[start:stop]).wait()
 
     def _pieces(self) -> tuple[Piece, ...]:
         if self.shard_optim:
@@ -236,7 +237,9 @@ class FlatParams:
     def _collective(self, own: Tensor, *, near: bool) -> Work:
         if near:
             return self.node_copy.gather(self.full)
-        return self.comm.all_gather(self.full, own) if self.packed_gather is None else self.packed_gather.gather()
+        if self.packed_gather is not None:
+            return self.packed_gather.gather()
+        return gather_shards(self.comm, self.layout, self.full, own)
 
     def _copied_in(self, *, copy_due: bool) -> Tensor:
         """This rank's shard, for the all-gather into ``full``, which has memory from here on."""
@@ -381,7 +384,7 @@ class FlatParams:
             return self.master.to(self.dtype, copy=True)
         flat = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self.master.device)
         with scope(f"{self.name}/state"):
-            self.comm.all_gather(flat, self.master).wait()
+            gather_shards(self.comm, self.layout, flat, self.master).wait()
         return flat.to(self.dtype)
 
     @property

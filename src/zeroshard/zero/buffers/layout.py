@@ -18,11 +18,13 @@ first and each to the shard with the least, and every shard is as long as the lo
     |       rank 0       |       rank 1       |  ...
 
 Graham 1969, "Bounds on Multiprocessing Timing Anomalies": the longest shard is at most 4/3 - 1/(3 W) of the shortest
-possible, which is at least the largest tensor. A buffer with few tensors on many ranks is mostly padding.
+possible, which is at least the largest tensor. A buffer with few tensors on many ranks would be mostly padding: there
+shards end with what each rank owns, and most ranks own nothing of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,6 +40,9 @@ which NCCL copies; more would only pad. Most parameters have a multiple of it, a
 
 LEAST_ALIGNED = 256
 """Elements of the smallest slot, and the smallest shard, that is aligned: of less, padding would be over 3 %."""
+
+MOSTLY_PADDING = 4
+"""Times as long as the parameters in it: a buffer of whole tensors beyond which shards may differ in length."""
 
 WHOLE_ALIGNMENT = 16
 """Elements to which whole tensors are aligned: 64 bytes of fp32. Matrix kernels are chosen by alignment and sum in
@@ -89,6 +94,8 @@ class FlatLayout:
         slots: in order of parameters; by `of` end to end, by `whole` each within one shard.
         world_size: number of shards.
         longest: where tensors are whole, elements of the longest shard; None where shards ignore slots' borders.
+        owners: where shards are as long as what each rank owns, ``(rank, start, stop)`` of those that own something, in
+            order; None where all shards have one length.
         alignment: elements of which offsets of slots and lengths of shards are multiples, from `LEAST_ALIGNED` on.
 
     Raises:
@@ -99,6 +106,7 @@ class FlatLayout:
     world_size: int
     longest: int | None = None
     alignment: int = 1
+    owners: tuple[tuple[int, int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -123,7 +131,12 @@ class FlatLayout:
 
     @classmethod
     def whole(
-        cls, shapes: Iterable[tuple[str, Sequence[int]]], world_size: int, loads: Sequence[int] = ()
+        cls,
+        shapes: Iterable[tuple[str, Sequence[int]]],
+        world_size: int,
+        loads: Sequence[int] = (),
+        *,
+        even: bool = True,
     ) -> FlatLayout:
         """Lay out parameters ``(name, shape)`` so that each lies in one shard.
 
@@ -132,6 +145,8 @@ class FlatLayout:
             world_size: number of shards.
             loads: elements that each rank owns in other buffers. Among shards with equally much in this one, the rank
                 with the least there is next, so that not every buffer's largest tensor goes to the same rank.
+            even: whether shards must have one length. If not, they are as long as what each rank owns where the buffer
+                would be over `MOSTLY_PADDING` times as long as the parameters in it.
         """
         slots = [Slot(name, tuple(shape), 0) for name, shape in shapes]
         if world_size < 1:
@@ -142,12 +157,19 @@ class FlatLayout:
         for slot, owner in zip(slots, owners, strict=True):
             starts.append(filled[owner])
             filled[owner] += _aligned(slot.numel, WHOLE_ALIGNMENT)
-        longest = max(filled)
+        longest, intervals = max(filled), None
+        begins: dict[int, int] = {}
+        if not even and longest * world_size > MOSTLY_PADDING * sum(filled):
+            ranks = [rank for rank, numel in enumerate(filled) if numel]
+            ends = list(itertools.accumulate(filled[rank] for rank in ranks))
+            intervals = tuple((rank, end - filled[rank], end) for rank, end in zip(ranks, ends, strict=True))
+            begins = {rank: start for rank, start, _ in intervals}
         placed = zip(slots, owners, starts, strict=True)
         return cls(
-            tuple(Slot(slot.name, slot.shape, owner * longest + start) for slot, owner, start in placed),
+            tuple(Slot(s.name, s.shape, begins.get(owner, owner * longest) + start) for s, owner, start in placed),
             world_size,
             longest,
+            owners=intervals,
         )
 
     @cached_property
@@ -157,7 +179,7 @@ class FlatLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements that each rank owns, padding included."""
+        """Elements that each rank owns, padding included; where shards differ, the most that one does."""
         if self.longest is not None:
             return self.longest
         end = max((slot.offset + slot.numel for slot in self.slots), default=0)
@@ -167,10 +189,23 @@ class FlatLayout:
     @property
     def padded_numel(self) -> int:
         """Elements of the flat buffer."""
+        if self.owners is not None:
+            return _aligned(self.owners[-1][2], self.world_size) if self.owners else 0  # any group of ranks divides it
         return self.shard_numel * self.world_size
 
+    @cached_property
+    def _intervals(self) -> dict[int, tuple[int, int]]:
+        return {rank: (start, stop) for rank, start, stop in self.owners or ()}
+
+    def own_numel(self, rank: int) -> int:
+        """Elements of ``rank``'s shard."""
+        start, stop = self.interval(rank)
+        return stop - start
+
     def interval(self, rank: int) -> tuple[int, int]:
-        """``[start, stop)`` of ``rank``'s shard in the flat buffer."""
+        """``[start, stop)`` of ``rank``'s shard in the flat buffer; (0, 0) of one that has none."""
+        if self.owners is not None:
+            return self._intervals.get(rank, (0, 0))
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     @cached_property
@@ -189,8 +224,11 @@ class FlatLayout:
     def add_loads(self, loads: list[int]) -> None:
         """Add what each rank owns of whole tensors to ``loads``, which has an entry for each."""
         for slot in self.slots:
-            if slot.numel:
+            if slot.numel and self.owners is None:
                 loads[slot.offset // self.shard_numel] += slot.numel
+            elif slot.numel and self.owners is not None:
+                rank = next(rank for rank, start, stop in self.owners if start <= slot.offset < stop)
+                loads[rank] += slot.numel
 
     def zero_padding(self, flat: Tensor) -> None:
         """Fill what belongs to no parameter of ``flat [padded_numel]`` with zeros."""

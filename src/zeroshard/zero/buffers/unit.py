@@ -21,6 +21,7 @@ from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.layout import FlatLayout, Piece
 from zeroshard.zero.buffers.partition import Init
+from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import ShardingStrategy
@@ -52,6 +53,8 @@ class FlatGroup:
             frozen = not any(param.requires_grad for _, param in params)
         self._again = partial(FlatGroup, strategy=strategy, levels=levels, precision=precision, init=None)
         self._frozen = frozen
+        formats = (precision.weights_format(master_dtype), precision.gradients_format(master_dtype))
+        self._travels_packed = any(form is not None for form in formats)
         self.params = FlatParams(name, params, strategy, levels, precision, init, layout, frozen=frozen)
         self.grads = FlatGrads(
             name,
@@ -101,7 +104,9 @@ class FlatGroup:
         layout, named = self.params.layout, self._take_out()
         stay = [(name, param) for name, param in named if param not in chosen]
         leave = [(name, param) for name, param in named if param in chosen]
-        own = FlatLayout.whole([(name, param.shape) for name, param in leave], layout.world_size, loads)
+        shapes = [(name, param.shape) for name, param in leave]
+        even = self.grads.replicas.world_size > 1 or self._travels_packed
+        own = FlatLayout.whole(shapes, layout.world_size, loads, even=even)
         own.add_loads(loads)
         made = [self._again(self.params.name, stay, frozen=self._frozen)] if stay else []
         made.append(self._again(name if stay else self.params.name, leave, layout=own, frozen=self._frozen))
@@ -298,5 +303,5 @@ def reduced_whole(group: FlatGroup) -> Tensor:
     if not group.params.shard_optim:
         return reduced.clone()
     flat = torch.empty(group.params.layout.padded_numel, dtype=reduced.dtype, device=reduced.device)
-    group.params.comm.all_gather(flat, reduced).wait()
+    gather_shards(group.params.comm, group.params.layout, flat, reduced).wait()
     return flat

@@ -38,12 +38,14 @@ def global_norm(
     num_partials = 1 if sharded else comm.world_size
     partials = torch.zeros(num_partials, dtype=torch.float64, device=device)
     for buffer in grads:
-        shards = [shard for shard in buffer.shards() if shard.numel()]
+        places = [(place, shard) for place, shard in enumerate(buffer.shards()) if shard.numel()]
+        shards = [shard for _, shard in places]
         if shards and sum_of_squares is not None and norm_type == 2.0:
-            partials = partials + torch.stack([sum_of_squares(shard) for shard in shards]).to(partials)
+            found = torch.stack([sum_of_squares(shard) for shard in shards]).to(partials)
+            partials = partials + _at(places, found, num_partials)
         elif shards:
-            norms = torch.stack([norm_of(shard, norm_type) for shard in shards])
-            partials = _add(partials, norms.to(partials), norm_type)
+            norms = torch.stack([norm_of(shard, norm_type) for shard in shards]).to(partials)
+            partials = _add(partials, _at(places, norms, num_partials), norm_type)
     if sharded:
         gathered = torch.empty(comm.world_size, dtype=torch.float64, device=device)
         with scope(CONTROL):
@@ -55,6 +57,15 @@ def global_norm(
     for partial in partials[1:]:
         total = total + partial
     return total ** (1.0 / norm_type)
+
+
+def _at(places: Sequence[tuple[int, Tensor]], found: Tensor, num_partials: int) -> Tensor:
+    """``found`` of the shards that have elements, with zeros for the others."""
+    if len(places) == num_partials:
+        return found
+    spread = found.new_zeros(num_partials)
+    spread[[place for place, _ in places]] = found
+    return spread
 
 
 def norm_of(flat: Tensor, norm_type: float) -> Tensor:

@@ -244,7 +244,7 @@ class Stepping:
             world_size = layouts[0].world_size
             warnings.warn(
                 f"optimizer: whole tensors over {world_size} ranks make buffers {padded / numel:.0f} times as large as "
-                "the parameters in them; give Zero a shard_size, such as the ranks of a node",
+                "the parameters in them; give Zero a smaller shard_size, such as the ranks of a node",
                 stacklevel=5,
             )
 
