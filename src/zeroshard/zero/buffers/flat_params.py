@@ -2,12 +2,12 @@
 
 [Note: Storage and saved views]
     Autograd saves views of weights in forward (``weight.t()``, say) and reads them in backward. Freed weights must
-    therefore come back at the *same* storage: `release` shrinks the flat buffer's storage to nothing and `gather`
-    grows it again, so every view made in between is whole once more. While the storage is empty each parameter's
-    ``.data`` is one NaN expanded to its shape: code that reads a freed weight sees NaN and its shape, never stray
-    memory. ``param.data = view`` hides the refresh from autograd's version check; that weights only change between
-    steps is our invariant. Weights that compute in another dtype than their master has are hidden alike from a step
-    until they are refreshed: what was written into the old ones would be lost.
+    therefore come back at the *same* storage: `release` shrinks the flat buffer's storage to nothing and `gather` grows
+    it again, so every view made in between is whole once more. While the storage is empty each parameter's ``.data`` is
+    one NaN expanded to its shape: code that reads a freed weight sees NaN, never stray memory. ``param.data = view``
+    hides the refresh from autograd's version check; that weights only change between steps is our invariant. Weights
+    that compute in another dtype than their master has are hidden alike from a step until they are refreshed: what was
+    written into the old ones would be lost.
 
 [Note: Frozen]
     What is frozen when the engine is built, and computes in another dtype, needs no master: it is kept as it computes,
@@ -148,16 +148,15 @@ class FlatParams:
 
     def _draw_own(self, flat: Tensor, init: DrawsParts) -> None:
         """Draw this rank's shard; the first replica's is everybody's, since processors may differ in a last digit."""
-        start, stop = self.layout.interval(self.comm.rank)
-        if self.levels.writes:
-            for piece in self.layout.owned(self.comm.rank):
-                slot = self.layout.slots[piece.slot]
-                with torch.no_grad():
-                    init.part(slot.name, flat[piece.offset :][: piece.numel], piece.interval[0], slot.numel)
+        for piece in self.layout.owned(self.comm.rank) if self.levels.writes else ():
+            slot = self.layout.slots[piece.slot]
+            with torch.no_grad():
+                init.part(slot.name, flat[piece.offset :][: piece.numel], piece.interval[0], slot.numel)
         with scope(f"{self.name}/start"):
-            self.levels.replicas.broadcast(flat[start:stop], src=0).wait()
+            own = flat[slice(*self.layout.interval(self.comm.rank))]
+            self.levels.replicas.broadcast(own, src=0).wait()
             if not self.shard_params:
-                gather_shards(self.comm, self.layout, flat, flat[start:stop]).wait()
+                gather_shards(self.comm, self.layout, flat, own).wait()
 
     def _pieces(self) -> tuple[Piece, ...]:
         if self.shard_optim:
@@ -214,8 +213,7 @@ class FlatParams:
             return
         if not self._shown:
             self._require_untouched()
-        # What is current may be read now, by what was queued before.
-        read_at = self._streams.mark() if self.whole and not self.stale else None
+        read_at = self._streams.mark() if self.whole and not self.stale else None  # by what was queued before
         self.stale = False
         self.show_as_current()
         copy_due = self._copy_due or self.shard_params
@@ -237,9 +235,8 @@ class FlatParams:
     def _collective(self, own: Tensor, *, near: bool) -> Work:
         if near:
             return self.node_copy.gather(self.full)
-        if self.packed_gather is not None:
-            return self.packed_gather.gather()
-        return gather_shards(self.comm, self.layout, self.full, own)
+        packed = self.packed_gather
+        return gather_shards(self.comm, self.layout, self.full, own) if packed is None else packed.gather()
 
     def _copied_in(self, *, copy_due: bool) -> Tensor:
         """This rank's shard, for the all-gather into ``full``, which has memory from here on."""
