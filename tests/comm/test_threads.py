@@ -72,9 +72,9 @@ def test_ranks_that_do_different_things_with_tensors_of_one_size_are_told_too():
 def test_a_rank_that_never_comes_is_not_waited_for_for_ever(monkeypatch):
     limits_s, barrier = [], threading.Barrier
 
-    def noted(parties, timeout):
+    def noted(parties, action, timeout):
         limits_s.append(timeout)
-        return barrier(parties, timeout=timeout)
+        return barrier(parties, action, timeout)
 
     monkeypatch.setattr(threading, "Barrier", noted)
     with pytest.raises(PeerError, match="did not come to the collective in time"):
