@@ -61,7 +61,7 @@ class _Table:
         self.calls: list[tuple[object, ...]] = [()] * world_size
         self.differing: list[tuple[object, ...]] = []
         self.combined: Tensor | None = None
-        self.barrier = threading.Barrier(world_size, self._all_are_here, timeout_s)
+        self.barrier = threading.Barrier(world_size, action=self._all_are_here, timeout=timeout_s)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._parts: dict[tuple[int, int], _Table] = {}
