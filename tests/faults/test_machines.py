@@ -22,7 +22,7 @@ PATIENCE_S = 600.0  # a busy machine starts a rank in half a minute
 
 
 class Machines:
-    def __init__(self, tmp_path, nnodes):
+    def __init__(self, tmp_path, nnodes, *flags):
         (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 300)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -35,6 +35,7 @@ class Machines:
             --model gpt2-demo --model.n_layer 1 --model.n_embd 16 --model.n_head 2 --seq-len 16 --global-batch-size 6
             --micro-batch-size 1 --warmup-steps 2 --eval-batches 1 --max-restarts 3 --comm ring
             --out {self.out}""".split()
+        self.command += flags
         self.launchers = []
 
     def start(self):
@@ -73,8 +74,8 @@ class Machines:
 def machines(tmp_path):
     made = []
 
-    def make(nnodes):
-        made.append(Machines(tmp_path, nnodes))
+    def make(nnodes, *flags):
+        made.append(Machines(tmp_path, nnodes, *flags))
         return made[-1]
 
     yield make
@@ -121,3 +122,40 @@ def test_a_run_that_loses_a_machine_goes_on_with_the_others_and_takes_in_one_tha
     assert newest is not None
     assert not checkpoint.verify(newest)
     assert checkpoint.read_manifest(newest).step == world.events("checkpoint")[-1]["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_replicas_that_take_local_steps_go_on_without_a_lost_one_and_take_it_back(machines):
+    """The mean is over those that are there; one that comes back begins at the anchor of the last checkpoint."""
+    world = machines("1:2", "--shard-size", "1", "--replicas.every", "10", "--strategy", "zero1")
+
+    def meetings():
+        return [event["meeting"]["num_replicas"] for event in world.events("step") if "meeting" in event]
+
+    server = world.start()
+    world.wait_for(world.serves)
+    guest = world.start()
+    world.wait_for(lambda: world.events("checkpoint"))
+    assert set(meetings()) == {2}
+    guest.send_signal(signal.SIGKILL)
+    world.wait_for(lambda: meetings()[-1] == 1)
+    at = world.events("checkpoint")[-1]["step"]
+    world.wait_for(lambda: world.events("checkpoint")[-1]["step"] > at)
+
+    later = world.start()
+    world.wait_for(lambda: meetings()[-1] == 2)
+    at = world.events("checkpoint")[-1]["step"]
+    world.wait_for(lambda: world.events("checkpoint")[-1]["step"] > at)
+    for launcher in (server, later):
+        launcher.send_signal(signal.SIGTERM)
+    said = [each.communicate(timeout=PATIENCE_S)[1] for each in (server, later)]
+    assert [server.returncode, later.returncode] == [143, 143], said
+    assert [event["world_size"] for event in world.events("start")] == [2, 1, 2]
+    everything = "".join(said)
+    assert "there were 2 replicas, now there are 1: what the last ones did since their last meeting" in everything, said
+    assert "there were 1 replicas, now there are 2: the new ones begin at the last common weights" in everything, said
+    newest = checkpoint.latest(world.out / "checkpoints")
+    assert newest is not None
+    assert not checkpoint.verify(newest)
