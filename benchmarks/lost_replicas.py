@@ -2,7 +2,8 @@
 
     python benchmarks/lost_replicas.py --text tinyshakespeare.txt --kills 20
 
-Several launchers on this machine, each with one rank that is a replica, train by local steps. At random moments a rank
+Several launchers on this machine, each with one rank that is a replica, train by local steps; with ``--one-host`` one
+launcher, which forks its ranks anew, where machines that meet start theirs from nothing. At random moments a rank
 is killed (its launcher starts it again with the others), or a launcher with its rank, which is started again a little
 later; never the launcher that serves the meeting, as the machine that others meet at must stay. Seconds are from the
 kill to the first step of the attempt that follows. The same training undisturbed, with several seeds, says how far
@@ -23,6 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Self
 
 import psutil
 
@@ -38,18 +40,20 @@ class World:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.out, self._port = folder / name, port
-        words = ["--nnodes", f"1:{arguments.replicas}", "--rdzv-endpoint", f"127.0.0.1:{port}", "--nproc", "1"]
+        self._num_ranks = arguments.replicas if arguments.one_host else 1
+        several = ["--nnodes", f"1:{arguments.replicas}", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        words = [*([] if arguments.one_host else several), "--nproc", str(self._num_ranks)]
         words += ["--data", "text", "--data.path", arguments.text, "--data.dir", str(folder / "data"), *MODEL]
         words += ["--strategy", "zero1", "--shard-size", "1", "--replicas.every", str(arguments.every)]
         words += ["--max-steps", str(arguments.steps), "--checkpoint-interval", str(arguments.every)]
         words += ["--keep-checkpoints", "2", "--eval-interval", str(arguments.steps), "--eval-batches", "40"]
-        words += ["--global-batch-size", "24", "--micro-batch-size", "2", "--log-interval", "1000000"]
+        words += ["--global-batch-size", str(arguments.rows), "--micro-batch-size", "2", "--log-interval", "1000000"]
         words += ["--max-restarts", "1000", "--comm", "ring", "--seed", str(seed), "--out", str(self.out)]
         self._command = [sys.executable, "-m", "zeroshard", "train", *words]
         self.launchers = [self.start()]
-        while not self._serves():
+        while not arguments.one_host and not self._serves():
             time.sleep(0.1)
-        self.launchers += [self.start() for _ in range(arguments.replicas - 1)]
+        self.launchers += [self.start() for _ in range(0 if arguments.one_host else arguments.replicas - 1)]
 
     def start(self) -> subprocess.Popen[bytes]:
         """One more launcher."""
@@ -82,19 +86,26 @@ class World:
             children = psutil.Process(self.launchers[place].pid).children()
         except psutil.Error:
             return None
-        return children[0] if children else None
+        return random.choice(children) if len(children) == self._num_ranks else None
 
     def val_loss(self) -> float:
         """At the end."""
         events = [json.loads(line) for line in self.lines()]
         return [event["loss"] for event in events if event["event"] == "eval"][-1]
 
-    def end(self) -> None:
-        """Wait for all, then remove those that are left."""
-        self.launchers[0].wait(LONGEST_S)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End those that are left."""
         for launcher in self.launchers:
             launcher.send_signal(signal.SIGTERM)
             launcher.wait(LONGEST_S)
+
+    def end(self) -> float:
+        """Wait until it is over; the validation loss."""
+        self.launchers[0].wait()
+        return self.val_loss()
 
 
 def disturbed(world: World, kills: int, chance: random.Random, pause_s: float) -> list[tuple[str, float]]:
@@ -133,8 +144,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True)
     parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--one-host", action="store_true", help="one launcher, whose ranks are the replicas")
     parser.add_argument("--every", type=int, default=16)
     parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--rows", type=int, default=24, help="of a step, however many replicas there are")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--pause", type=float, default=20.0, help="most seconds between two kills")
@@ -142,16 +155,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="lost-replicas-") as text:
         folder, losses = Path(text), []
         for seed in arguments.seeds:
-            world = World(arguments, folder, f"undisturbed-{seed}", seed)
-            world.end()
-            losses.append(world.val_loss())
+            with World(arguments, folder, f"undisturbed-{seed}", seed) as world:
+                losses.append(world.end())
             print(f"undisturbed, seed {seed}: validation loss {losses[-1]:.4f}", flush=True)
-        world = World(arguments, folder, "disturbed", arguments.seeds[0])
-        found = disturbed(world, arguments.kills, random.Random(0), arguments.pause)
-        world.end()
+        with World(arguments, folder, "disturbed", arguments.seeds[0]) as world:
+            found = disturbed(world, arguments.kills, random.Random(0), arguments.pause)
+            loss = world.end()
         seconds = [each for _, each in found]
         spread = f"undisturbed {min(losses):.4f} to {max(losses):.4f}"
-        print(f"{len(found)} kills: validation loss {world.val_loss():.4f}; {spread}")
+        print(f"{len(found)} kills: validation loss {loss:.4f}; {spread}")
         print(f"training again after {median(seconds):.1f} s in the median, {max(seconds):.1f} s at the most")
 
 
