@@ -75,11 +75,12 @@ def test_another_stage_between_meetings_keeps_anchors_and_what_is_on_its_way():
         assert same(local, local_then)
 
 
-def test_whole_tensors_and_parameters_that_are_trained_later():
+@pytest.mark.parametrize("stage", [0, 2])
+def test_whole_tensors_and_parameters_that_are_trained_later(stage):
     def rank_main(comm):
         net = Net()
         net.blocks.requires_grad_(False)
-        zero = Zero(net, 2, comm=comm, shard_size=2, replicas=LocalSteps(every=2, outer_lr=1.0, outer_momentum=0.0))
+        zero = Zero(net, stage, comm=comm, shard_size=2, replicas=LocalSteps(every=2, outer_lr=1.0, outer_momentum=0.0))
         optim = zero.optimizer(torch.optim.Adafactor, lr=0.1)
         for step in range(4):
             if step == 2:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zeroshard.comm import Communicator, Work, empty_for, scope
 from zeroshard.zero.buffers.flat_params import FlatParams
+from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.buffers.wire import AcrossReplicas, Rounding
 from zeroshard.zero.replicas.local_steps import LocalSteps
@@ -126,10 +127,10 @@ class Outer:
         else:
             whole = torch.empty(params.layout.padded_numel, dtype=anchor.dtype, device=anchor.device)
             with scope(f"{params.name}/anchor"):
-                params.comm.all_gather(whole, anchor).wait()
-            length = params.layout.shard_numel
+                gather_shards(params.comm, params.layout, whole, anchor).wait()
             # Shard by shard, as where each lies on its own rank: vector bodies and tails on the same elements.
-            shards = list(zip(params.master.split(length), whole.split(length), strict=True)) if length else []
+            intervals = (slice(*params.layout.interval(rank)) for rank in range(params.comm.world_size))
+            shards = [(params.master[own], whole[own]) for own in intervals]
         for local, common in shards:
             if stays:
                 local.mul_(stays).add_(common * (1.0 - stays))
