@@ -34,7 +34,8 @@ def meet(run: Run, loss: float, stop: ExitStatus, *, taken: bool) -> tuple[dict[
     replicas = run.replicas
     if replicas is None:
         return {}, stop
-    met = replicas.step(taken=taken)
+    with run.clock.span("meeting"):
+        met = replicas.step(taken=taken)
     if not replicas.meets(replicas.num_steps):
         return {}, ExitStatus.OK
     mean_loss, stop = _agree(run, loss, stop)

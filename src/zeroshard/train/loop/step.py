@@ -65,8 +65,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
         scaler.update()
     memory_bytes = strategy.memory_bytes()  # here all of it is alive at once
     strategy.optimizer.zero_grad()
-    with span("meeting"):
-        meeting, stop = meet(run, health.loss, health.stop, taken=verdict == "taken")
+    meeting, stop = meet(run, health.loss, health.stop, taken=verdict == "taken")
     speed = _speed(run, perf_counter() - start)
     taken = verdict == "taken"
     traffic, exposed_s = _communicated(run, step, memory_bytes, taken=taken)
