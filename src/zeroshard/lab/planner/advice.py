@@ -126,13 +126,23 @@ def nearest_change(
             more *= way.ranks_a_place
             return f"{start}; {more:,} GPUs would fit, at {_stage_name(stage)} with micro-batch {smallest}{added}."
     way, added = ways[-1]
-    length = planner.workload.seq_len // 2
-    while length >= 1 and ours is not None:
-        shorter = way.on(workload=way.workload.changed(seq_len=length))
-        if _fits(shorter, stage, smallest):
-            return f"{start}; sequences of {length} tokens with micro-batch {smallest}{added} would fit."
-        length //= 2
+    length = shorter_sequences(way, stage, smallest) if ours is not None else None
+    if length is not None:
+        return f"{start}; sequences of {length} tokens with micro-batch {smallest}{added} would fit."
     return f"{start}; no single change helps: take a larger GPU or a smaller model."
+
+
+def shorter_sequences(planner: Planner, stage: int | ShardingStrategy, micro_batch: int) -> int | None:
+    """The longest half, quarter, ... of the sequences that fits; None: not even one token does."""
+
+    def fits(length: int) -> bool:
+        return _fits(planner.on(workload=planner.workload.changed(seq_len=length)), stage, micro_batch)
+
+    halves = (planner.workload.seq_len >> times for times in range(1, planner.workload.seq_len.bit_length()))
+    lengths = [length for length in halves if length % planner.beside.context_parallel == 0]
+    if not lengths or not fits(lengths[-1]):  # where one token is too much, no trace of more is needed
+        return None
+    return next(length for length in lengths if fits(length))
 
 
 def fewest_gpus(
