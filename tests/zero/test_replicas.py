@@ -187,6 +187,28 @@ def test_only_differences_cross_replicas_once_in_so_many_steps():
     assert all(run_threads(rank_main, 6))
 
 
+def test_sixty_four_local_steps_send_a_sixtieth_across_replicas_with_all_control_messages():
+    def rank_main(comm):
+        crossed = []
+        for settings in (None, LocalSteps(every=64)):
+            observed = ObservedCommunicator(comm)
+            net = Net()
+            zero = Zero(net, 2, comm=observed, shard_size=1, replicas=settings)
+            optim = zero.optimizer(torch.optim.SGD, lr=0.01)
+            observed.drain()
+            for step in range(64):
+                loss_of(net, step, comm.rank, comm.world_size).backward()
+                optim.step()
+                optim.zero_grad()
+                if zero.replicas:
+                    zero.replicas.step()
+            crossed.append(sum(r.num_bytes for r in observed.records if r.world_size == comm.world_size))
+        return crossed
+
+    for each_step, local in run_threads(rank_main, 2):
+        assert 0 < local <= each_step / 60
+
+
 def test_a_narrow_wire_halves_the_bytes_and_keeps_anchors_alike():
     def rank_main(comm):
         found = {}

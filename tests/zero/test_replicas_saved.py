@@ -77,7 +77,14 @@ def test_another_number_of_replicas_begins_at_the_anchors(tmp_path):
 
 
 def test_whoever_reads_weights_reads_the_anchors(tmp_path):
-    _saved(tmp_path / "c", DILOCO, 4)
+    def save(comm):
+        engine = engine_of(comm, 2, DILOCO)
+        train(comm, engine, range(4))
+        checkpoint.save(tmp_path / "c", engine[1], step=4)
+        return both(engine[1])
+
+    expected, local = run_threads(save, 2)[0]
+    assert not same(expected, local)
 
     def rank_main(comm):
         replicas = engine_of(comm, 1, DILOCO)
@@ -94,6 +101,7 @@ def test_whoever_reads_weights_reads_the_anchors(tmp_path):
     anchors, kinds = run_threads(rank_main, 2)[0]
     assert kinds == {"step", "exp_avg", "exp_avg_sq"}
     whole = checkpoint.consolidate(tmp_path / "c")
+    assert same(expected, anchors)
     assert same(anchors, whole["model"])
     assert set(whole["optimizer"]["state"]) == set(anchors)
     assert {kind for state in whole["optimizer"]["state"].values() for kind in state} == kinds
