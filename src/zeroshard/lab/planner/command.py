@@ -31,6 +31,7 @@ from zeroshard.lab.planner.show import seconds, size, text
 from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.hardware import find_device, this_machine
 from zeroshard.lab.predict.plan_only import PlanOnly
+from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.models import LanguageModel
 from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides
 from zeroshard.zero import STAGES
@@ -133,6 +134,7 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         "global_batch": config.global_batch or None,
         "seq_len": config.seq_len or None,
         "dtype": config.dtype,
+        "wire": config.wire.as_precision(DTYPES),
         "reduce_dtype": None if config.reduce_dtype == "master" else config.reduce_dtype,
         "optimizer": config.optimizer,
         "accumulate": None if config.accumulate == "auto" else config.accumulate,

@@ -12,6 +12,7 @@ from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.train.config.replica_settings import ReplicasConfig
 from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig
+from zeroshard.train.config.wire_settings import WireConfig
 
 Question = Literal[
     "none",
@@ -37,6 +38,7 @@ class PlanConfig(Config):
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()
     replicas: ReplicasConfig = ReplicasConfig()
+    wire: WireConfig = WireConfig()
     gpus: int = Field(1, ge=1, le=999_999, description="GPUs, one rank each.")
     gpu: str = Field(
         "h100-80gb",
@@ -122,6 +124,9 @@ class PlanConfig(Config):
             flag = "explain" if self.explain else "dry_run" if self.dry_run else "ask"
             what = "answers of steps alone, and with replicas.every some of them have a meeting"
             raise UserError(flag, what, "leave one of the two out")
+        if self.wire.given and (self.stage == "0" or (self.dry_run and self.stage == "all")):
+            what = "stage 0 has no owner of a shard, who sends or sums it in a format of its own"
+            raise UserError(f"wire.{self.wire.given}", what, "leave it out, or give --stage 1, 2 or 3")
         if self.within_node:
             find_link(self.within_node, "within_node")
         if self.ask.startswith("crossover") and self.stage in ("all", self.against):

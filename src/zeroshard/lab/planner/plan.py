@@ -42,6 +42,7 @@ def plan(
     seq_len: int | None = None,
     dtype: str = "bfloat16",
     reduce_dtype: str | None = None,
+    wire: Mapping[str, Any] = MappingProxyType({}),
     optimizer: str = "adamw",
     accumulate: Accumulate | None = None,
     prefetch: int = 1,
@@ -82,6 +83,8 @@ def plan(
         seq_len: tokens of a sequence; None: the longest that the model is made for.
         dtype: of forward and backward; masters and states keep the model's own.
         reduce_dtype: of gradients on their way; None: the masters'.
+        wire: what travels in another form: ``gather``, ``reduce`` and ``block`` of `zeroshard.zero.MixedPrecision`;
+            stage 0 has none.
         optimizer: by name, as torch calls it.
         accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
         kernels: as models take it.
@@ -117,6 +120,7 @@ def plan(
         seq_len=seq_len,
         dtype=dtype,
         reduce_dtype=reduce_dtype,
+        wire=wire,
         optimizer=optimizer,
         accumulate=accumulate,
         prefetch=prefetch,

@@ -237,6 +237,7 @@ def planner_for(
     seq_len: int | None = None,
     dtype: str = "bfloat16",
     reduce_dtype: str | None = None,
+    wire: Mapping[str, Any] = MappingProxyType({}),
     optimizer: str = "adamw",
     accumulate: Accumulate | None = None,
     prefetch: int = 1,
@@ -267,6 +268,7 @@ def planner_for(
     device = found.device
     precision = _precision(dtype, reduce_dtype)
     precision, weights, cast_to = _kept_as(precision, dtype, autocast=autocast, master_weights=master_weights)
+    precision = replace(precision, **wire)
     beside = beside or PlanOnly()
     beside.check(world_size, device, dtype)
     if (impl == "eager" or autocast) and kernels == "auto":

@@ -61,7 +61,7 @@ class Workload:
     autocast: torch.dtype | None = None
     cut_by: int = 1
     _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
-    _buffers: dict[tuple[int, bool], list[Buffer]] = field(default_factory=dict)
+    _buffers: dict[tuple[int, bool, MixedPrecision], list[Buffer]] = field(default_factory=dict)
     _parts: dict[tuple[int, int, int], Workload] = field(default_factory=dict)
 
     @property
@@ -130,17 +130,16 @@ class Workload:
 
     def buffers(self, num_shards: int, *, replicated: bool = False) -> list[Buffer]:
         """As an engine lays them out over ``num_shards`` ranks; ``replicated``: of which there are several groups."""
-        if (num_shards, replicated) not in self._buffers:
+        key = num_shards, replicated, self.precision
+        if key not in self._buffers:
             whole: Iterable[nn.Parameter] = ()
             if self.optimizer in WHOLE:
                 params = [p for unit in self.units or [] for p in unit.parameters() if p.dim() == 2]
                 whole = params if WHOLE[self.optimizer] == "matrices" else self.model.parameters()
-            found = buffers_of(self.model, num_shards, self.units, whole=whole, replicated=replicated)
-            kept = self.weights
-            self._buffers[num_shards, replicated] = (
-                found if kept is None else [replace(each, dtype=kept) for each in found]
-            )
-        return self._buffers[num_shards, replicated]
+            how: dict[str, Any] = {"whole": whole, "replicated": replicated, "precision": self.precision}
+            found, kept = buffers_of(self.model, num_shards, self.units, **how), self.weights
+            self._buffers[key] = found if kept is None else [replace(each, dtype=kept) for each in found]
+        return self._buffers[key]
 
     def check_part(self, tensor: int, context: int, pipeline: int) -> None:
         """Raise UserError where `part` cannot be made."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -35,6 +36,14 @@ class WireConfig(Config):
     def given(self) -> str:
         """The first setting by which anything travels otherwise; empty where none does."""
         return next((name for name in ("weights", "grads") if getattr(self, name) != "as-is"), "")
+
+    def as_precision(self, dtypes: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of `zeroshard.zero.MixedPrecision`; ``dtypes``: torch's, by their names here."""
+
+        def travels(name: str) -> Any:
+            return None if name == "as-is" else dtypes.get(name, name)
+
+        return {"gather": travels(self.weights), "reduce": travels(self.grads), "block": self.block}
 
     @model_validator(mode="after")
     def _blocks_travel(self) -> Self:

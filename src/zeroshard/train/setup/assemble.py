@@ -231,12 +231,7 @@ def local_steps(given: ReplicasConfig, num_blocks: int) -> LocalSteps | None:
 
 def wire(config: TrainConfig) -> dict[str, Any]:
     """What travels, as `zeroshard.zero.MixedPrecision` takes it."""
-
-    def travels(name: str) -> torch.dtype | str | None:
-        return None if name == "as-is" else DTYPES.get(name, name)
-
-    weights, grads = travels(config.wire.weights), travels(config.wire.grads)
-    return {"gather": weights, "reduce": grads, "block": config.wire.block, "rounding_seed": config.seed}
+    return {**config.wire.as_precision(DTYPES), "rounding_seed": config.seed}
 
 
 def _optimizer(config: TrainConfig, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
