@@ -1,5 +1,4 @@
 import copy
-import functools
 
 import pytest
 import torch
@@ -40,15 +39,17 @@ class _Net(nn.Module):
         return x.float().square().mean()
 
 
-@functools.cache
-def _original():
+def _drawn():
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return _Net()
 
 
+ORIGINAL = _drawn()  # before there are threads, which share a generator
+
+
 def _net():
-    return copy.deepcopy(_original())  # threads share a generator
+    return copy.deepcopy(ORIGINAL)
 
 
 def _batch(rank, step):
