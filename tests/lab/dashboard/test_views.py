@@ -11,10 +11,13 @@ from run_folders import write_run, write_sweep
 
 pytest.importorskip("dash", reason="the extra `dashboard` is not installed")
 
-from zeroshard.lab.dashboard import live, run_page, run_table
+from zeroshard.lab.dashboard import live, planner, run_page, run_table
 from zeroshard.lab.dashboard import runs as page_of_runs
 from zeroshard.lab.dashboard.watch import Watch
+from zeroshard.lab.planner.command import answer_plan
+from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.run_folders import read_run
+from zeroshard.train.config.validate import validate
 
 
 @pytest.fixture
@@ -123,3 +126,39 @@ def test_many_runs_are_read_over_several_calls_the_newest_first(tmp_path):
         seen.append((list(found), watch.num_unread))
     assert seen == [(["c"], 2), (["b", "c"], 1), (["a", "b", "c"], 0)]
     assert "1 more are being read" in run_table.summary({name: seen.run for name, seen in found.items()}, "x", 1)
+
+
+def _texts(part):
+    """Every text of ``part``, in order."""
+    inside = getattr(part, "children", part)
+    if isinstance(inside, list | tuple):
+        return [text for each in inside for text in _texts(each)]
+    return [inside] if isinstance(inside, str) else [] if inside is None else _texts(inside)
+
+
+PLANNED = {"model": "gpt2-demo", "gpus": 8, "stage": "3", "micro_batch": 1, "seq_len": 64}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"gpu": "h100-80gb"}, ("fitted to published runs", "PyTorch's default", "four of five peaks lay")),
+        ({"gpu": "l40s-48gb"}, ("no published run on such a device", "on devices to which nothing was fitted")),
+        ({"gpu": "a100-80gb", "tensor_parallel": 2}, ("On top, plan only: tensor_parallel",)),
+    ],
+)
+def test_the_planner_tells_under_its_answer_where_each_number_comes_from(given, words):
+    *_, part = planner.answer({**PLANNED, **given})
+    told = _texts(part)
+    asked = {**PLANNED, **given, "model": {"name": PLANNED["model"]}, "explain": True}
+    explained = answer_plan(validate(PlanConfig, asked)).text
+    assert type(part).__name__ == "Details"
+    assert not getattr(part, "open", False)
+    assert [text for text in told if text not in explained] == [told[0], "Time", "Memory", "Traffic"]
+    assert "stage 3, micro-batch 1" in told[0]
+    assert [word for word in words if not any(word in text for text in told)] == []
+
+
+def test_where_nothing_fits_the_sources_are_of_the_row_that_needs_the_least_memory():
+    *_, part = planner.answer({**PLANNED, "stage": "all", "micro_batch": 2**20})
+    assert "stage 3, micro-batch 1048576" in _texts(part)[0]

@@ -11,6 +11,7 @@ from dash import dcc, html
 
 from zeroshard.errors import UserError
 from zeroshard.lab.dashboard.labelled import control, labelled, scrolling
+from zeroshard.lab.dashboard.plan_sources import sources
 from zeroshard.lab.planner.advice import GIB, MICRO_BATCHES
 from zeroshard.lab.planner.command import arguments
 from zeroshard.lab.planner.config import PlanConfig
@@ -92,6 +93,7 @@ def answer(given: Mapping[str, Any]) -> list[Any]:
         scrolling(html.Table([html.Thead(head), html.Tbody(rows)]), "Plans"),
         html.Div(graphs, className="figures"),
         *(html.P(line, className="quiet") for line in heading(found).splitlines()),
+        sources(found),
     ]
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from zeroshard.columns import columns
 from zeroshard.lab.planner.advice import describe
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds, size
+from zeroshard.lab.planner.sources import BESIDE, RATES, beside_engine, memory, on_top, ranges, rates
 from zeroshard.lab.predict.actions import Compute, Issue, Step
-from zeroshard.lab.predict.plan_only import PlanOnly
-from zeroshard.lab.predict.process_memory import SOURCES
-from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
-from zeroshard.lab.predict.rates import HOST_S, SPREAD_UNCALIBRATED, SUSTAINED, Sustained
 from zeroshard.lab.predict.timeline import TimedSpan, simulate
 
 ZERO = "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054"
@@ -32,10 +29,6 @@ ACROSS = (
     "2 (R-1)/R S g",
     "Zhang et al. 2022, MiCS, arXiv:2205.00119, section 3",
 )
-FITTED = "fitted to published runs on such devices"
-ONE_RUN = "one published run, of which not all is said"
-ATTENTION = "Shah et al. 2024, FlashAttention-3, arXiv:2407.08608; Dao 2023, FlashAttention-2, arXiv:2307.08691"
-NO_RUN = "no published run on such a device: large products alone, less what others lose while they train"
 ALIKE = 0.1  # units whose times differ by a smaller share are told in one line
 LEGEND = (
     "P: elements of a unit's padded buffer, S = P / W of a shard; W ranks shard, R hold the same shard; "
@@ -46,7 +39,6 @@ LEGEND = (
 def explain(planner: Planner, row: Row) -> str:
     """The last micro-batch of ``row`` and its update, in order; units that do the same share a line."""
     timing = simulate(row.step, planner.device, planner.cluster, software=planner.software, with_spans=True)
-    beside = [field.name for field in fields(PlanOnly)]
     lines = [
         f"One step of {describe(row, planner.cluster.world_size)}: {seconds(timing.step_s)}, of it "
         f"{seconds(timing.compute_s)} computing and {seconds(timing.exposed_s)} waiting; collectives run for "
@@ -56,13 +48,10 @@ def explain(planner: Planner, row: Row) -> str:
     ]
     if row.num_micro > 1:
         lines.append(f"Of {row.num_micro} micro-batches the last one is shown.")
-    lines += [*_sequence(row.step, timing.spans), "", *_sources(row.step), "", *_times(planner, row), "", *_memory(row)]
-    for name, took in row.timing.exposed_by.items():
-        if name in beside:
-            lines.append(
-                f"On top, plan only: {name} {seconds(took)} (zeroshard.lab.predict.plan_only has the formula)."
-            )
-    return "\n".join(lines)
+    lines += [*_sequence(row.step, timing.spans), "", *traffic(row.step), ""]
+    lines += [*columns([RATES, *rates(planner)]), *ranges(row), ""]
+    lines += [*memory(row), *(columns([BESIDE, *beside_engine(row)], right=(1,)) if beside_engine(row) else [])]
+    return "\n".join([*lines, *on_top(row)])
 
 
 @dataclass
@@ -157,65 +146,11 @@ def _common_name(unit: str) -> str:
     return re.sub(r"\d+", "#", unit)
 
 
-def _sources(step: Step) -> list[str]:
+def traffic(step: Step) -> list[str]:
+    """A line for each kind of collective: how many bytes a rank sends in it, and the paper that says so."""
     found: dict[str, str] = {}
     for action in (*step.last, *step.update):
         if isinstance(action, Issue) and not action.control:
             _, formula, source = ACROSS if action.replicas else WHY[(action.message.op, action.message.phase)]
             found[f"{action.message.op} of {action.message.phase}"] = f"{formula} bytes sent by each rank; {source}"
     return [f"{what}: {why}" for what, why in found.items()] or ["One rank sends nothing."]
-
-
-def _times(planner: Planner, row: Row) -> list[str]:
-    """The rates behind the seconds, where each is from, and how far such rates were from what others published."""
-    device, cluster = planner.device, planner.cluster
-    peak = device.matmul_flops_per_s.get(planner.workload.dtype, 0.0)
-    both = f"{peak / 1e12:,.4g} TFLOP/s, {device.bytes_per_s / 1e9:,.4g} GB/s"
-    told = [("data sheet" if device.matmul_share < 1 else "device", both, device.source)]
-    if device.sustained:
-        told += _sustained(planner, SUSTAINED[device.sustained])
-    elif device.matmul_share < 1:
-        told.append(("products", f"{device.matmul_share:.2g} of the data sheet", NO_RUN))
-    links = [("within a node", cluster.within)] * (cluster.ranks_per_node > 1 and cluster.world_size > 1)
-    links += [("between nodes", cluster.between)] * (cluster.world_size > cluster.ranks_per_node)
-    for where, link in links:
-        rate = f"{link.share:.3g} of {link.bytes_per_s / 1e9:,.4g} GB/s, {seconds(link.latency_s)} a step"
-        told.append((where, rate, f"{link.name}: {link.source}"))
-    lines = columns([("time", "figure", "from"), *told])
-    if row.spread != (1.0, 1.0):
-        least, most = row.spread
-        whose = " on devices to which nothing was fitted" if row.spread == SPREAD_UNCALIBRATED else ""
-        lines.append(
-            f"Of runs that others published{whose}, rates of four of five lay between {1 / most:.2f} and "
-            f"{1 / least:.2f} of what is predicted; docs/plan-accuracy.md has them."
-        )
-    return lines
-
-
-def _sustained(planner: Planner, rates: Sustained) -> list[tuple[str, str, str]]:
-    software, source = planner.software, FITTED if rates.fitted else ONE_RUN
-    papers = ATTENTION if rates.fitted else f"an H100's FLOP/s: {ATTENTION}"
-    forward, backward = rates.attention.get(software.attention, rates.attention["flash-2"])
-    return [
-        ("products", f"{rates.matmul:.3g} of that peak in large ones", source),
-        ("attention", f"{forward:.3g} of it forward, {backward:.3g} backward, {software.attention}", papers),
-        ("other operations", f"{rates.memory:.2g} of the memory's rate", source),
-        ("launches", f"{seconds(HOST_S[software.impl])} each, {software.impl}", "a round figure"),
-        ("collectives beside", f"{rates.beside:.2g} of their time is lost to computation", source),
-    ]
-
-
-def _memory(row: Row) -> list[str]:
-    peak = row.step.peak
-    parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in peak.by_category.items() if num_bytes)
-    lines = [f"Fullest in the {peak.where}: {size(peak.total)}: {parts}."]
-    beside = {**row.process.as_dict(), "comm_buffers": row.comm_bytes}
-    if any(beside.values()):
-        least, most = MEMORY_SPREAD
-        lines.append(
-            f"Beside the engine's account the process holds {size(row.needed_bytes - peak.total)}. Of runs that others "
-            f"published, four of five peaks lay between {1 / most:.2f} and {1 / least:.2f} of what is predicted."
-        )
-        told = [(name.replace("_", " "), size(n), SOURCES[name]) for name, n in beside.items() if n]
-        lines += columns([("beside", "bytes", "from"), *told], right=(1,))
-    return lines

@@ -144,7 +144,16 @@ def plan(
     rows = list(_rows(planner, shown, micro_batch, shard_size, local_steps))
     best = recommended(rows)
     advice = reason(planner, rows, best) if best is not None else nearest_change(planner, stages, micro_batch, rows)
-    return Plan(planner.workload, planner.device, planner.cluster, tuple(rows), best, advice, planner.beside)
+    return Plan(
+        workload=planner.workload,
+        device=planner.device,
+        cluster=planner.cluster,
+        rows=tuple(rows),
+        best=best,
+        advice=advice,
+        beside=planner.beside,
+        software=planner.software,
+    )
 
 
 def _stages(

@@ -12,6 +12,7 @@ from zeroshard.lab.predict.meetings import Meetings
 from zeroshard.lab.predict.memory import QUANTISED
 from zeroshard.lab.predict.plan_only import PlanOnly
 from zeroshard.lab.predict.process_memory import ProcessMemory
+from zeroshard.lab.predict.rates import Software
 from zeroshard.lab.predict.timeline import Cluster, Timing
 from zeroshard.lab.predict.traffic import bytes_by_op
 from zeroshard.lab.predict.workload import Workload
@@ -114,6 +115,7 @@ class Plan:
             fits.
         advice: the row to take and why, or the nearest change that would make one fit.
         beside: what was planned that zeroshard does not do.
+        software: who computes.
     """
 
     workload: Workload = field(repr=False)
@@ -123,6 +125,7 @@ class Plan:
     best: Row | None
     advice: str
     beside: PlanOnly = field(default_factory=PlanOnly)
+    software: Software = field(default_factory=Software)
 
     @property
     def num_gpus(self) -> int:

@@ -1,0 +1,96 @@
+"""Where the numbers of a row come from, and how far such numbers were from what others published.
+
+As cells and sentences: `plan --explain` prints them, and the planner's page shows them. Nothing is computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from zeroshard.lab.planner.plan_rows import Plan, Row
+from zeroshard.lab.planner.planner import Planner
+from zeroshard.lab.planner.show import seconds, size
+from zeroshard.lab.predict.plan_only import PlanOnly
+from zeroshard.lab.predict.process_memory import SOURCES
+from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
+from zeroshard.lab.predict.rates import HOST_S, SPREAD_UNCALIBRATED, SUSTAINED, Software, Sustained
+
+RATES = ("time", "figure", "from")
+BESIDE = ("beside", "bytes", "from")
+FITTED = "fitted to published runs on such devices"
+ONE_RUN = "one published run, of which not all is said"
+ATTENTION = "Shah et al. 2024, FlashAttention-3, arXiv:2407.08608; Dao 2023, FlashAttention-2, arXiv:2307.08691"
+NO_RUN = "no published run on such a device: large products alone, less what others lose while they train"
+
+
+def rates(plan: Plan | Planner) -> list[tuple[str, str, str]]:
+    """The rates behind the seconds, in the columns of `RATES`: of the device, of the software, of each link."""
+    device, cluster = plan.device, plan.cluster
+    peak = device.matmul_flops_per_s.get(plan.workload.dtype, 0.0)
+    both = f"{peak / 1e12:,.4g} TFLOP/s, {device.bytes_per_s / 1e9:,.4g} GB/s"
+    told = [("data sheet" if device.matmul_share < 1 else "device", both, device.source)]
+    if device.sustained:
+        told += _sustained(plan.software, SUSTAINED[device.sustained])
+    elif device.matmul_share < 1:
+        told.append(("products", f"{device.matmul_share:.2g} of the data sheet", NO_RUN))
+    links = [("within a node", cluster.within)] * (cluster.ranks_per_node > 1 and cluster.world_size > 1)
+    links += [("between nodes", cluster.between)] * (cluster.world_size > cluster.ranks_per_node)
+    for where, link in links:
+        rate = f"{link.share:.3g} of {link.bytes_per_s / 1e9:,.4g} GB/s, {seconds(link.latency_s)} a step"
+        told.append((where, rate, f"{link.name}: {link.source}"))
+    return told
+
+
+def _sustained(software: Software, rates: Sustained) -> list[tuple[str, str, str]]:
+    source = FITTED if rates.fitted else ONE_RUN
+    papers = ATTENTION if rates.fitted else f"an H100's FLOP/s: {ATTENTION}"
+    forward, backward = rates.attention.get(software.attention, rates.attention["flash-2"])
+    return [
+        ("products", f"{rates.matmul:.3g} of that peak in large ones", source),
+        ("attention", f"{forward:.3g} of it forward, {backward:.3g} backward, {software.attention}", papers),
+        ("other operations", f"{rates.memory:.2g} of the memory's rate", source),
+        ("launches", f"{seconds(HOST_S[software.impl])} each, {software.impl}", "a round figure"),
+        ("collectives beside", f"{rates.beside:.2g} of their time is lost to computation", source),
+    ]
+
+
+def ranges(row: Row) -> list[str]:
+    """How far predicted rates were from published ones, in a sentence; none where the device was measured."""
+    if row.spread == (1.0, 1.0):
+        return []
+    least, most = row.spread
+    whose = " on devices to which nothing was fitted" if row.spread == SPREAD_UNCALIBRATED else ""
+    return [
+        f"Of runs that others published{whose}, rates of four of five lay between {1 / most:.2f} and "
+        f"{1 / least:.2f} of what is predicted; docs/plan-accuracy.md has them."
+    ]
+
+
+def memory(row: Row) -> list[str]:
+    """Sentences: when memory is fullest and of what, what the process holds beside, how far such peaks were off."""
+    peak = row.step.peak
+    parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in peak.by_category.items() if num_bytes)
+    lines = [f"Fullest in the {peak.where}: {size(peak.total)}: {parts}."]
+    if beside_engine(row):
+        least, most = MEMORY_SPREAD
+        lines.append(
+            f"Beside the engine's account the process holds {size(row.needed_bytes - peak.total)}. Of runs that others "
+            f"published, four of five peaks lay between {1 / most:.2f} and {1 / least:.2f} of what is predicted."
+        )
+    return lines
+
+
+def beside_engine(row: Row) -> list[tuple[str, str, str]]:
+    """What the process holds beside the engine's account, in the columns of `BESIDE`; nothing on a CPU."""
+    beside = {**row.process.as_dict(), "comm_buffers": row.comm_bytes}
+    return [(name.replace("_", " "), size(n), SOURCES[name]) for name, n in beside.items() if n]
+
+
+def on_top(row: Row) -> list[str]:
+    """A sentence for each thing that zeroshard does not do and that takes time of the step."""
+    names = [field.name for field in fields(PlanOnly)]
+    return [
+        f"On top, plan only: {name} {seconds(took)} (zeroshard.lab.predict.plan_only has the formula)."
+        for name, took in row.timing.exposed_by.items()
+        if name in names
+    ]
