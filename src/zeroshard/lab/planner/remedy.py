@@ -1,9 +1,10 @@
 """Which remedy of a slow network is enough, and what each costs: the answer to ``plan --ask remedy``.
 
-A remedy sends less than the stages do: 16-bit gradients, weights gathered inside a node only, fewer meetings of
-replicas. Each is planned at the network that there is, and held against a step that nothing is waited for: the
-fastest that fits on a network without limit. Of local steps the least ``every`` is sought that keeps `ENOUGH` of that
-speed, since more steps alone cost loss, which no plan knows: measure it, as docs/slow-links.md does.
+A remedy sends less than the stages do: 16-bit gradients, int8 both ways (no time is known of quantising), weights
+gathered inside a node only, fewer meetings of replicas. Each is planned at the network that there is, and held against
+a step that nothing is waited for: the fastest that fits on a network without limit. Of local steps the least ``every``
+is sought that keeps `ENOUGH` of that speed, since more steps alone cost loss, which no plan knows: measure it, as
+docs/slow-links.md does.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from zeroshard.zero import LocalSteps
 
 ENOUGH = 0.8  # of the compute-bound speed
 MOST_STEPS = 4096  # between meetings; a run has some thousands
+BOTH_INT8 = ", weights and gradients in int8"
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,15 @@ def _replica_size(planner: Planner) -> int:
 
 
 def _flat(planner: Planner, stages: Sequence[int], rows: int, alone: int) -> Iterator[tuple[str, Row]]:
-    """All ranks at each step: at fp32 and 16-bit gradients, sharded over all and over a replica's."""
+    """All ranks at each step: as given, 16-bit gradients, int8 both ways; sharded over all and over a replica's."""
     workload = planner.workload
     narrow = replace(workload, precision=replace(workload.precision, reduce_dtype=torch.bfloat16))
-    for words, each in (("", planner), (", gradients in bfloat16", planner.on(workload=narrow))):
+    int8 = replace(workload, precision=replace(workload.precision, gather="int8", reduce="int8"))
+    kinds = {"": planner, ", gradients in bfloat16": planner.on(workload=narrow), BOTH_INT8: planner.on(workload=int8)}
+    for words, each in kinds.items():
         for stage in stages:
+            if not stage and words == BOTH_INT8:  # stage 0 has no owner of a shard, who sends or sums it so
+                continue
             row = each.row(stage, rows)
             if row.fits:
                 yield f"stage {stage}{words}", row
@@ -179,6 +185,7 @@ def _told(planner: Planner, found: Sequence[Remedy], base: Row, best: Remedy | N
         )
     elif best.row.meetings.every == 1:
         conclusion = f"{best.name} keeps {best.share:.0%} with all ranks at each step."
+        conclusion += " Its time does not know what quantising takes." if best.name.endswith(BOTH_INT8) else ""
     else:
         every = f"a meeting every {best.row.meetings.every:,} steps"
         conclusion = f"{best.name} keeps {best.share:.0%} with {every}; measure the loss."
