@@ -40,6 +40,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3": {**_GROUPED},
     "gpt_neox": {**_SIZES, "rotary_pct": 0.5, "tie_word_embeddings": False},
     "smollm3": {**_GROUPED, "no_rope_layer_interval": 2},
+    "qwen3_moe": {
+        **_GROUPED,
+        "head_dim": 4,
+        "moe_intermediate_size": 12,
+        "num_experts": 32,  # more than a micro-batch of few tokens chooses
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [0],
+    },
     "mixtral": {**_GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
 }
 

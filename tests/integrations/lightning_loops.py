@@ -1,6 +1,7 @@
-"""What the tests of the strategy for Lightning ask about, run once: ``python lightning_loops.py OUT``.
+"""What the tests of the strategy for Lightning ask about, run once: ``python lightning_loops.py OUT [all]``.
 
 Lightning is imported in one process, which forks the ranks: one for the runs that nothing shards, then two.
+Without ``all`` only the first run of each is made.
 """
 
 from __future__ import annotations
@@ -93,19 +94,36 @@ def run(out, world_size, ckpt=None, strategy="auto", **changes):
 
 def plain(out):
     """Nothing is sharded, in one process."""
-    found = {"first": run(out / "plain", 1)[0]}
+    return {"first": run(out / "plain", 1)[0]}
+
+
+def plain_resumed(out):
+    """The same, and once more from its second step on."""
+    found = plain(out)
     found["resumed"] = run(out / "plain-again", 1, out / "plain" / "step=2.ckpt")[0]
     return found
 
 
 def sharded(out):
-    """Two ranks."""
+    """Two ranks, stage 3."""
+    return _first_sharded(out)[0]
+
+
+def _first_sharded(out):
     from zeroshard.integrations.lightning import ZeroStrategy
-    from zeroshard.integrations.plugin import ZeroPlugin
 
     found = {}
     found["first"], trainer = run(out / "zero", 2, strategy=ZeroStrategy())
     found["memory"] = trainer.strategy.engine.memory_bytes()
+    return found, trainer
+
+
+def sharded_all(out):
+    """Two ranks: what follows the first run too."""
+    from zeroshard.integrations.lightning import ZeroStrategy
+    from zeroshard.integrations.plugin import ZeroPlugin
+
+    found, trainer = _first_sharded(out)
     for _ in range(2):  # over what it has written
         trainer.save_checkpoint(out / "last.ckpt")
     found["validated"] = trainer.validate(trainer.lightning_module, trainer.val_dataloaders, verbose=False)
@@ -125,15 +143,16 @@ def sharded(out):
     return found
 
 
-def main(out):
+def main(out, runs):
     warnings.simplefilter("ignore")  # Lightning has advice for larger runs
     import lightning.pytorch  # noqa: F401 -- before the ranks are forked
 
     import zeroshard.integrations.lightning  # noqa: F401
 
-    results = {"plain": in_ranks(1, plain, out)[0], "ranks": in_ranks(2, sharded, out)}
+    alone, together = (plain_resumed, sharded_all) if runs == ["all"] else (plain, sharded)
+    results = {"plain": in_ranks(1, alone, out)[0], "ranks": in_ranks(2, together, out)}
     torch.save(results, out / "results.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

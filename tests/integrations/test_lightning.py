@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import forked
+from soak import soaking
 
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
-pytestmark = pytest.mark.soak
 
 SCRIPT = Path(__file__).with_name("lightning_loops.py")
 TOLERANCE = 1e-5
@@ -20,7 +20,8 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def results(made_once):
     def make(out):
-        done = forked.run([sys.executable, SCRIPT, out], capture_output=True, text=True, check=False, timeout=600)
+        words = [sys.executable, SCRIPT, out, *(["all"] if soaking() else [])]
+        done = forked.run(words, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, done.stderr
 
     return torch.load(made_once("lightning", make) / "results.pt", weights_only=False)
@@ -38,6 +39,11 @@ def test_the_trainer_has_the_losses_and_weights_of_one_process(results):
     """With accumulation, clipping by the norm, a schedule, and evaluations between steps and after them."""
     for rank in results["ranks"]:
         same(rank["first"], results["plain"]["first"])
+
+
+@pytest.mark.soak
+def test_the_trainer_validates_after_a_fit(results):
+    for rank in results["ranks"]:
         assert rank["validated"][0]["val_loss"] == pytest.approx(results["plain"]["first"]["val"][-1], abs=TOLERANCE)
 
 
@@ -48,6 +54,7 @@ def test_the_trainer_shards_weights_and_optimizer(results):
         assert 2 <= rank["memory"]["optimizer"] / rank["memory"]["params"] < 2.02  # and counts of steps
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("how", ["resumed at 3", "resumed at 1", "from plain"])
 def test_the_trainer_resumes_its_shards_at_any_stage_and_a_file_that_one_process_wrote(results, how):
     for rank in results["ranks"]:
@@ -55,6 +62,7 @@ def test_the_trainer_resumes_its_shards_at_any_stage_and_a_file_that_one_process
         assert rank["files"] == ["meta.ckpt", "zero"]
 
 
+@pytest.mark.soak
 def test_bf16_computes_in_bf16(results):
     for rank in results["ranks"]:
         assert rank["computes"] == {"torch.bfloat16"}
@@ -62,6 +70,7 @@ def test_bf16_computes_in_bf16(results):
         assert {weight.dtype for weight in rank["bf16"]["weights"].values()} == {torch.float32}
 
 
+@pytest.mark.soak
 def test_what_cannot_be_is_one_line(results):
     precision, option = results["ranks"][0]["refused"]
     assert precision == 'precision: 16-true computes in float16 or less, which loses gradients; use "bf16-mixed"'

@@ -330,8 +330,9 @@ def test_a_plan_is_what_a_step_takes(hf_folder):  # noqa: F811
 
 
 def test_a_run_of_experts_in_float32_is_held_to_what_can_be_planned(hf_folder, tiny_config, caplog, capsys):  # noqa: F811
-    """Their kernel has no shapes in that dtype, so activations are not foreseen; what is held and sent is."""
+    """Their forward has no shapes in that dtype, so activations are not foreseen; what is held and sent is."""
     folder = hf_folder("mixtral")
+    caplog.clear()  # of what is imported with transformers
     model = {"name": f"hf:{folder}", "vocab_size": 300, "from_config": True}
     plan = {"enforce": True}
     config = tiny_config(model=model, strategy="zero3", plan=plan, max_steps=4, eval_interval=0)
@@ -339,7 +340,7 @@ def test_a_run_of_experts_in_float32_is_held_to_what_can_be_planned(hf_folder, t
     assert not [
         record for record in caplog.records if record.levelno > logging.INFO
     ]  # torch logs a traceback otherwise
-    assert "peak not predicted: its forward cannot be traced without values" in capsys.readouterr().out
+    assert "peak not predicted: its forward " in capsys.readouterr().out
     summary = json.loads((Path(config.out) / "summary.json").read_text())
     assert summary["status"] == "ok"
     assert "plan" in str(summary)
