@@ -113,7 +113,7 @@ def _assert_equal(predicted, listed, measured):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("accumulate", [None, "local", "sharded"])

@@ -75,7 +75,8 @@ def shutdown() -> None:
     """
     import torch.distributed as dist
 
+    if not (dist.is_available() and dist.is_initialized()):
+        return
     gc.collect()
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     gc.collect()
