@@ -22,7 +22,7 @@ demo: $(CORE)  ## Train a small GPT with ZeRO stage 2 on two ranks, let it write
 	$(BIN)/python examples/stages_memory.py
 	$(BIN)/zeroshard report runs/demo
 	@echo
-	$(BIN)/zeroshard generate runs/demo --prompt "The statement" --temperature 0.5 --top-p 0.9 --max-new-tokens 150
+	$(BIN)/zeroshard generate runs/demo --prompt "If the" --temperature 0.5 --top-p 0.9 --max-new-tokens 150
 	@echo
 	@echo "Open runs/demo/report.html in a browser: loss, memory and speed of this run. What to try next:"
 	@echo "  train on your own text:  $(BIN)/zeroshard train --config configs/demo.toml --data text --data.path FILE.txt --out runs/mine"
