@@ -45,6 +45,15 @@ def test_on_a_cpu_the_least_time_of_an_operation_comes_on_top():
     assert operation_s(Work(1, 1, "float32"), cpu) == (pytest.approx(0.5), "kernels")
 
 
+def test_on_a_cpu_a_products_factors_come_from_memory_and_a_gelu_takes_what_was_measured():
+    cpu = replace(DEVICE, device_type="cpu", kernel_s=0.5, gelu_s=1e-3)
+    product = Work(2 * 10**12, 3 * 10**9, "float32", shape=(1, 10**4, 10**4, 10**4))
+    assert operation_s(product, cpu)[0] == pytest.approx(2 + 3 + 0.5)
+    assert operation_s(replace(product, attention=True), cpu)[0] == pytest.approx(3 + 0.5)
+    assert operation_s(Work(0, 10**9, "float32", num_gelus=4000), cpu)[0] == pytest.approx(4 + 0.5)
+    assert operation_s(Work(0, 10**9, "float32", num_gelus=4000), DEVICE)[0] == pytest.approx(1)
+
+
 def test_ring_collectives_are_latency_and_bytes_over_bandwidth():
     node = Cluster(8, 8, WITHIN, BETWEEN, "ring")
     assert node.collective_s("all_gather", 800, 8) == pytest.approx(7e-6 + 7 / 8 * 800 / 100e9)

@@ -46,3 +46,10 @@ def test_attention_is_four_flops_for_each_pair_and_feature_and_half_of_it_under_
     (work,) = _works(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=causal))
     assert work.attention
     assert work.flops == 4 * 2 * 3 * 16 * 16 * 8 // (2 if causal else 1)
+
+
+def test_a_gelu_by_tanh_and_its_derivative_are_counted_by_elements_and_an_exact_one_is_not():
+    x = torch.zeros(4, 6, requires_grad=True)
+    works = _works(lambda: F.gelu(x, approximate="tanh").sum().backward())
+    assert [work.num_gelus for work in works if work.num_gelus] == [24, 24]
+    assert all(work.num_gelus == 0 for work in _works(lambda: F.gelu(x)))

@@ -57,6 +57,7 @@ class Device:
         sustained: its row in `zeroshard.lab.predict.rates.SUSTAINED`, which the shares above then give way to; empty:
             the shares hold, as on a device that was measured.
         clock_share: of the clock that products run at without a lower limit of its power.
+        gelu_s: what an element of a GELU by tanh takes on a CPU, forward or backward; 0: no longer than its bytes.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Device:
     device_type: str = "cuda"
     sustained: str = ""
     clock_share: float = 1.0
+    gelu_s: float = 0.0
 
 
 def _sold(

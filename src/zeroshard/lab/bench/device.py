@@ -6,6 +6,7 @@ reaches on two cores is what a step of it will have.
     matmul      FLOP/s of products as large as a model's, by dtype, forward and both of backward
     attention   FLOP/s of fused causal attention, forward and backward, as a share of that
     memory      bytes/s of a copy, reads and writes; and of an operation that makes its output anew, as a share of that
+    gelu        on a CPU, the GELU by tanh, forward and backward: no other operation takes as long for its bytes
     kernel      the least time of an operation: of a small module's, forward and backward, Python and autograd included
     link        seconds of a collective: a constant and bytes over a rate, fitted by least squares to medians over sizes
     beside      the seconds by which a collective slows the computation that it runs beside, fitted likewise: on a CPU
@@ -110,6 +111,16 @@ def _anew(device: torch.device) -> tuple[float, Callable[[], object]]:
     return 3.0 * a.nbytes, lambda: a + b
 
 
+def _gelu() -> tuple[float, Callable[[], object]]:
+    """GELU by tanh and its derivative, of as many elements as a small model's activations have."""
+    x, grad = torch.randn(256, 1024), torch.randn(256, 1024)
+
+    def call() -> object:
+        return F.gelu(x, approximate="tanh"), torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+
+    return 2.0 * x.numel(), call
+
+
 class _Tiny(nn.Module):
     """Many operations that do next to nothing."""
 
@@ -179,6 +190,8 @@ def _measure(rank: int, device: torch.device, comms: list[str], num_rounds: int)
     add(f"attention {str(attention_dtype)[6:]}", _attention(attention_dtype, device))
     add("copy", _copy(device))
     add("anew", _anew(device))
+    if device.type == "cpu":
+        add("gelu", _gelu())
     add("kernel", _small_operations(device))
     made = {name: communicator(name) for name in comms if not (device.type == "cuda" and comm_entry(name).cpu_only)}
     several = dist.is_initialized()
@@ -282,6 +295,7 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
         attention_share=min(rate(attention) / matmul[attention.split()[1]], 1.0),
         memory_share=min(rate("anew") / rate("copy"), 1.0),
         kernel_s=middle["kernel"] / amounts["kernel"],
+        gelu_s=middle["gelu"] / amounts["gelu"] if "gelu" in amounts else 0.0,
         device_type=device_type,
     )
     if world == 1 or not comm:
@@ -324,6 +338,8 @@ def _rows(found: Mapping[str, Any], world: int) -> list[Row]:
             rates, unit = spread.inverse(amount / 1e9), "GFLOP/s"
         elif what in ("copy", "anew"):
             rates, unit = spread.inverse(amount / 1e9), "GB/s"
+        elif what == "gelu":
+            rates, unit = spread.inverse(amount / 1e9), "Gelement/s"
         elif what == "kernel":
             rates, unit = (
                 Spread(*(s / amount * 1e6 for s in (spread.median, spread.low, spread.high)), spread.num),

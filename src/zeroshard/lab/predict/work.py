@@ -21,6 +21,7 @@ class Work:
         shape: of a product of matrices ``(batch, m, n, k)``, k being summed over; of fused attention
             ``(batch x heads, queries, keys, width of a head)``; empty for all else.
         attention, backward: whether it is a fused attention kernel, and whether that one's backward.
+        num_gelus: elements of which it takes the GELU by tanh, or its derivative; on a CPU that outlasts its bytes.
     """
 
     flops: int
@@ -29,10 +30,12 @@ class Work:
     attention: bool = False
     shape: tuple[int, ...] = ()
     backward: bool = False
+    num_gelus: int = 0
 
 
 _aten: Any = torch.ops.aten
 _FREE = {_aten.detach.default, _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default}
+_GELUS = {_aten.gelu, _aten.gelu_backward}
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work | None:
@@ -58,7 +61,9 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
         shape = _product_shape(func, args)
     num_bytes = sum(bytes_read(leaf) for leaf in (*inputs, *outputs))
-    return Work(flops, num_bytes, dtype_name(outputs[0].dtype), attention, shape, attention and backward)
+    dtype = dtype_name(outputs[0].dtype)
+    num_gelus = outputs[0].numel() if packet in _GELUS and kwargs.get("approximate") == "tanh" else 0
+    return Work(flops, num_bytes, dtype, attention, shape, attention and backward, num_gelus)
 
 
 _FIRST_FACTOR = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}  # which argument it is
