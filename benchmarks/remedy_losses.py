@@ -2,7 +2,7 @@
 
     python benchmarks/remedy_losses.py --text tinyshakespeare.txt --out runs/remedies
 
-10.8 M parameters, 2,000 steps of 4 sequences of 128 tokens, three seeds: about a quarter of an hour a run on 2 cores. Runs
+10.8 M parameters, 2,000 steps of 4 sequences of 128 tokens, three seeds: a quarter of an hour a run on 2 cores. Runs
 stay in ``--out``: what is complete is not made again, and what was interrupted goes on from its last checkpoint, so the
 command may be given as often as one likes. A run's loss is the validation loss at its end, with local steps that of the
 weights which all replicas have in common.
