@@ -1,13 +1,13 @@
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import small_tables as made
+from watched_runs import trained
 from zeroshard.checkpoint import latest, read_manifest
-from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.comm import LocalCommunicator
 from zeroshard.data import TokenDataset, load_tokenizer
 from zeroshard.data import tables as tables_module
 from zeroshard.data.lanes import Lanes
@@ -15,7 +15,7 @@ from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.errors import UserError
 from zeroshard.inference.evaluation import _warn_of_overlap, local_score
 from zeroshard.train.config.command_settings import EvalConfig
-from zeroshard.train.loop.loop import run_training, train
+from zeroshard.train.loop.loop import run_training
 from zeroshard.train.loop.run import checkpoint_folder
 from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.corpus import open_corpus
@@ -38,30 +38,6 @@ def streamed(tiny_config, tmp_path, monkeypatch):
     return make
 
 
-def losses(config, world_size=1):
-    """Of each step, by a world of threads."""
-    seen = {}
-
-    class Listener:
-        def on_step(self, record):
-            seen[record.step] = record.loss
-
-        def __getattr__(self, name):
-            return lambda *args, **kwargs: None
-
-    def rank(comm):
-        run = build_run(config, comm, torch.device("cpu"))
-        try:
-            if comm.rank == 0:
-                run = replace(run, observers=[*run.observers, Listener()])
-            train(run)
-        finally:
-            run.close()
-
-    run_threads(rank, world_size)
-    return seen
-
-
 def test_a_run_trains_from_a_stream_and_writes_text_without_it(streamed):
     config = streamed()
     assert run_training(config) == 0
@@ -72,15 +48,15 @@ def test_a_run_trains_from_a_stream_and_writes_text_without_it(streamed):
 def test_a_streamed_run_that_goes_on_has_the_losses_of_one_that_never_stopped(streamed, tmp_path, world_size):
     constant = {"lr": 1e-3, "min_lr": 1e-3, "warmup_steps": 0}  # a schedule would follow max_steps
     changes = {"global_batch_size": 4, "max_steps": 12, "eval_interval": 0, **constant}
-    whole = losses(streamed(**changes, out=str(tmp_path / "whole")))
+    whole = trained(streamed(**changes, out=str(tmp_path / "whole")))
     half = streamed(**changes, out=str(tmp_path / "half"))
-    losses(half.model_copy(update={"max_steps": 5}))
-    rest = losses(half.model_copy(update={"resume": "auto"}), world_size)
-    assert sorted(rest) == list(range(6, 13))
+    trained(half.model_copy(update={"max_steps": 5}))
+    rest = trained(half.model_copy(update={"resume": "auto"}), world_size)
+    assert list(rest) == [*range(6, 13), "val"]
     if world_size == 1:
         assert rest == {step: whole[step] for step in rest}
     else:  # sums over ranks are taken in another order
-        assert rest == pytest.approx({step: whole[step] for step in rest}, rel=1e-5)
+        assert rest == {step: pytest.approx(whole[step], rel=1e-5) for step in rest}
 
 
 def test_a_stream_that_goes_on_reads_on_from_where_it_was(streamed, monkeypatch):
@@ -89,8 +65,8 @@ def test_a_stream_that_goes_on_reads_on_from_where_it_was(streamed, monkeypatch)
     run_training(config)
     took, take = [], Lanes.take
     monkeypatch.setattr(Lanes, "take", lambda self, *args: (took.append(self._split), take(self, *args))[1])
-    lines = losses(config.model_copy(update={"resume": "auto", "max_steps": 13}))
-    assert sorted(lines) == [13]
+    lines = trained(config.model_copy(update={"resume": "auto", "max_steps": 13}))
+    assert list(lines) == [13, "val"]
     assert took.count("train") <= 2
 
 
@@ -174,6 +150,6 @@ def test_a_run_may_keep_attention_inside_documents(tiny_config, tmp_path, strate
     ours = {}
     for mask in (False, True):
         config = tiny_config(data={**data, "document_mask": mask}, strategy=strategy, out=str(tmp_path / str(mask)))
-        ours[mask] = losses(config) if strategy == "zero3" else run_training(config)
+        ours[mask] = trained(config) if strategy == "zero3" else run_training(config)
     if strategy == "zero3":
         assert ours[True] != ours[False]
