@@ -63,7 +63,7 @@ CHANGES = {
     "compile": True, "autocast": True, "master_weights": False, "fp8": True, "optimizer_in_backward": True,
     "offload": "optimizer", "tensor_parallel": 2, "context_parallel": 2, "pipeline_parallel": 2, "price": "2/h",
     "tokens": 10**9, "lora": {"rank": 8}, "replicas": {"every": 4},
-    "wire": {"grads": "int8"},
+    "wire": {"grads": "int8"}, "node_copy": 2,
 }  # fmt: skip
 WITH = {"replicas": {"shard_size": 1}}  # what a setting needs beside it
 

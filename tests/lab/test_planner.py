@@ -1,6 +1,6 @@
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +11,7 @@ from zeroshard.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.planner.advice import reason, recommended
 from zeroshard.lab.planner.planner import planner_for
+from zeroshard.lab.planner.request import Given, Request
 from zeroshard.lab.planner.show import lines, text
 from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.meetings import Meetings
@@ -71,6 +72,7 @@ def _row(stage, tokens_per_s, headroom_bytes=2**30, *, fits=True, micro_batch=1)
         binds="matrix products",
         spread=(1.0, 1.0),
         meetings=Meetings(),
+        node_copy=0,
     )
 
 
@@ -247,3 +249,9 @@ def test_the_text_and_the_json_say_the_same():
     content = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert content["rows"][content["best"]]["stage"] == found.best.stage
     assert len(content["rows"]) == len(found.rows)
+
+
+def test_what_may_be_given_is_what_a_request_has():
+    assert list(Given.__annotations__) == [field.name for field in fields(Request)]
+    with pytest.raises(TypeError, match="gpu_per_node"):
+        plan("gpt2-demo", gpu_per_node=2)  # ty: ignore[unknown-argument]

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from collections import Counter
+from dataclasses import replace
 
+import pytest
+import torch
+
+from zeroshard.comm import CONTROL, ObservedCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.lab.planner.planner import planner_for
+from zeroshard.lab.planner.show import text
+from zeroshard.models import build_model
 from zeroshard.train.config.validate import validate
+from zeroshard.zero import STAGES, MixedPrecision, Zero
 
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 100, "seq_len": 16}
+SMALL = {"name": "gpt2-demo", "n_layer": 2, "n_head": 2, "n_embd": 64}
+WIRES = (", gradients in bfloat16", ", weights and gradients in int8")
 CASE = {"world_size": 4, "gpus_per_node": 1, "network": "100Mbit/s", "micro_batch": 1, "dtype": "float32"}
 
 
@@ -29,3 +42,122 @@ def test_the_command_takes_the_settings_of_a_run_and_explains_the_exchange():
     for wrong in ({"stage": "0", "explain": False}, {"stage": "all", "explain": False, "dry_run": True}):
         with pytest.raises(UserError, match=r"^wire.grads: stage 0 has no owner of a shard"):
             validate(PlanConfig, {**given, **wrong, "wire": {"grads": "int8"}})
+
+
+def test_rows_of_stage_zero_that_have_no_wire_format_say_so():
+    for given in ({}, {"ask": "remedy", "network": "1Gbit/s", "gpu": "a100-80gb"}):
+        config = validate(PlanConfig, {"model": SMALL, "gpus": 2, "micro_batch": 1, "wire": {"grads": "int4"}, **given})
+        said = answer_plan(config).text
+        assert said.splitlines()[-1].startswith("Stage 0 has no owner of a shard")
+        assert said.count("its rows have no wire format") == 1
+    named = [line.split("  ")[0] for line in said.splitlines()]
+    assert "stage 2, gradients in int4" in named  # as given, and the others are what they are called
+    assert "stage 2, gradients in bfloat16" in named
+    assert "stage 2, weights and gradients in int8" in named
+
+
+NODES = {"world_size": 4, "gpus_per_node": 2, "network": "1Gbit/s", "micro_batch": 1, "dtype": "float32"}
+
+
+def _counted(comm, row, wire):
+    """Bytes of a third step by operation and ranks."""
+    observed = ObservedCommunicator(comm)
+    model = build_model("gpt2-demo", overrides=SIZES)
+    precision = MixedPrecision(**wire)
+    zero = Zero(model, row, comm=observed, precision=precision, units=list(model.blocks))
+    optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-3)
+    tokens = torch.zeros(1, SIZES["seq_len"], dtype=torch.int64)
+    for _ in range(3):
+        observed.drain()
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = Counter()
+    for record in observed.records:
+        if record.scope != CONTROL:
+            found[record.op, record.world_size] += record.num_bytes
+    return found
+
+
+@pytest.mark.parametrize("wire", [{}, {"gather": "int8", "reduce": "int4"}], ids=["fp32", "blocks"])
+def test_a_second_copy_is_planned_by_link_as_an_engine_on_two_nodes_counts_it(wire):
+    row = plan("gpt2-demo", stage=3, node_copy=2, wire=wire, overrides=SIZES, **NODES).rows[0]
+    strategy = replace(STAGES[3], secondary_shard_size=2)
+    counted = run_threads(lambda comm: _counted(comm, strategy, wire), 4)
+    planned = Counter({(each.op, each.num_ranks): each.num_bytes for each in row.by_link})
+    assert counted == [planned] * 4
+    links = {(each.op, each.num_ranks): each.link for each in row.by_link}
+    assert links["all_gather", 2] == "within a node"
+    assert links["all_gather", 4] == "between nodes"
+    assert row.as_dict()["messages"]["by_link"][0]["num_bytes"] == row.by_link[0].num_bytes
+
+
+def test_a_second_copy_costs_its_bytes_and_saves_the_second_gather_between_nodes():
+    without, near = (plan("gpt2-demo", stage=3, node_copy=size, overrides=SIZES, **NODES).rows[0] for size in (None, 2))
+    padded = sum(buffer.layout.padded_numel for buffer in planner_for("gpt2-demo", overrides=SIZES).part.buffers(4))
+    assert near.step.before_update["params"] - without.step.before_update["params"] == padded // 2 * 4
+    assert near.timing.comm_s < 0.85 * without.timing.comm_s
+    cluster = planner_for("gpt2-demo", world_size=4, gpus_per_node=2, network="1Gbit/s").cluster
+    each_s = [cluster.collective_s(m.op, m.num_bytes, m.world_size) for m in near.step.messages()]
+    assert near.timing.comm_s == pytest.approx(sum(each_s), abs=1e-3)  # but for control messages
+
+
+def test_rows_name_the_second_copy_and_groups_in_a_node_have_none():
+    found = plan("gpt2-demo", node_copy=2, overrides=SIZES, **NODES)
+    assert [(row.stage, row.shard_size, row.node_copy) for row in found.rows if row.stage == 3] == [
+        (3, 4, 2),
+        (3, 2, 0),
+    ]
+    assert {row.node_copy for row in found.rows if row.stage != 3} == {0}
+    assert "3, copy over 2" in text(found)
+    own = plan("gpt2-demo", stage=replace(STAGES[3], secondary_shard_size=2), overrides=SIZES, **NODES)
+    assert [(row.shard_size, row.node_copy) for row in own.rows] == [(4, 2), (2, 0)]
+
+
+def test_a_copy_is_among_the_remedies_and_is_explained():
+    given = {"model": SMALL, "gpus": 4, "gpus_per_node": 2, "network": "100Mbit/s", "micro_batch": 1, "stage": "3"}
+    rows = json.loads(answer_plan(validate(PlanConfig, {**given, "ask": "remedy", "json": True})).text)["rows"]
+    copies = {row["remedy"]: row["node_copy"] for row in rows if row["node_copy"]}
+    assert copies == {f"stage 3, copy over 2{wire}": 2 for wire in ("", *WIRES)}
+    said = answer_plan(validate(PlanConfig, {**given, "node_copy": 2, "explain": True})).text
+    assert "unsharded weights from the second copy in the node: (C-1)/C P c" in said
+    assert "arXiv:2306.10209, section 3.2" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"stage": "2"}, r"^node_copy: 2 is given, and stage 2 has no sharded weights to gather again; .* --stage 3"),
+        ({"gpus": 1}, r"^node_copy: 2 does not share out 1 ranks .*; leave it out"),
+        ({"node_copy": 3}, r"^node_copy: 3 does not share out 8 ranks .*; choose one of 2, 4$"),
+        ({"node_copy": 8}, r"^node_copy: 8 does not share out 8 ranks .*; choose one of 2, 4$"),
+        ({"gpus": 24, "gpus_per_node": 4, "node_copy": 8}, r"^node_copy: 8 does not .* in a node; choose one of 2, 4$"),
+        ({"shard_size": 2, "gpus": 4}, r"^node_copy: 2 does not share out 2 ranks .*; leave it out"),
+        ({"reshard_after_forward": False}, r"^node_copy: 2 is given, and weights that stay unsharded"),
+        ({"reshard_after_forward": False, "stage": "3"}, r"^node_copy: 2 is given, and weights that stay unsharded"),
+        ({"ask": "fewest-gpus"}, r"^node_copy: fewest-gpus changes the GPUs that it shares out"),
+        ({"ask": "remedy", "node_copy": 5}, r"^node_copy: 5 does not share out 8 ranks"),
+    ],
+)
+def test_a_copy_that_makes_no_sense_is_refused_in_a_line(given, words):
+    with pytest.raises(UserError, match=words) as caught:
+        answer_plan(validate(PlanConfig, {"model": SMALL, "gpus": 8, "node_copy": 2, "micro_batch": 1, **given}))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_row_of_ones_own_with_a_copy_that_cannot_be_is_refused_in_a_line():
+    def refused(words, stage, **given):
+        with pytest.raises(UserError, match=words):
+            plan("gpt2-demo", stage=stage, overrides=SIZES, **{**NODES, **given})
+
+    row = replace(STAGES[3], secondary_shard_size=2)
+    refused(r"^secondary_shard_size: 2 does not share out 2 ranks .*; leave it out", row, shard_size=2)
+    refused(
+        r"^secondary_shard_size: 2 does not share out 6 ranks .* in a node; choose one of 3",
+        row,
+        world_size=6,
+        gpus_per_node=3,
+    )
+    refused(r"^node_copy: 2 is given, and the row has 2; leave one of the two out", row, node_copy=2)
+    refused(r"^node_copy: 2 is given, and stage 1 has no sharded weights", 1, node_copy=2)
+    refused(r"^node_copy: True does not share out", 3, node_copy=True)

@@ -31,7 +31,7 @@ def sources(found: Plan) -> html.Details:
             *map(html.P, memory(row)),
             *([_table("Memory of the process and its sources", BESIDE, beside)] if beside else []),
             html.H3("Traffic"),
-            *map(html.P, [LEGEND, *traffic(row.step)]),
+            *map(html.P, [LEGEND, *traffic(row)]),
         ],
         className="sources",
     )

@@ -45,6 +45,8 @@ def describe(row: Row, world_size: int, num_gpus: int = 1) -> str:
     if world_size == 1:
         return f"{micro_batch} on one GPU" if num_gpus == 1 else f"{micro_batch}, one replica"
     stage = "the given row" if row.stage is None else f"stage {row.stage}"
+    if row.node_copy:
+        stage += f" with a second copy over {row.node_copy}"
     if row.shard_size < world_size:
         stage += f" over {row.shard_size} GPUs, replicated {world_size // row.shard_size} times"
     if row.meetings.every > 1:
@@ -112,6 +114,8 @@ def nearest_change(
         if smaller is not None:
             return f"{start}; micro-batch {smaller} would fit."
     smallest = next((m for m in MICRO_BATCHES if planner.num_micro(m)), 1)
+    if planner.node_copy and _fits(planner.on(node_copy=0), stage, smallest):
+        return f"{start}; without the second copy of weights micro-batch {smallest} would fit."
     ours = planner.workload.model if isinstance(planner.workload.model, LanguageModel) else None
     ways = [(planner, "")]
     if ours is not None and ours.config.activation_checkpointing != "full":
@@ -151,8 +155,12 @@ def fewest_gpus(
     """The smallest world where some of ``stages`` fits, in full nodes beyond the first; None: none up to ``most``."""
     per_node = planner.cluster.ranks_per_node
 
+    def in_full_nodes(world_size: int) -> int:
+        """Where a second copy of weights shares out the ranks."""
+        return world_size if world_size <= per_node else -(-world_size // per_node) * per_node
+
     def fits(world_size: int) -> bool:
-        other = planner.on(world_size=world_size, global_batch=0)
+        other = planner.on(world_size=in_full_nodes(world_size), global_batch=0)
         return any(_fits(other, stage, micro_batch) for stage in reversed(stages))
 
     if not fits(most):  # a larger world needs no more memory of a rank
@@ -163,7 +171,7 @@ def fewest_gpus(
     while high - low > 1:  # fits at `high`, not at `low`
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    return high if high <= per_node else -(-high // per_node) * per_node
+    return in_full_nodes(high)
 
 
 def _fits(planner: Planner, stage: int | ShardingStrategy, micro_batch: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from zeroshard.lab.planner.inverse import (
     largest_model,
     lowest_bandwidth,
 )
-from zeroshard.lab.planner.plan import plan
+from zeroshard.lab.planner.plan import check_node_copy, plan
 from zeroshard.lab.planner.plan_cache import PlanAnswer
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, planner_for
@@ -57,14 +57,14 @@ def _answer(config: PlanConfig) -> PlanAnswer:
         return _compared_gpus(config)
     given = arguments(config)
     if config.ask != "none":
-        answer = ask(config, planner_for(**for_planner(given)))
+        answer = ask(config, _asked_planner(config, given))
         content: dict[str, Any] = {"question": config.ask, "value": answer.value, "unit": answer.unit}
         content |= {"rows": list(answer.rows)} if answer.rows else {}
         status = ExitStatus.CHECK_FAILED if answer.value is None else ExitStatus.OK
         return PlanAnswer(status, _printed(config, content, answer.sentence))
     found = _plan(config)
     if config.explain or config.dry_run:
-        planner = planner_for(**for_planner(given))
+        planner = planner_for(**given)
         row = chosen_row(config, found)
         said = [_printed(config, found.as_dict(), explain(planner, row))] if config.explain else []
         if config.dry_run:
@@ -74,6 +74,12 @@ def _answer(config: PlanConfig) -> PlanAnswer:
     else:
         said = [_with_cost(config, found)]
     return PlanAnswer(ExitStatus.OK if found.fits else ExitStatus.CHECK_FAILED, "\n".join(said))
+
+
+def _asked_planner(config: PlanConfig, given: dict[str, Any]) -> Planner:
+    planner = planner_for(**given)
+    check_node_copy(planner, 3, config.shard_size or None)
+    return planner
 
 
 def _plan(config: PlanConfig) -> Plan:
@@ -114,15 +120,8 @@ def chosen_row(config: PlanConfig, found: Plan) -> Row:
     return recommended(rows) or min(rows, key=lambda row: row.needed_bytes)
 
 
-def for_planner(given: dict[str, Any]) -> dict[str, Any]:
-    """What `planner_for` takes, from `arguments`."""
-    names = [each.name for each in fields(PlanOnly)]
-    rest = {name: value for name, value in given.items() if name not in names}
-    return {**rest, "beside": PlanOnly(**{name: given[name] for name in names})}
-
-
 def arguments(config: PlanConfig) -> dict[str, Any]:
-    """What `plan` takes, without its stage and sizes."""
+    """What is `Given` to `plan` and `planner_for`."""
     return {
         "model": config.model.name,
         "overrides": model_overrides(config.model),
@@ -131,6 +130,7 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         "network": config.network,
         "within_node": config.within_node or None,
         "gpus_per_node": config.gpus_per_node,
+        "node_copy": config.node_copy or None,
         "global_batch": config.global_batch or None,
         "seq_len": config.seq_len or None,
         "dtype": config.dtype,
@@ -179,9 +179,10 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
         raise UserError("dry_run", f"it runs AdamW, and optimizer is {config.optimizer}", "leave one of the two out")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     here: dict[str, Any] = {"gpu": this_machine(2**62, device.type), "within_node": config.network}
-    local = planner_for(**{**for_planner(arguments(config)), **here})
+    local = planner_for(**{**arguments(config), **here})
     shard_size = None if row.shard_size == planner.cluster.world_size else row.shard_size
-    again = local.row(row.stage if row.stage is not None else 3, row.micro_batch, shard_size)
+    stage = row.stage if row.stage is not None else 3
+    again = local.row(stage, row.micro_batch, shard_size)
     workload = local.workload
     assert isinstance(workload.model, LanguageModel)
     _require_memory(device, again.step.peak.total)
@@ -189,9 +190,7 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
         workload.model,
         workload.inputs,
         world_size=planner.cluster.world_size,
-        strategy=replace(
-            STAGES[row.stage if row.stage is not None else 3], reshard_after_forward=local.reshard_after_forward
-        ),
+        strategy=local.strategy(stage, row.shard_size),
         micro_batch=row.micro_batch,
         units=list(workload.model.blocks),
         precision=workload.precision,

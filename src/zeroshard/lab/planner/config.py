@@ -60,6 +60,9 @@ class PlanConfig(Config):
     micro_batch: int = Field(0, ge=0, description="Sequences of a GPU in one forward; 0: as many as fit.")
     stage: Literal["all", "0", "1", "2", "3"] = Field("all", description="ZeRO stage.")
     shard_size: int = Field(0, ge=0, description="GPUs that share out training state; 0: all, and a node's.")
+    node_copy: int = Field(
+        0, ge=0, description="GPUs of a node that keep a second copy of stage 3's weights, for backward; 0: none."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Of forward and backward.")
     reduce_dtype: Literal["master", "float32", "bfloat16", "float16"] = Field(
         "master", description="Of gradients on their way; master: float32."
@@ -127,12 +130,23 @@ class PlanConfig(Config):
         if self.wire.given and (self.stage == "0" or (self.dry_run and self.stage == "all")):
             what = "stage 0 has no owner of a shard, who sends or sums it in a format of its own"
             raise UserError(f"wire.{self.wire.given}", what, "leave it out, or give --stage 1, 2 or 3")
+        self._copies_what_is_sharded()
         if self.within_node:
             find_link(self.within_node, "within_node")
         if self.ask.startswith("crossover") and self.stage in ("all", self.against):
             what = f"needs two stages, and has {self.stage} and {self.against}"
             raise UserError("ask", f"{self.ask} {what}", "give --stage A --against B")
         return self
+
+    def _copies_what_is_sharded(self) -> None:
+        """Raise UserError for a second copy of weights where none are sharded, or of a world that is looked for."""
+        if not self.node_copy:
+            return
+        if "3" not in (self.stage, self.against if self.ask.startswith("crossover") else "") and self.stage != "all":
+            what = f"{self.node_copy} is given, and stage {self.stage} has no sharded weights to gather again"
+            raise UserError("node_copy", what, "leave it out, or give --stage 3")
+        if self.ask == "fewest-gpus":
+            raise UserError("node_copy", "fewest-gpus changes the GPUs that it shares out", "leave one of the two out")
 
     def _asks_one_thing(self) -> None:
         """Raise UserError where settings answer another question than the one that is asked."""

@@ -29,9 +29,11 @@ ACROSS = (
     "2 (R-1)/R S g",
     "Zhang et al. 2022, MiCS, arXiv:2205.00119, section 3",
 )
+NEAR = ("unsharded weights from the second copy in the node", "(C-1)/C P c", f"{ZEROPP}, section 3.2")
 ALIKE = 0.1  # units whose times differ by a smaller share are told in one line
 LEGEND = (
-    "P: elements of a unit's padded buffer, S = P / W of a shard; W ranks shard, R hold the same shard; "
+    "P: elements of a unit's padded buffer, S = P / W of a shard; W ranks shard, R hold the same shard, "
+    "C of a node a second copy; "
     "c, g, q: bytes of an element of weights that compute, of gradients on their way, of a wire format with its scales."
 )
 
@@ -48,7 +50,7 @@ def explain(planner: Planner, row: Row) -> str:
     ]
     if row.num_micro > 1:
         lines.append(f"Of {row.num_micro} micro-batches the last one is shown.")
-    lines += [*_sequence(row.step, timing.spans), "", *traffic(row.step), ""]
+    lines += [*_sequence(row, timing.spans), "", *traffic(row), ""]
     lines += [*columns([RATES, *rates(planner)]), *ranges(row), ""]
     lines += [*memory(row), *(columns([BESIDE, *beside_engine(row)], right=(1,)) if beside_engine(row) else [])]
     return "\n".join([*lines, *on_top(row)])
@@ -88,9 +90,9 @@ class _Event:
         return seconds(self.start_s - first_s), label, self.what, size_told, times + seconds(self._each_s), self.why
 
 
-def _sequence(step: Step, spans: list[TimedSpan]) -> list[str]:
+def _sequence(row: Row, spans: list[TimedSpan]) -> list[str]:
     """A line for each thing that happens, in order; units that do the same one after another share it."""
-    events = sorted([*_computing(step, spans), *_sending(step, spans)], key=lambda event: event.start_s)
+    events = sorted([*_computing(row.step, spans), *_sending(row, spans)], key=lambda event: event.start_s)
     first_s = min((event.start_s for event in events), default=0.0)
     merged: list[_Event] = []
     latest: dict[tuple[str, ...], _Event] = {}
@@ -121,9 +123,9 @@ def _computing(step: Step, spans: list[TimedSpan]) -> list[_Event]:
     return list(found.values())
 
 
-def _sending(step: Step, spans: list[TimedSpan]) -> list[_Event]:
+def _sending(row: Row, spans: list[TimedSpan]) -> list[_Event]:
     """Every collective."""
-    issued = [action for action in (*step.last, *step.update) if isinstance(action, Issue)]
+    issued = [action for action in (*row.step.last, *row.step.update) if isinstance(action, Issue)]
     comm = [span for span in spans if span.kind == "comm"][-len(issued) :] if issued else []
     backward_s = min((s.start_s for s in spans if s.kind == "compute" and s.phase == "backward"), default=0.0)
     found = []
@@ -132,10 +134,10 @@ def _sending(step: Step, spans: list[TimedSpan]) -> list[_Event]:
         if action.control:
             what, formula, unit, label = "what all ranks must know", f"{message.num_bytes} bytes", "control", "{}"
         else:
-            what, formula, _ = ACROSS if action.replicas else WHY[(message.op, message.phase)]
+            what, formula, _ = _why(action, row)
             unit, label = message.buffer, f"{{}}/{message.phase}"
         turn = "control" if action.control else "forward" if span.start_s < backward_s else "backward"
-        key = (turn, message.op, message.phase, str(message.num_bytes), str(action.replicas), _common_name(unit))
+        key = (turn, message.op, message.phase, str(message.num_bytes), what, _common_name(unit))
         told = f"{what}: {formula}"
         found.append(_Event(span.start_s, took, key, [unit], label, message.op, size(message.num_bytes), told))
     return found
@@ -146,11 +148,30 @@ def _common_name(unit: str) -> str:
     return re.sub(r"\d+", "#", unit)
 
 
-def traffic(step: Step) -> list[str]:
-    """A line for each kind of collective: how many bytes a rank sends in it, and the paper that says so."""
-    found: dict[str, str] = {}
-    for action in (*step.last, *step.update):
+def _why(action: Issue, row: Row) -> tuple[str, str, str]:
+    """What a collective is for, the bytes that each rank sends, and the paper."""
+    message = action.message
+    if action.replicas:
+        return ACROSS
+    if message.phase == "weights" and message.world_size == row.node_copy:
+        return NEAR
+    return WHY[(message.op, message.phase)]
+
+
+def traffic(row: Row) -> list[str]:
+    """Lines: how many bytes a rank sends in each kind of collective, with the paper that says so; and over which link.
+
+    The bytes over a link are those of whole buffers, as communicators count them.
+    """
+    found: dict[tuple[str, str, str], str] = {}
+    for action in (*row.step.last, *row.step.update):
         if isinstance(action, Issue) and not action.control:
-            _, formula, source = ACROSS if action.replicas else WHY[(action.message.op, action.message.phase)]
-            found[f"{action.message.op} of {action.message.phase}"] = f"{formula} bytes sent by each rank; {source}"
-    return [f"{what}: {why}" for what, why in found.items()] or ["One rank sends nothing."]
+            why = _why(action, row)
+            found.setdefault(why, f"{action.message.op} of {action.message.phase}, {why[0]}")
+    told = [f"{what}: {formula} bytes sent by each rank; {source}" for (_, formula, source), what in found.items()]
+    told += [
+        f"{each.op} among {each.num_ranks:,} ranks, {each.link}: {each.count:,} in a step, buffers of "
+        f"{size(each.num_bytes)}"
+        for each in row.by_link
+    ]
+    return told or ["One rank sends nothing."]

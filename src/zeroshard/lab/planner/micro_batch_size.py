@@ -7,6 +7,7 @@ import torch
 from zeroshard.lab.planner import inverse
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.predict.hardware import this_machine
+from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.assemble import lora_of, model_overrides
@@ -29,6 +30,8 @@ def largest_micro_batch(config: TrainConfig, num_bytes: int) -> int:
         seq_len=config.seq_len,
         dtype=config.dtype if config.dtype != "auto" else automatic_dtype(device),
         reduce_dtype=None if config.reduce_dtype == "master" else config.reduce_dtype,
+        wire=config.wire.as_precision(DTYPES),
+        node_copy=config.node_copy or None,
         accumulate=None if config.accumulate == "auto" else config.accumulate,
         prefetch=config.prefetch,
         reshard_after_forward=config.reshard_after_forward,

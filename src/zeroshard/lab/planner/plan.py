@@ -7,139 +7,50 @@ engine's own schedule over a traced micro-batch (`zeroshard.lab.predict.step`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Unpack
 
 from torch import nn
 
 from zeroshard.errors import UserError
-from zeroshard.kernels import Choice
 from zeroshard.lab.planner.advice import MICRO_BATCHES, nearest_change, reason, recommended
 from zeroshard.lab.planner.plan_rows import Plan, Row
-from zeroshard.lab.planner.planner import HEADROOM, Planner, planner_for
-from zeroshard.lab.predict.actions import Accumulate
-from zeroshard.lab.predict.hardware import Calibration, Device, Link
-from zeroshard.lab.predict.plan_only import Offload, PlanOnly
-from zeroshard.lab.predict.rates import Attention, Impl
-from zeroshard.models.adapters import Lora
+from zeroshard.lab.planner.planner import Planner, copy_sizes, planner_for
+from zeroshard.lab.planner.request import Given
 from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy
-from zeroshard.zero.buffers.unit_choice import UnitChoice
+from zeroshard.zero.strategy import SHARD
 
 
 def plan(
     model: str | nn.Module,
     *,
-    world_size: int = 1,
     stage: int | ShardingStrategy | None = None,
     shard_size: int | None = None,
-    gpu: str | Device | Calibration = "h100-80gb",
-    network: str | Link = "400Gbit/s",
-    within_node: str | Link | None = None,
-    gpus_per_node: int = 8,
     micro_batch: int | None = None,
-    global_batch: int | None = None,
-    seq_len: int | None = None,
-    dtype: str = "bfloat16",
-    reduce_dtype: str | None = None,
-    wire: Mapping[str, Any] = MappingProxyType({}),
-    optimizer: str = "adamw",
-    accumulate: Accumulate | None = None,
-    prefetch: int = 1,
-    reshard_after_forward: bool = True,
-    kernels: Choice = "auto",
-    impl: Impl | None = None,
-    attention: Attention = "flash-2",
-    document_mask: bool = False,
-    lora: Lora | None = None,
-    headroom: float = HEADROOM,
-    units: UnitChoice | None = None,
-    inputs: Callable[[int], tuple[Any, ...]] | None = None,
-    overrides: Mapping[str, object] = MappingProxyType({}),
     local_steps: LocalSteps | None = None,
-    autocast: bool = False,
-    master_weights: bool = True,
-    fp8: bool = False,
-    optimizer_in_backward: bool = False,
-    offload: Offload = "none",
-    tensor_parallel: int = 1,
-    context_parallel: int = 1,
-    pipeline_parallel: int = 1,
+    **given: Unpack[Given],
 ) -> Plan:
     """Predict memory, traffic and time of training ``model``, at one stage or at each.
 
     Args:
         model: a preset's name, or any module, on any device and best on the meta device: it is not changed.
-        world_size: ranks, one a GPU.
         stage: 0, 1, 2, 3 or a row of one's own; None: all four, which are one where ``world_size`` is 1.
         shard_size: ranks that shard together; None: all, and in a world of several nodes also fewer.
-        gpu: a row of `zeroshard.lab.predict.hardware.DEVICES`, a file that `zeroshard bench device` wrote, or a
-        `Device`.
-        network: what each GPU has to other nodes: a bandwidth with its unit, a row of `LINKS`, or a `Link`.
-        within_node: likewise to its neighbours; None: what the GPU is sold with, or what was measured.
-        gpus_per_node: of a full node.
         micro_batch: rows (sequences) of a rank in one forward; None: powers of two, as many as fit.
-        global_batch: rows of a step over all ranks, by gradient accumulation; None: one micro-batch of each rank.
-        seq_len: tokens of a sequence; None: the longest that the model is made for.
-        dtype: of forward and backward; masters and states keep the model's own.
-        reduce_dtype: of gradients on their way; None: the masters'.
-        wire: what travels in another form: ``gather``, ``reduce`` and ``block`` of `zeroshard.zero.MixedPrecision`;
-            stage 0 has none.
-        optimizer: by name, as torch calls it.
-        accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
-        kernels: as models take it.
-        impl: who computes on a GPU: ``eager`` (operation by operation), ``compile`` or ``kernels`` (fused by hand);
-            None: as ``kernels`` says.
-        attention: which fused kernel a GPU runs: ``flash-1``, ``flash-2``, ``flash-3`` or ``cudnn``.
-        document_mask: whether attention stays inside a document, of our models; it costs a mask.
-        lora: adapters that alone are trained, of a preset or a Hugging Face model by name.
-        headroom: share of memory that must stay free for a row to fit.
-        units: as `zeroshard.Zero` takes them; None: the model's blocks.
-        inputs: for a module that is no language model of ours: from rows to the arguments of one micro-batch.
-        overrides: fields of the preset's configuration to change.
         local_steps: how replicas of ``shard_size`` ranks meet; None: at each step, by their gradients.
-        autocast: weights and gradients in fp32, cast to ``dtype`` around forward by `torch.autocast`.
-        master_weights: whether 16-bit weights have fp32 masters; False: weights, gradients and states are in ``dtype``.
-        fp8, optimizer_in_backward, offload, tensor_parallel, context_parallel, pipeline_parallel: what zeroshard does
-            not do, estimated as `zeroshard.lab.predict.plan_only` says; ``world_size`` counts all GPUs.
+        given: GPUs, links, dtypes, optimizer and all else: `zeroshard.lab.planner.request.Given` has them.
 
     Raises:
         UserError: a ValueError; what cannot be planned, by its field, in one line.
     """
-    if local_steps is not None and (shard_size is None or shard_size >= world_size):
-        what = f"{local_steps.every} needs replicas, and {world_size} GPUs are one"
+    num_gpus = given.get("world_size", 1)
+    if local_steps is not None and (shard_size is None or shard_size >= num_gpus):
+        what = f"{local_steps.every} needs replicas, and {num_gpus} GPUs are one"
         raise UserError("replicas.every", what, "give a shard_size below the GPUs: those of one replica")
-    planner = planner_for(
-        model,
-        world_size=world_size,
-        gpu=gpu,
-        network=network,
-        within_node=within_node,
-        gpus_per_node=gpus_per_node,
-        global_batch=global_batch,
-        seq_len=seq_len,
-        dtype=dtype,
-        reduce_dtype=reduce_dtype,
-        wire=wire,
-        optimizer=optimizer,
-        accumulate=accumulate,
-        prefetch=prefetch,
-        reshard_after_forward=reshard_after_forward,
-        kernels=kernels,
-        impl=impl,
-        attention=attention,
-        document_mask=document_mask,
-        lora=lora,
-        headroom=headroom,
-        units=units,
-        inputs=inputs,
-        overrides=overrides,
-        autocast=autocast,
-        master_weights=master_weights,
-        beside=PlanOnly(fp8, optimizer_in_backward, offload, tensor_parallel, context_parallel, pipeline_parallel),
-    )
+    planner = planner_for(model, **given)
     world_size = planner.cluster.world_size
     stages = _stages(stage, shard_size, world_size, local_steps)
+    check_node_copy(planner, stage, shard_size)
     shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing: all stages are alike there
     rows = list(_rows(planner, shown, micro_batch, shard_size, local_steps))
     best = recommended(rows)
@@ -154,6 +65,35 @@ def plan(
         beside=planner.beside,
         software=planner.software,
     )
+
+
+def check_node_copy(planner: Planner, stage: int | ShardingStrategy | None, shard_size: int | None) -> None:
+    """Raise UserError for a second copy of weights that means nothing, given as ``node_copy`` or by a row of one's own.
+
+    Args:
+        planner: with its ``node_copy``.
+        stage: that was asked for; None: each.
+        shard_size: that was asked for; None: all ranks shard together.
+    """
+    own = stage.secondary_shard_size if isinstance(stage, ShardingStrategy) else None
+    name, size = ("node_copy", planner.node_copy) if own is None else ("secondary_shard_size", own)
+    if not size:
+        return
+    if own is not None and planner.node_copy:
+        raise UserError("node_copy", f"{planner.node_copy} is given, and the row has {own}", "leave one of the two out")
+    row = stage if isinstance(stage, ShardingStrategy) else STAGES[3 if stage is None else stage]
+    if row.params is not SHARD:
+        what = f"{size} is given, and stage {stage} has no sharded weights to gather again"
+        raise UserError(name, what, "leave it out, or choose stage 3")
+    if not (row.reshard_after_forward and planner.reshard_after_forward):
+        what = f"{size} is given, and weights that stay unsharded for backward are not gathered again"
+        raise UserError(name, what, "leave it out, or --no-reshard-after-forward")
+    shards = shard_size or planner.cluster.world_size
+    sizes = copy_sizes(shards, planner.cluster)
+    if isinstance(size, bool) or size not in sizes:
+        what = f"{size} does not share out {shards} ranks that shard weights to several groups, each in a node"
+        todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
+        raise UserError(name, what, todo)
 
 
 def _stages(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from zeroshard.lab.planner.price import Cost
@@ -14,7 +14,7 @@ from zeroshard.lab.predict.plan_only import PlanOnly
 from zeroshard.lab.predict.process_memory import ProcessMemory
 from zeroshard.lab.predict.rates import Software
 from zeroshard.lab.predict.timeline import Cluster, Timing
-from zeroshard.lab.predict.traffic import bytes_by_op
+from zeroshard.lab.predict.traffic import OnLink, bytes_by_op
 from zeroshard.lab.predict.workload import Workload
 
 Binds = Literal["memory", "communication", "matrix products", "memory bandwidth", "kernel launches"]
@@ -40,6 +40,8 @@ class Row:
         binds: what to change first to be faster, or to fit.
         meetings: of replicas that take local steps; ``timing`` has their share of each step in it.
         padding: how many times as large flat buffers are as the parameters in them.
+        node_copy: ranks of a node that keep a second copy of the weights; 0: there is none.
+        by_link: what is sent, by operation, ranks and link.
         spread: predicted / published tokens/s on the runs that nothing was fitted to, the 10th and 90th of a hundred.
     """
 
@@ -60,6 +62,8 @@ class Row:
     spread: tuple[float, float] = (1.0, 1.0)
     padding: float = 1.0
     meetings: Meetings = field(default_factory=Meetings)
+    node_copy: int = 0
+    by_link: tuple[OnLink, ...] = field(default=(), repr=False)
 
     @property
     def tokens_per_s_range(self) -> tuple[float, float]:
@@ -77,6 +81,7 @@ class Row:
         return {
             "stage": self.stage,
             "shard_size": self.shard_size,
+            "node_copy": self.node_copy,
             "micro_batch": self.micro_batch,
             "grad_accum_steps": self.num_micro,
             "fits": self.fits,
@@ -89,7 +94,11 @@ class Row:
                 "before_update": self.step.before_update,
                 "after_update": self.step.after_update,
             },
-            "messages": {"count": len(messages), "bytes_by_op": bytes_by_op(messages)},
+            "messages": {
+                "count": len(messages),
+                "bytes_by_op": bytes_by_op(messages),
+                "by_link": [asdict(each) for each in self.by_link],
+            },
             **({"meetings": self.meetings.as_dict()} if self.meetings.every > 1 else {}),
             "step_s": self.timing.step_s,
             "compute_s": self.timing.compute_s,

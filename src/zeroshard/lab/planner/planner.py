@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 from torch import nn
 
-from zeroshard.errors import UserError
-from zeroshard.kernels import Choice
 from zeroshard.lab.planner.plan_rows import Row, what_binds
+from zeroshard.lab.planner.request import HEADROOM, Given, Request
 from zeroshard.lab.predict.actions import Accumulate, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
-from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
+from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.meetings import Meetings, meetings_of
 from zeroshard.lab.predict.plan_only import PlanOnly, more_seconds, pipelined, with_rates, with_seconds
 from zeroshard.lab.predict.process_memory import Process, ProcessMemory, process_memory
-from zeroshard.lab.predict.rates import SPREAD_UNCALIBRATED, Attention, Impl, Loss, Software, spread
+from zeroshard.lab.predict.rates import SPREAD_UNCALIBRATED, Software, spread
 from zeroshard.lab.predict.step import least_bytes, step_of
 from zeroshard.lab.predict.timeline import Cluster, Timing, simulate
-from zeroshard.lab.predict.workload import DTYPES, Workload, workload_of
-from zeroshard.models.adapters import Lora
-from zeroshard.zero import STAGES, LocalSteps, MixedPrecision, ShardingStrategy
-from zeroshard.zero.buffers.unit_choice import UnitChoice
+from zeroshard.lab.predict.traffic import bytes_by_link
+from zeroshard.lab.predict.workload import Workload, workload_of
+from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy
 from zeroshard.zero.strategy import SHARD
 
-HEADROOM = 0.02  # of a device's memory that stays free: what nobody foresaw
+__all__ = ["HEADROOM", "Planner", "padding_of", "planner_for"]
 
 
 @dataclass
@@ -44,6 +40,7 @@ class Planner:
         software: who computes.
         beside: what zeroshard does not do, and a plan can say. In ``cluster`` the GPUs of a tensor and of a pipeline
             count as one.
+        node_copy: ranks of a node that keep a second copy of stage 3's weights; 0: none do.
     """
 
     workload: Workload
@@ -56,6 +53,7 @@ class Planner:
     headroom: float = HEADROOM
     software: Software = field(default_factory=Software)
     beside: PlanOnly = field(default_factory=PlanOnly)
+    node_copy: int = 0
 
     @property
     def ranks_a_place(self) -> int:
@@ -88,12 +86,9 @@ class Planner:
         local_steps: LocalSteps | None = None,
     ) -> Row:
         """One way to run; ``shard_size`` None: all ranks; ``local_steps`` None: replicas meet at each step."""
-        strategy = stage if isinstance(stage, ShardingStrategy) else STAGES[stage]
-        strategy = replace(
-            strategy, reshard_after_forward=strategy.reshard_after_forward and self.reshard_after_forward
-        )
         world_size = self.cluster.world_size
         shards = shard_size or world_size
+        strategy = self.strategy(stage, shards)
         buffers = self.part.buffers(shards, replicated=shards < world_size)
         step = self.step(strategy, micro_batch, shards, alone=local_steps is not None)
         timing = simulate(step, self.device, self.cluster, software=self.software)
@@ -127,7 +122,22 @@ class Planner:
             spread=SPREAD_UNCALIBRATED if self.beside.named else spread(self.device),
             meetings=meetings,
             padding=padding_of(buffers),
+            node_copy=strategy.secondary_shard_size or 0,
+            by_link=bytes_by_link(step, self.cluster),
         )
+
+    def strategy(self, stage: int | ShardingStrategy, num_shards: int) -> ShardingStrategy:
+        """The row of the stage table by which ``num_shards`` ranks share out state.
+
+        Where they do not fall into several groups of a second copy's size, as a node's ranks do not that shard among
+        themselves, there is no such copy.
+        """
+        row = stage if isinstance(stage, ShardingStrategy) else STAGES[stage]
+        copied = row.secondary_shard_size or (self.node_copy if row.params is SHARD else 0)
+        reshards = row.reshard_after_forward and self.reshard_after_forward
+        if not reshards or copied not in copy_sizes(num_shards, self.cluster):
+            copied = 0
+        return replace(row, reshard_after_forward=reshards, secondary_shard_size=copied or None)
 
     def _process_memory(
         self, step: Step, strategy: ShardingStrategy, micro_batch: int, num_shards: int
@@ -174,8 +184,8 @@ class Planner:
 
     def cannot_fit(self, stage: int | ShardingStrategy, micro_batch: int) -> bool:
         """Whether weights, states and activations are too much already: a quick answer for a row over all ranks."""
-        strategy = stage if isinstance(stage, ShardingStrategy) else STAGES[stage]
         workload, num_shards = self.part, self.cluster.world_size
+        strategy = self.strategy(stage, num_shards)
         settings = self._settings(strategy, micro_batch, num_shards)
         trace = workload.trace(micro_batch, self.device.device_type)
         state, whole_state = workload.states
@@ -206,7 +216,7 @@ class Planner:
 
     def on(self, **changes: Any) -> Planner:
         """The same with other settings of the cluster (``world_size``, ``within``, ``between``) or of its own."""
-        own = {key: changes.pop(key) for key in list(changes) if key in ("workload", "device", "global_batch")}
+        own = {key: changes.pop(key) for key in list(changes) if key in _OWN}
         return replace(self, cluster=replace(self.cluster, **changes), **own)
 
     def smaller_groups(self) -> list[int]:
@@ -219,150 +229,52 @@ class Planner:
         return found
 
 
+_OWN = ("workload", "device", "global_batch", "node_copy")
+
+
+def copy_sizes(num_shards: int, cluster: Cluster) -> list[int]:
+    """Over how many ranks of a node a second copy may be of weights that ``num_shards`` ranks share out."""
+    per_node = cluster.ranks_per_node if cluster.world_size > cluster.ranks_per_node else num_shards
+    return [size for size in range(2, min(num_shards, per_node + 1)) if num_shards % size == 0 == per_node % size]
+
+
 def padding_of(buffers: Sequence[Buffer]) -> float:
     """How many times as large buffers are as the parameters in them."""
     numel = sum(buffer.layout.numel for buffer in buffers)
     return sum(buffer.layout.padded_numel for buffer in buffers) / max(numel, 1)
 
 
-def planner_for(
-    model: str | nn.Module,
-    *,
-    world_size: int = 1,
-    gpu: str | Device | Calibration = "h100-80gb",
-    network: str | Link = "400Gbit/s",
-    within_node: str | Link | None = None,
-    gpus_per_node: int = 8,
-    global_batch: int | None = None,
-    seq_len: int | None = None,
-    dtype: str = "bfloat16",
-    reduce_dtype: str | None = None,
-    wire: Mapping[str, Any] = MappingProxyType({}),
-    optimizer: str = "adamw",
-    accumulate: Accumulate | None = None,
-    prefetch: int = 1,
-    reshard_after_forward: bool = True,
-    kernels: Choice = "auto",
-    impl: Impl | None = None,
-    attention: Attention = "flash-2",
-    loss: Loss | None = None,
-    document_mask: bool = False,
-    lora: Lora | None = None,
-    headroom: float = HEADROOM,
-    units: UnitChoice | None = None,
-    inputs: Callable[[int], tuple[Any, ...]] | None = None,
-    overrides: Mapping[str, object] = MappingProxyType({}),
-    autocast: bool = False,
-    master_weights: bool = True,
-    beside: PlanOnly | None = None,
-) -> Planner:
-    """A `Planner`; arguments and errors are those of `plan`."""
-    _require_count("gpus", world_size, 1)
-    _require_count("gpus_per_node", gpus_per_node, 1)
-    _require_count("global_batch", 1 if global_batch is None else global_batch, 1)
-    _require_count("seq_len", 1 if seq_len is None else seq_len, 1)
-    _require_count("prefetch", prefetch, 0)
-    if not 0 <= headroom < 1:
-        raise UserError("headroom", f"{headroom} is no share of the memory", "give a number in [0, 1)")
-    found = gpu if isinstance(gpu, Calibration) else Calibration(gpu) if isinstance(gpu, Device) else find_device(gpu)
-    device = found.device
-    precision = _precision(dtype, reduce_dtype)
-    precision, weights, cast_to = _kept_as(precision, dtype, autocast=autocast, master_weights=master_weights)
-    precision = replace(precision, **wire)
-    beside = beside or PlanOnly()
-    beside.check(world_size, device, dtype)
-    if (impl == "eager" or autocast) and kernels == "auto":
-        kernels = "reference"
-    software = Software(impl or ("eager" if kernels == "reference" else "kernels"), attention, loss)
+def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
+    """A `Planner` of what is `Given`; errors are those of `plan`."""
+    asked = Request(**given)
+    found, beside = asked.calibration, asked.beside
+    precision, weights, cast_to = asked.precision()
+    beside.check(asked.world_size, found.device, asked.dtype)
     workload = workload_of(
         model,
-        seq_len=seq_len,
+        seq_len=asked.seq_len,
         precision=precision,
-        optimizer=optimizer,
-        kernels=kernels,
-        document_mask=document_mask,
-        lora=lora,
-        units=units,
-        inputs=inputs,
-        overrides=overrides,
+        optimizer=asked.optimizer,
+        kernels=asked.who_computes_on_cpus,
+        document_mask=asked.document_mask,
+        lora=asked.lora,
+        units=asked.units,
+        inputs=asked.inputs,
+        overrides=asked.overrides,
         weights=weights,
         autocast=cast_to,
     )
-    _require_expressible(workload, beside, accumulates=bool(global_batch))
-    if workload.dtype in DTYPES and workload.dtype not in device.matmul_flops_per_s:
-        served = ", ".join(device.matmul_flops_per_s)
-        raise UserError("dtype", f"a {device.name} does not compute in {workload.dtype}", f"choose {served}")
-    num_places, per_node = world_size // (beside.tensor_parallel * beside.pipeline_parallel), gpus_per_node
-    per_node = max(gpus_per_node // beside.tensor_parallel, 1)
-    cluster = _cluster(num_places, per_node, within_node, network, found)
-    num_replicas = world_size // beside.num_ranks
-    if global_batch and global_batch % num_replicas:
-        where = f"{world_size} GPUs" if beside.num_ranks == 1 else f"{num_replicas} replicas of {world_size} GPUs"
-        what = f"{global_batch} sequences cannot be shared out to {where}"
-        raise UserError("global_batch", what, f"give a multiple of {num_replicas}")
+    asked.check(workload, found.device)
     return Planner(
         workload,
-        device,
-        cluster,
-        global_batch or 0,
-        accumulate,
-        prefetch,
-        reshard_after_forward,
-        headroom,
-        software,
+        found.device,
+        asked.cluster(found),
+        asked.global_batch or 0,
+        asked.accumulate,
+        asked.prefetch,
+        asked.reshard_after_forward,
+        asked.headroom,
+        asked.software,
         beside,
-    )
-
-
-def _kept_as(
-    precision: MixedPrecision, dtype: str, *, autocast: bool, master_weights: bool
-) -> tuple[MixedPrecision, torch.dtype | None, torch.dtype | None]:
-    """The engine's policy, the dtype of weights without a master, and what autocast casts to."""
-    if autocast and not master_weights:
-        raise UserError("autocast", "it computes beside fp32 weights", "leave out --no-master-weights, or it")
-    if dtype == "float32" and (autocast or not master_weights):
-        name = "autocast" if autocast else "master_weights"
-        raise UserError(name, "float32 weights are their own masters", "choose dtype bfloat16 or float16")
-    if autocast:
-        return MixedPrecision(reduce_dtype=precision.reduce_dtype), None, DTYPES[dtype]
-    if not master_weights:
-        return MixedPrecision(reduce_dtype=precision.reduce_dtype), DTYPES[dtype], None
-    return precision, None, None
-
-
-def _require_expressible(workload: Workload, beside: PlanOnly, *, accumulates: bool) -> None:
-    """Raise UserError where ``beside`` asks for what this workload cannot do."""
-    if beside.optimizer_in_backward and accumulates:
-        what = "gradients that are gone after a micro-batch cannot add up"
-        raise UserError("optimizer_in_backward", what, "leave out global_batch, or it")
-    if beside.num_ranks == 1:
-        return
-    if not workload.ours:
-        name = next(name for name in beside.named if "parallel" in name).partition(" ")[0]
-        raise UserError(name, f"a {workload.name} cannot be cut by name", "leave it out, or plan a preset")
-    workload.check_part(beside.tensor_parallel, beside.context_parallel, beside.pipeline_parallel)
-
-
-def _require_count(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(name, f"{value!r} is not a whole number of at least {least}", f"give {least} or more")
-
-
-def _cluster(
-    world_size: int, gpus_per_node: int, within_node: str | Link | None, network: str | Link, found: Calibration
-) -> Cluster:
-    """The links within a node: as given, else as measured, else as the GPU is sold, else those between nodes."""
-    within = find_link(within_node, "within_node") if isinstance(within_node, str) else within_node
-    within = within or found.link or (LINKS[found.device.link] if found.device.link else None)
-    between = network if isinstance(network, Link) else find_link(network)
-    return Cluster(world_size, gpus_per_node, within or between, between)
-
-
-def _precision(dtype: str, reduce_dtype: str | None) -> MixedPrecision:
-    for name, value in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
-        if value is not None and value not in DTYPES:
-            raise UserError(name, f"{value!r} is not a choice", f"choose one of {', '.join(DTYPES)}")
-    return MixedPrecision(
-        param_dtype=None if dtype == "float32" else DTYPES[dtype],
-        reduce_dtype=None if reduce_dtype is None else DTYPES[reduce_dtype],
+        asked.node_copy or 0,
     )

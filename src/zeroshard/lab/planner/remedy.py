@@ -1,10 +1,10 @@
 """Which remedy of a slow network is enough, and what each costs: the answer to ``plan --ask remedy``.
 
-A remedy sends less than the stages do: 16-bit gradients, int8 both ways (no time is known of quantising), weights
-gathered inside a node only, fewer meetings of replicas. Each is planned at the network that there is, and held against
-a step that nothing is waited for: the fastest that fits on a network without limit. Of local steps the least ``every``
-is sought that keeps `ENOUGH` of that speed, since more steps alone cost loss, which no plan knows: measure it, as
-docs/slow-links.md does.
+A remedy sends less than the stages do: 16-bit gradients, int8 both ways (no time is known of quantising), a second copy
+of weights in the node, state sharded inside a node only, fewer meetings of replicas. Each is planned at the network
+that there is, and held against a step that nothing is waited for: the fastest that fits on a network without limit. Of
+local steps the least ``every`` is sought that keeps `ENOUGH` of that speed, since more steps alone cost loss, which no
+plan knows: measure it, as docs/slow-links.md does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from zeroshard.errors import UserError
 from zeroshard.lab.planner.advice import GIB
 from zeroshard.lab.planner.inverse import HIGHEST_BYTES_PER_S, Answer, on_network, require_network
 from zeroshard.lab.planner.plan_rows import Row
-from zeroshard.lab.planner.planner import Planner
-from zeroshard.lab.planner.show import seconds
-from zeroshard.zero import LocalSteps
+from zeroshard.lab.planner.planner import Planner, copy_sizes
+from zeroshard.lab.planner.show import seconds, stage_zero_note
+from zeroshard.lab.predict.timeline import Cluster
+from zeroshard.zero import LocalSteps, MixedPrecision
 
 ENOUGH = 0.8  # of the compute-bound speed
 MOST_STEPS = 4096  # between meetings; a run has some thousands
-BOTH_INT8 = ", weights and gradients in int8"
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Remedy:
             "remedy": self.name,
             "stage": self.row.stage,
             "shard_size": self.row.shard_size,
+            "node_copy": self.row.node_copy,
             "micro_batch": self.row.micro_batch,
             "every": self.row.meetings.every,
             "step_s": self.row.timing.step_s,
@@ -111,22 +112,42 @@ def _replica_size(planner: Planner) -> int:
 
 
 def _flat(planner: Planner, stages: Sequence[int], rows: int, alone: int) -> Iterator[tuple[str, Row]]:
-    """All ranks at each step: as given, 16-bit gradients, int8 both ways; sharded over all and over a replica's."""
-    workload = planner.workload
-    narrow = replace(workload, precision=replace(workload.precision, reduce_dtype=torch.bfloat16))
-    int8 = replace(workload, precision=replace(workload.precision, gather="int8", reduce="int8"))
-    kinds = {"": planner, ", gradients in bfloat16": planner.on(workload=narrow), BOTH_INT8: planner.on(workload=int8)}
-    for words, each in kinds.items():
+    """All ranks at each step, by what travels: sharded over all, with a second copy in the node, over a replica's."""
+    copied = planner.node_copy or _copy_in_the_node(planner.cluster)
+    for precision in _wires(planner.workload.precision):
+        each = planner.on(workload=replace(planner.workload, precision=precision), node_copy=0)
         for stage in stages:
-            if not stage and words == BOTH_INT8:  # stage 0 has no owner of a shard, who sends or sums it so
-                continue
-            row = each.row(stage, rows)
-            if row.fits:
-                yield f"stage {stage}{words}", row
+            if not stage and precision.has_wire and precision != planner.workload.precision:
+                continue  # stage 0 has no owner of a shard, who sends or sums it so
+            words = told_wire(precision, stage)
+            found = [(f"stage {stage}{words}", each.row(stage, rows))]
+            if stage == 3 and copied:
+                found.append((f"stage 3, copy over {copied}{words}", each.on(node_copy=copied).row(stage, rows)))
             if stage and 1 < alone < planner.cluster.world_size:
-                hybrid = each.row(stage, rows, alone)
-                if hybrid.fits:
-                    yield f"stage {stage} over {alone}{words}", hybrid
+                found.append((f"stage {stage} over {alone}{words}", each.row(stage, rows, alone)))
+            yield from (pair for pair in found if pair[1].fits)
+
+
+def _wires(given: MixedPrecision) -> list[MixedPrecision]:
+    """What may travel, each once: as given, gradients in 16 bits, int8 both ways."""
+    narrow = replace(given, reduce_dtype=torch.bfloat16, reduce=None)
+    return list(dict.fromkeys([given, narrow, replace(given, gather="int8", reduce="int8")]))
+
+
+def told_wire(precision: MixedPrecision, stage: int = 3) -> str:
+    """``, weights and gradients in int8``: what travels otherwise than it computes; nothing where all is as ever."""
+    reduced = precision.reduce_dtype if precision.reduce is None or not stage else precision.reduce
+    travels = {"weights": precision.gather if stage else None, "gradients": reduced}
+    named = {what: str(form).removeprefix("torch.") for what, form in travels.items() if form is not None}
+    if len(set(named.values())) == 1:
+        return f", {' and '.join(named)} in {next(iter(named.values()))}"
+    return "".join(f", {what} in {form}" for what, form in named.items())
+
+
+def _copy_in_the_node(cluster: Cluster) -> int:
+    """The node's ranks, where a second copy over them saves gathers between nodes; else 0."""
+    size = cluster.ranks_per_node
+    return size if size in copy_sizes(cluster.world_size, cluster) else 0
 
 
 def _local(planner: Planner, stages: Sequence[int], rows: int, alone: int, bound: float) -> Iterator[tuple[str, Row]]:
@@ -154,7 +175,8 @@ def _local(planner: Planner, stages: Sequence[int], rows: int, alone: int, bound
             better = enough(middle)
             low, high, row = (middle, high, row) if better is None else (low, middle, better)
         row = row or planner.row(lowest, rows, alone, settings)
-        yield f"{name}, stage {lowest} over {alone}", row
+        copied = f", copy over {row.node_copy}" if row.node_copy else ""
+        yield f"{name}, stage {lowest} over {alone}{copied}", row
 
 
 def _told(planner: Planner, found: Sequence[Remedy], base: Row, best: Remedy | None) -> str:
@@ -185,8 +207,8 @@ def _told(planner: Planner, found: Sequence[Remedy], base: Row, best: Remedy | N
         )
     elif best.row.meetings.every == 1:
         conclusion = f"{best.name} keeps {best.share:.0%} with all ranks at each step."
-        conclusion += " Its time does not know what quantising takes." if best.name.endswith(BOTH_INT8) else ""
+        conclusion += " Its time does not know what quantising takes." if "int8" in best.name else ""
     else:
         every = f"a meeting every {best.row.meetings.every:,} steps"
         conclusion = f"{best.name} keeps {best.share:.0%} with {every}; measure the loss."
-    return "\n".join([*lines, "", conclusion])
+    return "\n".join([*lines, "", conclusion, *stage_zero_note(planner.workload.precision, [e.row for e in found])])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import add
 
 from zeroshard.columns import columns
 from zeroshard.lab.planner.advice import GIB
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.predict.workload import Workload
+from zeroshard.zero import MixedPrecision
 
 COLUMNS = (
     "stage",
@@ -46,6 +48,7 @@ def notes(plan: Plan) -> list[str]:
         found.append(
             "`zeroshard train` computes with 16-bit weights; `torch.autocast` around `Zero` is for your own loop."
         )
+    found += stage_zero_note(plan.workload.precision, plan.rows)
     worst = max((row.padding for row in plan.rows), default=1.0)
     if worst > MOSTLY_PADDING:
         what = f"buffers are up to {worst:,.0f} times as large as the parameters in them"
@@ -56,6 +59,15 @@ def notes(plan: Plan) -> list[str]:
         total = best.step.host_bytes * on_node / GIB
         found.append(f"The host of a node holds {total:,.1f} GiB of masters, states and gradients for its GPUs.")
     return found
+
+
+def stage_zero_note(precision: MixedPrecision, rows: Iterable[Row]) -> list[str]:
+    """A sentence where a wire format was asked for, and some rows cannot have it."""
+    if not precision.has_wire or all(row.stage != 0 for row in rows):
+        return []
+    return [
+        "Stage 0 has no owner of a shard, who sends or sums it in a format of its own: its rows have no wire format."
+    ]
 
 
 def heading(plan: Plan) -> str:
@@ -122,8 +134,9 @@ def cells(row: Row, world_size: int) -> tuple[str, ...]:
         "" if row.mfu is None else f"{row.mfu:.0%}",
         f"{timing.exposed_s / timing.step_s:.0%}" if timing.step_s else "",
     )
+    stage = "own" if row.stage is None else "any" if world_size == 1 else str(row.stage)
     return (
-        "own" if row.stage is None else "any" if world_size == 1 else str(row.stage),
+        f"{stage}, copy over {row.node_copy}" if row.node_copy else stage,
         "all" if row.shard_size == world_size else f"{row.shard_size:,}",
         micro,
         "yes" if row.fits else "no",

@@ -78,10 +78,7 @@ class Cluster:
         if num_ranks == self.within.num_ranks and op in self.within.collectives:
             constant_s, s_per_byte = self.within.collectives[op]  # measured among as many
             return constant_s + num_bytes * s_per_byte
-        in_node = min(num_ranks, self.ranks_per_node)
-        if replicas:
-            shard_size = max(self.world_size // num_ranks, 1)
-            in_node = min(num_ranks, max(self.ranks_per_node // shard_size, 1))
+        in_node = self._in_node(num_ranks, replicas=replicas)
         num_nodes = -(-num_ranks // in_node)
         if op == "all_to_all":
             return self._exchange_s(num_bytes, num_ranks, in_node)
@@ -91,6 +88,17 @@ class Cluster:
             if self.within.in_switch and num_nodes == 1 and in_node >= SWITCHED_RANKS:
                 ways["nvls"] = SWITCH_CALL_S + num_bytes / (self.within.bytes_per_s * self.within.in_switch)
         return min(ways.values()) if self.algorithm == "auto" else ways.get(self.algorithm, ways["ring"])
+
+    def _in_node(self, num_ranks: int, *, replicas: bool) -> int:
+        """How many of the ranks of a collective are in one node."""
+        if not replicas:
+            return min(num_ranks, self.ranks_per_node)
+        shard_size = max(self.world_size // num_ranks, 1)
+        return min(num_ranks, max(self.ranks_per_node // shard_size, 1))
+
+    def num_nodes(self, num_ranks: int, *, replicas: bool = False) -> int:
+        """Over how many nodes a collective goes; arguments as of `collective_s`."""
+        return -(-num_ranks // self._in_node(num_ranks, replicas=replicas))
 
     def _ring_s(self, op: str, num_bytes: int, num_ranks: int, in_node: int, num_nodes: int) -> float:
         """All ranks step together, so that over several nodes every step takes as long as one between nodes."""

@@ -18,14 +18,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate as accumulated
 from operator import or_
 
-from zeroshard.lab.predict.actions import Accumulate, Message, Settings
+from zeroshard.lab.predict.actions import Accumulate, Issue, Message, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.memory import OptimizerState
 from zeroshard.lab.predict.model_spans import Event, Span, Trace
 from zeroshard.lab.predict.step import step_of
+from zeroshard.lab.predict.timeline import Cluster
 from zeroshard.zero import MixedPrecision, ShardingStrategy
 
 
@@ -102,3 +104,38 @@ def bytes_by_op(found: Iterable[Message]) -> dict[str, int]:
     for message in found:
         total[message.op] += message.num_bytes
     return dict(total)
+
+
+@dataclass(frozen=True)
+class OnLink:
+    """What a rank's step sends by one operation among so many ranks, without control messages.
+
+    Attributes:
+        op: of `Message`.
+        num_ranks: that take part.
+        link: ``within a node``, or ``between nodes`` where any of the bytes leave the node.
+        count: collectives of a step.
+        num_bytes: of their whole buffers.
+    """
+
+    op: str
+    num_ranks: int
+    link: str
+    count: int
+    num_bytes: int
+
+
+def bytes_by_link(step: Step, cluster: Cluster) -> tuple[OnLink, ...]:
+    """Bytes by operation, ranks and link, in the order in which the step first sends them."""
+    parts = ((step.first, 1), (step.middle, step.num_middle), (step.last, 1), (step.update, 1))
+    found: dict[tuple[str, int, str], list[int]] = {}
+    for actions, times in parts:
+        for action in actions:
+            if isinstance(action, Issue) and not action.control:
+                message = action.message
+                across = cluster.num_nodes(message.world_size, replicas=action.replicas) > 1
+                key = message.op, message.world_size, "between nodes" if across else "within a node"
+                total = found.setdefault(key, [0, 0])
+                total[0] += times
+                total[1] += times * message.num_bytes
+    return tuple(OnLink(*key, *total) for key, total in found.items() if total[0])

@@ -1,0 +1,241 @@
+"""What a plan is asked for: the arguments of `plan` and `planner_for`, their defaults, and what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any, TypedDict
+
+import torch
+
+from zeroshard.errors import UserError
+from zeroshard.kernels import Choice
+from zeroshard.lab.predict.actions import Accumulate
+from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
+from zeroshard.lab.predict.plan_only import Offload, PlanOnly
+from zeroshard.lab.predict.rates import Attention, Impl, Loss, Software
+from zeroshard.lab.predict.timeline import Cluster
+from zeroshard.lab.predict.workload import DTYPES, Workload
+from zeroshard.models.adapters import Lora
+from zeroshard.zero import MixedPrecision
+from zeroshard.zero.buffers.unit_choice import UnitChoice
+
+HEADROOM = 0.02  # of a device's memory that stays free: what nobody foresaw
+
+
+class Given(TypedDict, total=False):
+    """What `plan` and `planner_for` may be given beside a model; the defaults are those of `Request`.
+
+    Attributes:
+        world_size: ranks, one a GPU.
+        gpu: a row of `zeroshard.lab.predict.hardware.DEVICES`, a file that `zeroshard bench device` wrote, or a
+            `Device`.
+        network: what each GPU has to other nodes: a bandwidth with its unit, a row of `LINKS`, or a `Link`.
+        within_node: likewise to its neighbours; None: what the GPU is sold with, or what was measured.
+        gpus_per_node: of a full node.
+        node_copy: ranks of a node that keep a second copy of stage 3's weights, the ``secondary_shard_size`` of
+            `zeroshard.Zero`; None: there is none. Stages with whole weights have none.
+        global_batch: rows of a step over all ranks, by gradient accumulation; None: one micro-batch of each rank.
+        seq_len: tokens of a sequence; None: the longest that the model is made for.
+        dtype: of forward and backward; masters and states keep the model's own.
+        reduce_dtype: of gradients on their way; None: the masters'.
+        wire: what travels in another form: ``gather``, ``reduce`` and ``block`` of `zeroshard.zero.MixedPrecision`;
+            stage 0 has none.
+        optimizer: by name, as torch calls it.
+        accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
+        kernels: as models take it.
+        impl: who computes on a GPU: ``eager`` (operation by operation), ``compile`` or ``kernels`` (fused by hand);
+            None: as ``kernels`` says.
+        attention: which fused kernel a GPU runs: ``flash-1``, ``flash-2``, ``flash-3`` or ``cudnn``.
+        loss: how a GPU computes it, as `zeroshard.lab.predict.rates.Software` has it; None: as ``impl`` says.
+        document_mask: whether attention stays inside a document, of our models; it costs a mask.
+        lora: adapters that alone are trained, of a preset or a Hugging Face model by name.
+        headroom: share of memory that must stay free for a row to fit.
+        units: as `zeroshard.Zero` takes them; None: the model's blocks.
+        inputs: for a module that is no language model of ours: from rows to the arguments of one micro-batch.
+        overrides: fields of the preset's configuration to change.
+        autocast: weights and gradients in fp32, cast to ``dtype`` around forward by `torch.autocast`.
+        master_weights: whether 16-bit weights have fp32 masters; False: weights, gradients and states are in ``dtype``.
+        fp8, optimizer_in_backward, offload, tensor_parallel, context_parallel, pipeline_parallel: what zeroshard does
+            not do, estimated as `zeroshard.lab.predict.plan_only` says; ``world_size`` counts all GPUs.
+    """
+
+    world_size: int
+    gpu: str | Device | Calibration
+    network: str | Link
+    within_node: str | Link | None
+    gpus_per_node: int
+    node_copy: int | None
+    global_batch: int | None
+    seq_len: int | None
+    dtype: str
+    reduce_dtype: str | None
+    wire: Mapping[str, Any]
+    optimizer: str
+    accumulate: Accumulate | None
+    prefetch: int
+    reshard_after_forward: bool
+    kernels: Choice
+    impl: Impl | None
+    attention: Attention
+    loss: Loss | None
+    document_mask: bool
+    lora: Lora | None
+    headroom: float
+    units: UnitChoice | None
+    inputs: Callable[[int], tuple[Any, ...]] | None
+    overrides: Mapping[str, object]
+    autocast: bool
+    master_weights: bool
+    fp8: bool
+    optimizer_in_backward: bool
+    offload: Offload
+    tensor_parallel: int
+    context_parallel: int
+    pipeline_parallel: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """`Given` with its defaults.
+
+    Raises:
+        UserError: a value that no plan can have, by its field.
+        TypeError: a name that is none of these.
+    """
+
+    world_size: int = 1
+    gpu: str | Device | Calibration = "h100-80gb"
+    network: str | Link = "400Gbit/s"
+    within_node: str | Link | None = None
+    gpus_per_node: int = 8
+    node_copy: int | None = None
+    global_batch: int | None = None
+    seq_len: int | None = None
+    dtype: str = "bfloat16"
+    reduce_dtype: str | None = None
+    wire: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    optimizer: str = "adamw"
+    accumulate: Accumulate | None = None
+    prefetch: int = 1
+    reshard_after_forward: bool = True
+    kernels: Choice = "auto"
+    impl: Impl | None = None
+    attention: Attention = "flash-2"
+    loss: Loss | None = None
+    document_mask: bool = False
+    lora: Lora | None = None
+    headroom: float = HEADROOM
+    units: UnitChoice | None = None
+    inputs: Callable[[int], tuple[Any, ...]] | None = None
+    overrides: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    autocast: bool = False
+    master_weights: bool = True
+    fp8: bool = False
+    optimizer_in_backward: bool = False
+    offload: Offload = "none"
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        _require_count("gpus", self.world_size, 1)
+        _require_count("gpus_per_node", self.gpus_per_node, 1)
+        _require_count("global_batch", 1 if self.global_batch is None else self.global_batch, 1)
+        _require_count("seq_len", 1 if self.seq_len is None else self.seq_len, 1)
+        _require_count("prefetch", self.prefetch, 0)
+        if not 0 <= self.headroom < 1:
+            raise UserError("headroom", f"{self.headroom} is no share of the memory", "give a number in [0, 1)")
+
+    @property
+    def calibration(self) -> Calibration:
+        """The device, and what was measured of its links."""
+        if isinstance(self.gpu, Calibration):
+            return self.gpu
+        return Calibration(self.gpu) if isinstance(self.gpu, Device) else find_device(self.gpu)
+
+    @property
+    def beside(self) -> PlanOnly:
+        """What zeroshard does not do; not checked."""
+        return PlanOnly(**{each.name: getattr(self, each.name) for each in fields(PlanOnly)})
+
+    @property
+    def who_computes_on_cpus(self) -> Choice:
+        """``kernels``, or the reference where the model is computed operation by operation."""
+        by_operation = (self.impl == "eager" or self.autocast) and self.kernels == "auto"
+        return "reference" if by_operation else self.kernels
+
+    @property
+    def software(self) -> Software:
+        """Who computes on a GPU."""
+        impl = self.impl or ("eager" if self.who_computes_on_cpus == "reference" else "kernels")
+        return Software(impl, self.attention, self.loss)
+
+    def precision(self) -> tuple[MixedPrecision, torch.dtype | None, torch.dtype | None]:
+        """The engine's policy, the dtype of weights without a master, and what autocast casts to."""
+        precision = _precision(self.dtype, self.reduce_dtype)
+        if self.autocast and not self.master_weights:
+            raise UserError("autocast", "it computes beside fp32 weights", "leave out --no-master-weights, or it")
+        if self.dtype == "float32" and (self.autocast or not self.master_weights):
+            name = "autocast" if self.autocast else "master_weights"
+            raise UserError(name, "float32 weights are their own masters", "choose dtype bfloat16 or float16")
+        weights = cast_to = None
+        if self.autocast or not self.master_weights:
+            precision = MixedPrecision(reduce_dtype=precision.reduce_dtype)
+            weights, cast_to = (None, DTYPES[self.dtype]) if self.autocast else (DTYPES[self.dtype], None)
+        return replace(precision, **self.wire), weights, cast_to
+
+    def cluster(self, found: Calibration) -> Cluster:
+        """The ranks: GPUs of a tensor and of a pipeline count as one.
+
+        The links within a node: as given, else as measured, else as the GPU is sold, else those between nodes.
+        """
+        within = self.within_node
+        within = find_link(within, "within_node") if isinstance(within, str) else within
+        within = within or found.link or (LINKS[found.device.link] if found.device.link else None)
+        between = self.network if isinstance(self.network, Link) else find_link(self.network)
+        num_places = self.world_size // (self.tensor_parallel * self.pipeline_parallel)
+        per_node = max(self.gpus_per_node // self.tensor_parallel, 1)
+        return Cluster(num_places, per_node, within or between, between)
+
+    def check(self, workload: Workload, device: Device) -> None:
+        """Raise UserError where this workload cannot be what was asked for."""
+        self._require_expressible(workload)
+        if workload.dtype in DTYPES and workload.dtype not in device.matmul_flops_per_s:
+            served = ", ".join(device.matmul_flops_per_s)
+            raise UserError("dtype", f"a {device.name} does not compute in {workload.dtype}", f"choose {served}")
+        num_ranks = self.beside.num_ranks
+        num_replicas = self.world_size // num_ranks
+        if self.global_batch and self.global_batch % num_replicas:
+            replicas = f"{num_replicas} replicas of {self.world_size} GPUs"
+            where = f"{self.world_size} GPUs" if num_ranks == 1 else replicas
+            what = f"{self.global_batch} sequences cannot be shared out to {where}"
+            raise UserError("global_batch", what, f"give a multiple of {num_replicas}")
+
+    def _require_expressible(self, workload: Workload) -> None:
+        if self.optimizer_in_backward and self.global_batch:
+            what = "gradients that are gone after a micro-batch cannot add up"
+            raise UserError("optimizer_in_backward", what, "leave out global_batch, or it")
+        beside = self.beside
+        if beside.num_ranks == 1:
+            return
+        if not workload.ours:
+            name = next(name for name in beside.named if "parallel" in name).partition(" ")[0]
+            raise UserError(name, f"a {workload.name} cannot be cut by name", "leave it out, or plan a preset")
+        workload.check_part(beside.tensor_parallel, beside.context_parallel, beside.pipeline_parallel)
+
+
+def _require_count(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(name, f"{value!r} is not a whole number of at least {least}", f"give {least} or more")
+
+
+def _precision(dtype: str, reduce_dtype: str | None) -> MixedPrecision:
+    for name, value in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
+        if value is not None and value not in DTYPES:
+            raise UserError(name, f"{value!r} is not a choice", f"choose one of {', '.join(DTYPES)}")
+    return MixedPrecision(
+        param_dtype=None if dtype == "float32" else DTYPES[dtype],
+        reduce_dtype=None if reduce_dtype is None else DTYPES[reduce_dtype],
+    )
