@@ -30,10 +30,10 @@ import torch  # noqa: E402
 
 from zeroshard.kernels import Choice  # noqa: E402
 from zeroshard.lab.planner.planner import planner_for  # noqa: E402
+from zeroshard.lab.predict.cluster import Cluster  # noqa: E402
 from zeroshard.lab.predict.hardware import find_link  # noqa: E402
 from zeroshard.lab.predict.model_trace import tokens_and_targets  # noqa: E402
 from zeroshard.lab.predict.rates import Attention, Impl, Loss  # noqa: E402
-from zeroshard.lab.predict.timeline import Cluster  # noqa: E402
 from zeroshard.models import build_model  # noqa: E402
 
 FOLDER = Path(__file__).with_name("published")

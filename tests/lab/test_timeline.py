@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 
 from zeroshard.lab.predict.actions import Compute, Issue, Message, Moment, Step, Wait
+from zeroshard.lab.predict.cluster import SWITCH_CALL_S, TREE_STEPS, Cluster
 from zeroshard.lab.predict.hardware import Device, Link
-from zeroshard.lab.predict.timeline import SWITCH_CALL_S, TREE_STEPS, Cluster, operation_s, simulate
+from zeroshard.lab.predict.timeline import operation_s, simulate
 from zeroshard.lab.predict.work import Work
 
 DEVICE = Device("test", 10**9, {"float32": 1e12}, 1e9, "invented", kernel_s=1e-6)

@@ -7,13 +7,14 @@ from typing import Any, Literal
 
 from zeroshard.lab.planner.price import Cost
 from zeroshard.lab.predict.actions import Step
+from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import Device, Link
 from zeroshard.lab.predict.meetings import Meetings
 from zeroshard.lab.predict.memory import QUANTISED
 from zeroshard.lab.predict.plan_only import PlanOnly
 from zeroshard.lab.predict.process_memory import ProcessMemory
 from zeroshard.lab.predict.rates import Software
-from zeroshard.lab.predict.timeline import Cluster, Timing
+from zeroshard.lab.predict.timeline import Timing
 from zeroshard.lab.predict.traffic import OnLink, bytes_by_op
 from zeroshard.lab.predict.workload import Workload
 

@@ -12,13 +12,14 @@ from zeroshard.lab.planner.plan_rows import Row, what_binds
 from zeroshard.lab.planner.request import HEADROOM, Given, Request
 from zeroshard.lab.predict.actions import Accumulate, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
+from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.meetings import Meetings, meetings_of
 from zeroshard.lab.predict.plan_only import PlanOnly, more_seconds, pipelined, with_rates, with_seconds
 from zeroshard.lab.predict.process_memory import Process, ProcessMemory, process_memory
 from zeroshard.lab.predict.rates import SPREAD_UNCALIBRATED, Software, spread
 from zeroshard.lab.predict.step import least_bytes, step_of
-from zeroshard.lab.predict.timeline import Cluster, Timing, simulate
+from zeroshard.lab.predict.timeline import Timing, simulate
 from zeroshard.lab.predict.traffic import bytes_by_link
 from zeroshard.lab.predict.workload import Workload, workload_of
 from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy

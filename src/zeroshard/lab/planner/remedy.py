@@ -22,7 +22,7 @@ from zeroshard.lab.planner.inverse import HIGHEST_BYTES_PER_S, Answer, on_networ
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner, copy_sizes
 from zeroshard.lab.planner.show import seconds, stage_zero_note
-from zeroshard.lab.predict.timeline import Cluster
+from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.zero import LocalSteps, MixedPrecision
 
 ENOUGH = 0.8  # of the compute-bound speed

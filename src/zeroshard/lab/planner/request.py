@@ -12,10 +12,10 @@ import torch
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.lab.predict.actions import Accumulate
+from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
 from zeroshard.lab.predict.plan_only import Offload, PlanOnly
 from zeroshard.lab.predict.rates import Attention, Impl, Loss, Software
-from zeroshard.lab.predict.timeline import Cluster
 from zeroshard.lab.predict.workload import DTYPES, Workload
 from zeroshard.models.adapters import Lora
 from zeroshard.zero import MixedPrecision

@@ -11,12 +11,13 @@ from zeroshard.comm.wrappers.throttle import bytes_per_link, num_hops
 from zeroshard.errors import UserError
 from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
+from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import Calibration, Link, read_calibration
 from zeroshard.lab.predict.meetings import meeting_messages, outer_bytes
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, state_bytes
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.step import Settings, Step, step_of
-from zeroshard.lab.predict.timeline import Cluster, Timing, simulate
+from zeroshard.lab.predict.timeline import Timing, simulate
 from zeroshard.lab.predict.traffic import flows_of, messages
 from zeroshard.models import LanguageModel
 from zeroshard.train.records.plan_contract import Job, Planned, Sent

@@ -22,7 +22,8 @@ import torch
 
 from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.buffers import Buffer
-from zeroshard.lab.predict.timeline import Cluster, Timing
+from zeroshard.lab.predict.cluster import Cluster
+from zeroshard.lab.predict.timeline import Timing
 from zeroshard.zero import LocalSteps, ShardingStrategy
 from zeroshard.zero.strategy import SHARD
 

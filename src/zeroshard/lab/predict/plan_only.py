@@ -27,8 +27,9 @@ from typing import Literal
 
 from zeroshard.errors import UserError
 from zeroshard.lab.predict.actions import Action, Compute, Moment, Step
+from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import LINKS
-from zeroshard.lab.predict.timeline import Cluster, Timing
+from zeroshard.lab.predict.timeline import Timing
 from zeroshard.lab.predict.work import Work
 from zeroshard.profiling.devices import Device
 

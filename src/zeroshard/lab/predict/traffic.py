@@ -24,10 +24,10 @@ from operator import or_
 
 from zeroshard.lab.predict.actions import Accumulate, Issue, Message, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
+from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.memory import OptimizerState
 from zeroshard.lab.predict.model_spans import Event, Span, Trace
 from zeroshard.lab.predict.step import step_of
-from zeroshard.lab.predict.timeline import Cluster
 from zeroshard.zero import MixedPrecision, ShardingStrategy
 
 
