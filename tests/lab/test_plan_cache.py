@@ -60,7 +60,7 @@ CHANGES = {
     "shard_size": 1, "dtype": "float32", "reduce_dtype": "bfloat16", "optimizer": "sgd", "accumulate": "local",
     "prefetch": 2, "reshard_after_forward": False, "kernels": "reference", "document_mask": True, "headroom": 0.1,
     "impl": "eager", "attention": "flash-3", "json": True, "explain": True, "ask": "fewest-gpus", "against": "1",
-    "compile": True, "autocast": True, "master_weights": False, "fp8": True, "optimizer_in_backward": True,
+    "compile": True, "autocast": True, "master_weights": False, "optimizer_in_backward": True,
     "offload": "optimizer", "tensor_parallel": 2, "context_parallel": 2, "pipeline_parallel": 2, "price": "2/h",
     "tokens": 10**9, "lora": {"rank": 8}, "replicas": {"every": 4},
     "wire": {"grads": "int8"}, "node_copy": 2,

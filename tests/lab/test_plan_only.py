@@ -43,7 +43,7 @@ def _padded(bytes_each, row, num_params):
 
 
 def test_fp8_makes_products_of_blocks_faster_and_changes_no_memory():
-    plain, fast = _row(), _row(fp8=True)
+    plain, fast = _row(), _row(dtype="fp8")
     assert plain.step.peak == fast.step.peak
     assert _flops(plain) * FP8_TIME < _flops(fast) < _flops(plain)  # the head is not in 8 bits
     assert _flops(plain, attention=True) == _flops(fast, attention=True)
@@ -151,8 +151,8 @@ def _answer(words):
 
 
 def test_what_zeroshard_does_not_do_is_said():
-    said = _answer("--model llama-tiny --gpus 8 --tensor-parallel 2 --fp8 --stage 1 --micro-batch 1").text
-    assert "zeroshard does not do this, plan only: fp8, tensor_parallel 2." in said
+    said = _answer("--model llama-tiny --gpus 8 --tensor-parallel 2 --dtype fp8 --stage 1 --micro-batch 1").text
+    assert "zeroshard does not do this, plan only: tensor_parallel 2." in said
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,13 @@ def test_what_zeroshard_does_not_do_is_said():
         ),
         ("--gpus 3 --context-parallel 3 --seq-len 128", "context_parallel", "does not divide 128 tokens"),
         ("--model llama-1b --gpus 3 --pipeline-parallel 3", "pipeline_parallel", "does not divide 16 blocks"),
-        ("--gpu a100-80gb --fp8", "fp8", "no products of 8-bit"),
-        ("--dtype float32 --fp8", "fp8", "dtype is float32"),
+        ("--gpu a100-80gb --dtype fp8", "dtype", "no products of 8-bit"),
         ("--dtype float32 --autocast", "autocast", "their own masters"),
         ("--autocast --no-master-weights", "autocast", "beside fp32 weights"),
         ("--optimizer-in-backward --gpus 2 --global-batch 8", "optimizer_in_backward", "cannot add up"),
         ("--offload optimizer --optimizer-in-backward", "offload", "not inside it"),
         ("--compile --impl eager", "compile", "impl is eager"),
-        ("--fp8 --dry-run", "fp8", "a dry run runs"),
+        ("--dtype fp8 --dry-run", "dtype", "a dry run has"),
         ("--price 2.5", "price", "is no price"),
         ("--price 0/h", "price", "is no price of a GPU"),
         ("--gpu a100-80gb,l40s --price 1/h,2/h,3/h", "price", "3 prices for 2 GPUs"),

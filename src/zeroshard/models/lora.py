@@ -11,9 +11,7 @@ Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", https://ar
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 from zeroshard.errors import UserError
 from zeroshard.models.adapters import ADAPTER, Lora, is_adapter
 from zeroshard.models.base import LanguageModel, materialize, shapes_only
+from zeroshard.models.quiet_import import quiet_import
 from zeroshard.models.recompute import keep_random_state
 
 ALL_LINEAR = "all-linear"
@@ -84,21 +83,9 @@ def initial_adapters(model: LanguageModel) -> dict[str, Tensor]:
 
 def _peft() -> Any:
     try:
-        with _quiet():
-            return import_module("peft")
+        return quiet_import("peft")
     except ImportError:
         raise UserError("lora.rank", "adapters need the package peft", "pip install 'zeroshard[peft]'") from None
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """What `peft` looks for at its import, and does not find, is no news of a run."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _default_targets(model: LanguageModel) -> Iterable[str]:

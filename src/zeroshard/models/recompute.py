@@ -35,12 +35,13 @@ EXPENSIVE = [
     _aten.addmm.default,
     _aten.bmm.default,
     _aten.baddbmm.default,
+    _aten._scaled_mm.default,  # in 8 bits, compiled; eager ones are an mm of tensors that know their scales
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
-PRODUCTS = EXPENSIVE[:4]
+PRODUCTS = EXPENSIVE[:5]
 
 
 def recomputed_blocks(how: str, num_blocks: int) -> list[int]:

@@ -147,7 +147,7 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         "lora": lora_of(config.lora),
         "headroom": config.headroom,
         **{name: getattr(config, name) for name in ("autocast", "master_weights")},
-        **{each.name: getattr(config, each.name) for each in fields(PlanOnly)},
+        **{each.name: getattr(config, each.name) for each in fields(PlanOnly) if each.name != "fp8"},  # a dtype
     }
 
 

@@ -55,7 +55,7 @@ def text(found: Sequence[Offer]) -> str:
     table = columns([titles, *rows], right=range(3, len(titles)))
     lines = [mark + line for mark, line in zip(marks, table, strict=True)]
     workload = found[0].plan.workload
-    head = f"{workload.name}, {workload.dtype}, {workload.optimizer}, sequences of {workload.seq_len}"
+    head = f"{workload.name}, {found[0].plan.dtype}, {workload.optimizer}, sequences of {workload.seq_len}"
     return "\n".join([f"{head}, {found[0].plan.num_gpus:,} GPUs", "", *lines, "", sentence(found)])
 
 

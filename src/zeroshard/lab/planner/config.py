@@ -63,7 +63,9 @@ class PlanConfig(Config):
     node_copy: int = Field(
         0, ge=0, description="GPUs of a node that keep a second copy of stage 3's weights, for backward; 0: none."
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Of forward and backward.")
+    dtype: Literal["float32", "bfloat16", "float16", "fp8"] = Field(
+        "bfloat16", description="Of forward and backward; fp8: matrix products of blocks in 8 bits, else bfloat16."
+    )
     reduce_dtype: Literal["master", "float32", "bfloat16", "float16"] = Field(
         "master", description="Of gradients on their way; master: float32."
     )
@@ -88,7 +90,6 @@ class PlanConfig(Config):
     master_weights: bool = Field(
         True, description="Keep fp32 masters of 16-bit weights; without: weights, gradients and states in --dtype."
     )
-    fp8: bool = Field(False, description=f"Matrix products of blocks in 8 bits; {ESTIMATE}")
     optimizer_in_backward: bool = Field(
         False, description=f"Update each unit, and free its gradients, inside backward; {ESTIMATE}"
     )
@@ -160,11 +161,13 @@ class PlanConfig(Config):
             )
         sizes = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
         names = [name for name, size in sizes.items() if size > 1] + (["offload"] if self.offload != "none" else [])
-        names += [name for name in ("fp8", "optimizer_in_backward", "autocast") if getattr(self, name)]
+        names += [name for name in ("optimizer_in_backward", "autocast") if getattr(self, name)]
         names += ["context_parallel"] if self.context_parallel > 1 else []
         names += [] if self.master_weights else ["master_weights"]
         if self.dry_run and names:
             raise UserError(names[0], "a dry run runs what zeroshard train does, which it is not", "leave one out")
+        if self.dry_run and self.dtype == "fp8":
+            raise UserError("dtype", "a dry run has no products in 8 bits", "use bfloat16, which keeps as much")
         parallel = [name for name in names if "parallel" in name]
         if self.ask in ("fewest-gpus", "largest-model") and parallel:
             raise UserError(parallel[0], f"{self.ask} changes what it divides", "leave one of the two out")

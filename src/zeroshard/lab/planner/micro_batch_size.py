@@ -28,7 +28,7 @@ def largest_micro_batch(config: TrainConfig, num_bytes: int) -> int:
         gpu=this_machine(num_bytes, device.type),
         within_node="10Gbit/s",
         seq_len=config.seq_len,
-        dtype=config.dtype if config.dtype != "auto" else automatic_dtype(device),
+        dtype={"auto": automatic_dtype(device), "fp8": "bfloat16"}.get(config.dtype, config.dtype),  # fp8 keeps as much
         reduce_dtype=None if config.reduce_dtype == "master" else config.reduce_dtype,
         wire=config.wire.as_precision(DTYPES),
         node_copy=config.node_copy or None,

@@ -143,6 +143,11 @@ class Plan:
         return self.cluster.world_size * self.beside.tensor_parallel * self.beside.pipeline_parallel
 
     @property
+    def dtype(self) -> str:
+        """As it was asked for."""
+        return "fp8" if self.beside.fp8 else self.workload.dtype
+
+    @property
     def plan_only(self) -> tuple[str, ...]:
         """What of it zeroshard does not do: an estimate to compare with."""
         return (*self.beside.named, *([self.workload.optimizer] if self.workload.optimizer in QUANTISED else []))
@@ -164,7 +169,7 @@ class Plan:
             "model": self.workload.name,
             "num_params": self.workload.num_params,
             "num_trained_params": self.workload.num_trained_params,
-            "dtype": self.workload.dtype,
+            "dtype": self.dtype,
             "optimizer": self.workload.optimizer,
             "seq_len": self.workload.seq_len,
             "gpus": self.num_gpus,

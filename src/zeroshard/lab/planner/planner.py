@@ -120,7 +120,7 @@ class Planner:
             tokens_per_s=tokens_per_s,
             mfu=mfu,
             binds=what_binds(timing, fits=fits),
-            spread=SPREAD_UNCALIBRATED if self.beside.named else spread(self.device),
+            spread=SPREAD_UNCALIBRATED if self.beside.named or self.beside.fp8 else spread(self.device),
             meetings=meetings,
             padding=padding_of(buffers),
             node_copy=strategy.secondary_shard_size or 0,
@@ -250,7 +250,7 @@ def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
     asked = Request(**given)
     found, beside = asked.calibration, asked.beside
     precision, weights, cast_to = asked.precision()
-    beside.check(asked.world_size, found.device, asked.dtype)
+    beside.check(asked.world_size, found.device)
     workload = workload_of(
         model,
         seq_len=asked.seq_len,

@@ -38,7 +38,8 @@ class Given(TypedDict, total=False):
             `zeroshard.Zero`; None: there is none. Stages with whole weights have none.
         global_batch: rows of a step over all ranks, by gradient accumulation; None: one micro-batch of each rank.
         seq_len: tokens of a sequence; None: the longest that the model is made for.
-        dtype: of forward and backward; masters and states keep the model's own.
+        dtype: of forward and backward; masters and states keep the model's own. ``fp8``: products of blocks in 8 bits,
+            all else in bfloat16.
         reduce_dtype: of gradients on their way; None: the masters'.
         wire: what travels in another form: ``gather``, ``reduce`` and ``block`` of `zeroshard.zero.MixedPrecision`;
             stage 0 has none.
@@ -57,8 +58,8 @@ class Given(TypedDict, total=False):
         overrides: fields of the preset's configuration to change.
         autocast: weights and gradients in fp32, cast to ``dtype`` around forward by `torch.autocast`.
         master_weights: whether 16-bit weights have fp32 masters; False: weights, gradients and states are in ``dtype``.
-        fp8, optimizer_in_backward, offload, tensor_parallel, context_parallel, pipeline_parallel: what zeroshard does
-            not do, estimated as `zeroshard.lab.predict.plan_only` says; ``world_size`` counts all GPUs.
+        optimizer_in_backward, offload, tensor_parallel, context_parallel, pipeline_parallel: what zeroshard does not
+            do, estimated as `zeroshard.lab.predict.plan_only` says; ``world_size`` counts all GPUs.
     """
 
     world_size: int
@@ -88,7 +89,6 @@ class Given(TypedDict, total=False):
     overrides: Mapping[str, object]
     autocast: bool
     master_weights: bool
-    fp8: bool
     optimizer_in_backward: bool
     offload: Offload
     tensor_parallel: int
@@ -132,7 +132,6 @@ class Request:
     overrides: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     autocast: bool = False
     master_weights: bool = True
-    fp8: bool = False
     optimizer_in_backward: bool = False
     offload: Offload = "none"
     tensor_parallel: int = 1
@@ -157,8 +156,18 @@ class Request:
 
     @property
     def beside(self) -> PlanOnly:
-        """What zeroshard does not do; not checked."""
+        """What zeroshard does not do, and fp8; not checked."""
         return PlanOnly(**{each.name: getattr(self, each.name) for each in fields(PlanOnly)})
+
+    @property
+    def fp8(self) -> bool:
+        """Whether products of blocks are in 8 bits."""
+        return self.dtype == "fp8"
+
+    @property
+    def _dtype(self) -> str:
+        """In which all but the products of blocks computes."""
+        return "bfloat16" if self.fp8 else self.dtype
 
     @property
     def who_computes_on_cpus(self) -> Choice:
@@ -174,7 +183,7 @@ class Request:
 
     def precision(self) -> tuple[MixedPrecision, torch.dtype | None, torch.dtype | None]:
         """The engine's policy, the dtype of weights without a master, and what autocast casts to."""
-        precision = _precision(self.dtype, self.reduce_dtype)
+        precision = _precision(self._dtype, self.reduce_dtype)
         if self.autocast and not self.master_weights:
             raise UserError("autocast", "it computes beside fp32 weights", "leave out --no-master-weights, or it")
         if self.dtype == "float32" and (self.autocast or not self.master_weights):
@@ -183,7 +192,7 @@ class Request:
         weights = cast_to = None
         if self.autocast or not self.master_weights:
             precision = MixedPrecision(reduce_dtype=precision.reduce_dtype)
-            weights, cast_to = (None, DTYPES[self.dtype]) if self.autocast else (DTYPES[self.dtype], None)
+            weights, cast_to = (None, DTYPES[self._dtype]) if self.autocast else (DTYPES[self._dtype], None)
         return replace(precision, **self.wire), weights, cast_to
 
     def cluster(self, found: Calibration) -> Cluster:
@@ -234,7 +243,9 @@ def _require_count(name: str, value: int, least: int) -> None:
 def _precision(dtype: str, reduce_dtype: str | None) -> MixedPrecision:
     for name, value in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
         if value is not None and value not in DTYPES:
-            raise UserError(name, f"{value!r} is not a choice", f"choose one of {', '.join(DTYPES)}")
+            raise UserError(
+                name, f"{value!r} is not a choice", f"choose one of {', '.join(DTYPES)}{', fp8' * (name == 'dtype')}"
+            )
     return MixedPrecision(
         param_dtype=None if dtype == "float32" else DTYPES[dtype],
         reduce_dtype=None if reduce_dtype is None else DTYPES[reduce_dtype],

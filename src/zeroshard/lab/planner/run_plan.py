@@ -16,6 +16,7 @@ from zeroshard.lab.predict.hardware import Calibration, Link, read_calibration
 from zeroshard.lab.predict.meetings import meeting_messages, outer_bytes
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, state_bytes
 from zeroshard.lab.predict.model_trace import trace_language_model
+from zeroshard.lab.predict.plan_only import PlanOnly, with_rates
 from zeroshard.lab.predict.step import Settings, Step, step_of
 from zeroshard.lab.predict.timeline import Timing, simulate
 from zeroshard.lab.predict.traffic import flows_of, messages
@@ -82,6 +83,7 @@ def predict(job: Job) -> Planned:
     )
     try:
         step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings)
+        step = with_rates(step, PlanOnly(fp8=job.fp8), getattr(job.model.config, "vocab_size", 0))
     except UserError as error:  # a model of somebody else's whose activations nobody can foresee
         if calibration is not None:
             raise

@@ -74,7 +74,7 @@ def heading(plan: Plan) -> str:
     """What was planned, with the sources of its figures."""
     workload, cluster, device = plan.workload, plan.cluster, plan.device
     lines = [
-        f"{workload.name}: {workload.num_params / 1e9:.3g}B parameters, {workload.dtype}, {workload.optimizer}, "
+        f"{workload.name}: {workload.num_params / 1e9:.3g}B parameters, {plan.dtype}, {workload.optimizer}, "
         f"{workload.num_bytes_of_states:.3g} bytes of state for each{_trained(workload)} unsharded; "
         f"sequences of {workload.seq_len}",
         f"{plan.num_gpus:,} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each ({device.source})",

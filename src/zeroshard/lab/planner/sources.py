@@ -10,7 +10,7 @@ from dataclasses import fields
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds, size
-from zeroshard.lab.predict.plan_only import PlanOnly
+from zeroshard.lab.predict.plan_only import FP8_TIME, PlanOnly
 from zeroshard.lab.predict.process_memory import SOURCES
 from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
 from zeroshard.lab.predict.rates import HOST_S, SPREAD_UNCALIBRATED, SUSTAINED, Software, Sustained
@@ -20,6 +20,7 @@ BESIDE = ("beside", "bytes", "from")
 FITTED = "fitted to published runs on such devices"
 ONE_RUN = "one published run, of which not all is said"
 ATTENTION = "Shah et al. 2024, FlashAttention-3, arXiv:2407.08608; Dao 2023, FlashAttention-2, arXiv:2307.08691"
+FP8_SOURCE = "torchao trains Llama 3 8B on 8 H100 1.25 times as fast: docs.pytorch.org/ao, Quantized Training"
 NO_RUN = "no published run on such a device: large products alone, less what others lose while they train"
 
 
@@ -29,6 +30,8 @@ def rates(plan: Plan | Planner) -> list[tuple[str, str, str]]:
     peak = device.matmul_flops_per_s.get(plan.workload.dtype, 0.0)
     both = f"{peak / 1e12:,.4g} TFLOP/s, {device.bytes_per_s / 1e9:,.4g} GB/s"
     told = [("data sheet" if device.matmul_share < 1 else "device", both, device.source)]
+    if plan.beside.fp8:
+        told.append(("products of blocks", f"{FP8_TIME:.2g} of their time in bfloat16", FP8_SOURCE))
     if device.sustained:
         told += _sustained(plan.software, SUSTAINED[device.sustained])
     elif device.matmul_share < 1:

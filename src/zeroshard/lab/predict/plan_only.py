@@ -1,10 +1,10 @@
-"""What other trainers do and zeroshard does not, as far as a plan can say what it would come to.
+"""What other trainers do and zeroshard does not, as far as a plan can say what it would come to; and fp8.
 
 Each is an estimate from a formula of its source, laid over a step that is planned exactly:
 
     fp8          products inside blocks take `FP8_TIME` of their time: torchao's float8 with tensorwise scales trains
                  Llama 3 8B on 8 H100 1.25 times as fast (docs.pytorch.org/ao, "Quantized Training"). Activations,
-                 weights and messages stay in 16 bits.
+                 weights and messages stay in 16 bits. `zeroshard train --dtype fp8` does that.
     offload      masters, states and gradients are the host's. Gradients go there as they are reduced, the host updates,
                  and weights come back: max(n / u, 2 copies over PCIe), u = `HOST_ADAM_PER_S` parameters a second of a
                  node's processors. Ren et al. 2021, "ZeRO-Offload", https://arxiv.org/abs/2101.06840.
@@ -46,18 +46,18 @@ class PlanOnly:
     """Settings that a plan takes and no run of ours has.
 
     Attributes:
-        fp8: products of blocks in 8 bits.
         optimizer_in_backward: each unit is updated as soon as its gradients are reduced, and they are freed.
         offload: ``optimizer``: masters and states are the host's.
         tensor_parallel, context_parallel, pipeline_parallel: ranks that share one replica of the model in that way.
+        fp8: products of blocks in 8 bits: the one that zeroshard has.
     """
 
-    fp8: bool = False
     optimizer_in_backward: bool = False
     offload: Offload = "none"
     tensor_parallel: int = 1
     context_parallel: int = 1
     pipeline_parallel: int = 1
+    fp8: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -66,19 +66,18 @@ class PlanOnly:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Those that are used, by their flags."""
-        found = [name for name in ("fp8", "optimizer_in_backward") if getattr(self, name)]
+        """Those that are used and that zeroshard does not do, by their flags."""
+        found = ["optimizer_in_backward"] if self.optimizer_in_backward else []
         found += ["offload"] if self.offload != "none" else []
         sizes = ("tensor_parallel", "context_parallel", "pipeline_parallel")
         return (*found, *(f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) > 1))
 
-    def check(self, world_size: int, device: Device, dtype: str) -> None:
+    def check(self, world_size: int, device: Device) -> None:
         """Raise UserError for what cannot be.
 
         Args:
             world_size: all GPUs.
             device: one of them.
-            dtype: in which products compute.
         """
         for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
             value = getattr(self, name)
@@ -95,9 +94,7 @@ class PlanOnly:
             raise UserError("offload", "the host updates after backward, not inside it", "leave one of the two out")
         if self.fp8 and not device.name.startswith(FP8_DEVICES):
             what = f"a {device.name} has no products of 8-bit floating point"
-            raise UserError("fp8", what, f"leave it out, or choose one of {', '.join(FP8_DEVICES)}")
-        if self.fp8 and dtype == "float32":
-            raise UserError("fp8", "products are cast from 16 bits, and dtype is float32", "choose dtype bfloat16")
+            raise UserError("dtype", what, f"choose bfloat16, or one of {', '.join(FP8_DEVICES)}")
         if self.offload != "none" and device.device_type != "cuda":
             raise UserError("offload", f"{device.name} is a host itself", "leave it out, or name a GPU")
 

@@ -166,10 +166,10 @@ class TrainConfig(Config):
         "auto",
         description="Who computes norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch.",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(
         "auto",
-        description="Compute type; the master weights are float32. float16 scales the loss. auto: bfloat16 on a GPU "
-        "that has it, else float32.",
+        description="Compute type; the master weights are float32. float16 scales the loss. fp8: matrix products of "
+        "blocks in 8 bits by torchao, else bfloat16. auto: bfloat16 on a GPU that has it, else float32.",
     )
     tf32: bool = Field(
         False, description="Matrix products of float32 in TF32, on GPUs that have it: faster, and 10 bits of mantissa."
@@ -270,6 +270,9 @@ class TrainConfig(Config):
             what = f"{self.strategy} has whole weights all the time, and none to keep or free"
             todo = f"leave it out, or use --strategy {' or '.join(strategies_with('frees_weights'))}"
             raise UserError("reshard_after_forward", what, todo)
+        if self.dtype == "fp8" and not strategy.planned:
+            what = f"fp8 is for our engine's stages, and {self.strategy} is not one"
+            raise UserError("dtype", what, f"use bfloat16, or --strategy {', '.join(strategies_with('planned'))}")
         for name in ("prefetch", "accumulate", "reduce_dtype"):
             if not strategy.planned and getattr(self, name) != type(self).model_fields[name].default:
                 what = f"{self.strategy} is not our engine, which alone can be told"

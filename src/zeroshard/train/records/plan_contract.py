@@ -36,6 +36,7 @@ class Job:
         rank, world_size: this rank and how many there are.
         shard_size: over how many neighbours state is sharded.
         compute_dtype: of forward and backward; masters are fp32.
+        fp8: whether products of blocks are in 8 bits.
         num_micro: micro-batches of a step.
         reduce_dtype: in which gradients add up and travel; None: fp32.
         wire: what travels in another form: arguments of `zeroshard.zero.MixedPrecision`.
@@ -67,6 +68,7 @@ class Job:
     calibration: str = ""
     estimates: bool = True
     links: Links | None = None
+    fp8: bool = False
     reduce_dtype: torch.dtype | None = None
     wire: Mapping[str, Any] = field(default_factory=dict)
     accumulate: Accumulate | None = None

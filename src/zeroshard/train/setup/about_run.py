@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 from zeroshard.comm import Communicator
 from zeroshard.models import LanguageModel
+from zeroshard.models.float8 import float8_layers
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.setup.assemble import FP8
 from zeroshard.train.setup.corpus import Corpus
 from zeroshard.zero import STAGES
 
@@ -72,7 +74,7 @@ def about_run(
         "data": corpus_in_words(config, corpus),
         "batch": f"{config.micro_batch_size:,} sequences x {micro_batches} x {_ranks(world_size)} x "
         f"{config.seq_len:,} tokens = {tokens:,} tokens a step",
-        "compute": f"{config.dtype} on {device}{compiled}, {config.optimizer} with lr {config.lr:g}, "
+        "compute": f"{_dtype(config, model)} on {device}{compiled}, {config.optimizer} with lr {config.lr:g}, "
         f"torch {torch.__version__}",
     }
 
@@ -124,6 +126,13 @@ def corpus_in_words(config: TrainConfig, corpus: Corpus) -> str:
     size = f"{corpus.num_tokens:,} tokens to train on" if corpus.num_tokens else "streamed"
     rows = f", {corpus.said}" if corpus.said else ""
     return f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids{rows}"
+
+
+def _dtype(config: TrainConfig, model: LanguageModel) -> str:
+    if config.dtype != FP8:
+        return config.dtype
+    chosen, total = float8_layers(model)
+    return f"fp8 in {len(chosen)} of {total} linear layers of blocks, else bfloat16,"
 
 
 def _num_params(model: LanguageModel) -> str:

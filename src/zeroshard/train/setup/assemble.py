@@ -25,6 +25,7 @@ from zeroshard.models import (
 )
 from zeroshard.models.adapters import Lora
 from zeroshard.models.base import place_buffers
+from zeroshard.models.float8 import float8_layers, use_float8
 from zeroshard.models.hugging_face.model import require_positions
 from zeroshard.models.presets import model_config
 from zeroshard.optim import FusedAdamW, MuonAdamW, decay_groups, muon_groups
@@ -38,6 +39,7 @@ from zeroshard.train.setup.compiled import compile_blocks
 from zeroshard.zero import LocalSteps, loaded_later
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8 = "fp8"  # of ``dtype``: products of blocks in 8 bits, all else in bfloat16
 
 
 def check_model(config: TrainConfig) -> None:
@@ -52,6 +54,12 @@ def check_adapters(config: TrainConfig) -> None:
     """Raise UserError where the model cannot be given the adapters that ``config`` asks for; data need not be there."""
     if config.lora.rank:
         make_model(config, max(config.model.vocab_size, 1), "meta")
+
+
+def check_float8(config: TrainConfig) -> None:
+    """Raise UserError where ``config`` asks for fp8, and the model has no layer for it; data need not be there."""
+    if config.dtype == FP8:
+        float8_layers(make_model(config, max(config.model.vocab_size, 1), "meta"))
 
 
 def check_shard_size(config: TrainConfig, world_size: int) -> None:
@@ -164,6 +172,8 @@ def sharded(
     model.eos_id = eos_id
     if apart_by(config):
         require_positions(model, apart_by(config))
+    if config.dtype == FP8:
+        use_float8(model)
     if config.compile:
         compile_blocks(model.blocks, config.compile_backend, device)
 
@@ -176,7 +186,7 @@ def sharded(
         optimizer_cls=optimizer_cls,
         param_groups=partial(_param_groups, config, model.blocks),
         optimizer_kwargs=optimizer_kwargs,
-        compute_dtype=DTYPES[config.dtype],
+        compute_dtype=compute_dtype(config),
         init=(InitialValues(model) if draw else loaded_later) if from_meta else None,
         device=device,
         shard_size=config.shard_size or None,
@@ -199,6 +209,11 @@ def _param_groups(config: TrainConfig, blocks: nn.ModuleList, module: nn.Module)
     wanted = {id(block) for block in blocks}
     names = [name for name, each in module.named_modules() if id(each) in wanted]
     return muon_groups(module.named_parameters(), config.weight_decay, names)
+
+
+def compute_dtype(config: TrainConfig) -> torch.dtype:
+    """Of forward and backward; under fp8 that of all but the products of blocks."""
+    return torch.bfloat16 if config.dtype == FP8 else DTYPES[config.dtype]
 
 
 def reduce_dtype(config: TrainConfig) -> torch.dtype | None:

@@ -20,7 +20,7 @@ from zeroshard.errors import UserError
 from zeroshard.models import LanguageModel
 from zeroshard.regular_files import json_of, read_text
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.setup.assemble import DTYPES, reduce_dtype
+from zeroshard.train.setup.assemble import compute_dtype, reduce_dtype
 
 HIGHEST_STAGE = 3
 # From a model on the meta device, the number of ranks, the dtype that computes, the device, rows and tokens of a
@@ -43,7 +43,7 @@ def automatic_stage(
     if choose_stage is not None:
         shapes = config.micro_batch_size, config.seq_len
         kept = config.ema_decay > 0, config.reshard_after_forward, reduce_dtype(config)
-        chosen = choose_stage(model, comm.world_size, DTYPES[config.dtype], device, *shapes, *kept)
+        chosen = choose_stage(model, comm.world_size, compute_dtype(config), device, *shapes, *kept)
     stage, why = lowest_stage(chosen, comm, Path(config.out), resuming=config.resume != "none")
     if comm.rank == 0:
         print(f"strategy auto: zero{stage}: {why}")

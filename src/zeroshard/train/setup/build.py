@@ -46,6 +46,7 @@ from zeroshard.train.setup.apart import require_apart
 from zeroshard.train.setup.assemble import (
     apart_by,
     check_adapters,
+    check_float8,
     check_model,
     check_shard_size,
     make_model,
@@ -116,6 +117,7 @@ def build_run(
     config = on_device(with_model_files(with_initial_run(config)), device)
     check_model(config)
     check_adapters(config)
+    check_float8(config)
     require_trackers(config.track)
     check_shard_size(config, comm.world_size)
     describe(device, config.kernels)  # refuses what cannot be had
@@ -357,5 +359,5 @@ def _observers(config: TrainConfig, folder: Path) -> list[Observer]:
 
 def _peak_flops_per_s(dtype: str, device: torch.device) -> float | None:
     if device.type != "cuda" or dtype == "float32":
-        return None  # float16 has bfloat16's peak
+        return None  # float16 has bfloat16's peak, and fp8 is held against it too
     return peak_bf16_flops_per_s(torch.cuda.get_device_name(device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeroshard.errors import UserError
+from zeroshard.models.float8 import require_float8
 from zeroshard.train.config.config import TrainConfig
 
 _WITH_TF32 = (8, 0)  # compute capability: Ampere
@@ -14,8 +15,10 @@ def on_device(config: TrainConfig, device: torch.device) -> TrainConfig:
     """`with_dtype`, with TF32 switched as ``config`` says.
 
     Raises:
-        UserError: TF32 is asked for, and the device has none.
+        UserError: TF32 or fp8 is asked for, and the device has none.
     """
+    if config.dtype == "fp8":
+        require_float8(device)
     if config.tf32:
         _require_tf32(device)
     if device.type == "cuda":

@@ -11,7 +11,7 @@ from zeroshard.models import LanguageModel
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.records.plan_contract import Contract, Job, Predict
-from zeroshard.train.setup.assemble import DTYPES, local_steps, reduce_dtype, wire
+from zeroshard.train.setup.assemble import FP8, compute_dtype, local_steps, reduce_dtype, wire
 from zeroshard.train.setup.links import Links
 from zeroshard.zero import STAGES
 
@@ -39,7 +39,8 @@ def contract_of(
         rank=comm.rank,
         world_size=comm.world_size,
         shard_size=config.shard_size or comm.world_size,
-        compute_dtype=DTYPES[config.dtype],
+        compute_dtype=compute_dtype(config),
+        fp8=config.dtype == FP8,
         reduce_dtype=reduce_dtype(config),
         wire=wire(config),
         accumulate=None if config.accumulate == "auto" else config.accumulate,
