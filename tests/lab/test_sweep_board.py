@@ -32,7 +32,7 @@ def test_a_terminal_shows_a_table_that_moves(tmp_path, monkeypatch):
     run = read_run(write_run(tmp_path / "run", link=LINK))
 
     def play(board):
-        with board.live([good, bad], 2):
+        with board.live([good, bad], 4):
             board.begins(good, 0)
             board.ended(good, 0, run, seconds=12.0)
             board.ended(bad, 0, read_run(tmp_path / "none"), seconds=6.0, failure="status 1: no")

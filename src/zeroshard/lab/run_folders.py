@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +65,11 @@ def spread(values: Iterable[float]) -> Spread | None:
     return Spread(statistics.median(finite), min(finite), max(finite), len(finite)) if finite else None
 
 
+def scaled(found: Spread | None, scale: float) -> Spread | None:
+    """In another unit."""
+    return Spread(found.median * scale, found.low * scale, found.high * scale, found.count) if found else None
+
+
 @dataclass(frozen=True)
 class RunResult:
     """What a run folder says.
@@ -99,19 +104,28 @@ class RunResult:
         return self.steps[WARM_UP_STEPS:] or self.steps
 
     @cached_property
+    def rounds(self) -> tuple[tuple[Step, ...], ...]:
+        """The settled steps by rounds, from one meeting of replicas to the next: each step is one where all ranks
+        meet at each, and where not one round of local steps is whole.
+        """
+        every = self.setting("replicas.every", 1)
+        every = every if isinstance(every, int) and 1 < every <= len(self.settled) else 1
+        return tuple(self.settled[i : i + every] for i in range(0, len(self.settled) - every + 1, every))
+
+    @cached_property
     def step_s(self) -> float:
-        """The median step, in seconds; NaN without steps."""
-        return _median(step.step_s for step in self.settled)
+        """The median step, in seconds; of local steps the median round's mean. NaN without steps."""
+        return _median(statistics.fmean(step.step_s for step in steps) for steps in self.rounds)
 
     @cached_property
     def tokens_per_s(self) -> float:
-        """Of all ranks together, at the median step; NaN without steps."""
-        return _median(step.tokens_per_s for step in self.settled)
+        """Of all ranks together, at the median step or in the median round; NaN without steps."""
+        return _median(_rate(steps) for steps in self.rounds)
 
     @cached_property
     def exposed_s(self) -> float:
         """Seconds of the median step that rank 0 stood still for communication; NaN without steps."""
-        return _median(sum(step.exposed_s.values()) for step in self.settled)
+        return _median(statistics.fmean(sum(step.exposed_s.values()) for step in steps) for steps in self.rounds)
 
     @cached_property
     def held_bytes(self) -> int:
@@ -272,6 +286,13 @@ def _link(found: Any, problems: list[str]) -> LinkFacts | None:
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         problems.append(f"{METRICS}: the link's facts cannot be read ({type(error).__name__}: {error})")
         return None
+
+
+def _rate(steps: Sequence[Step]) -> float:
+    """Tokens a second over several steps, from those of each."""
+    if len(steps) == 1:
+        return steps[0].tokens_per_s
+    return sum(step.tokens_per_s * step.step_s for step in steps) / sum(step.step_s for step in steps)
 
 
 def _median(values: Iterable[float]) -> float:

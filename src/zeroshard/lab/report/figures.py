@@ -12,6 +12,7 @@ from zeroshard.lab.report.marks import LeftOutError
 from zeroshard.lab.report.reading_notes import with_notes
 from zeroshard.lab.report.run_figures import loss, memory, predictions, timelines
 from zeroshard.lab.report.speed import communication, relative, searched, throughput
+from zeroshard.lab.report.time_figures import time_figures
 
 _LOG_FROM = 5.0  # the largest over the smallest value
 Drawn = tuple[list[Figure], list[str]]  # and what could not be drawn, a line each
@@ -19,12 +20,15 @@ Drawn = tuple[list[Figure], list[str]]  # and what could not be drawn, a line ea
 
 def figures_of(material: Material) -> Drawn:
     """Every figure for which there are data, and a line for each kind without."""
-    entries = [entry for entry in material.entries if entry.first is not None]
+    begun = [entry for entry in material.entries if entry.first is not None]
+    entries = [entry for entry in begun if not entry.case.is_curve]  # a curve's steps had no link to be compared on
+    trained = [entry for entry in begun if entry.case.is_curve or not entry.case.curve]
     kinds: dict[str, Callable[[], list[Figure]]] = {
+        **({"Time to a loss": lambda: time_figures(material.times)} if material.times else {}),
         "Throughput": lambda: throughput(entries),
         "Communication": lambda: communication(entries),
         "Crossovers": lambda: [*searched(material.crossings), *relative(entries, optional=bool(material.crossings))],
-        "Loss": lambda: loss(entries),
+        "Loss": lambda: loss(trained),
         "Memory": lambda: memory(entries),
         "Step timeline": lambda: timelines(entries),
         "Predicted against measured": lambda: predictions(entries),

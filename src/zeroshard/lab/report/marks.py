@@ -177,11 +177,6 @@ def count_in_words(found: Spread) -> str:
     return f"{found.count} runs" if found.count > 1 else "1 run"
 
 
-def scaled(found: Spread | None, scale: float) -> Spread | None:
-    """In another unit."""
-    return Spread(found.median * scale, found.low * scale, found.high * scale, found.count) if found else None
-
-
 def alone(value: float) -> Spread | None:
     """One value as a spread; None where it is not known."""
     return Spread(value, value, value, 1) if math.isfinite(value) else None

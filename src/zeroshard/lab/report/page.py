@@ -24,6 +24,7 @@ from zeroshard.lab.report.entries import Material, Notice
 from zeroshard.lab.report.figure import Figure
 from zeroshard.lab.report.interactive import CONFIG, as_plotly
 from zeroshard.lab.report.table import table_of
+from zeroshard.lab.report.time_figures import time_table
 
 PLOTLY_JS = "4.1.1"  # the version of the bundle
 PLOTLY_JS_SHA256 = "99784e3abfb07b142a15e521a439e6d9addceadb3f79553fd24c72774f0649ba"  # of it as npm has it
@@ -56,7 +57,10 @@ def render(
     return templates.get_template("page.html.j2").render(
         title=material.title,
         num_entries=len(material.entries),
-        table=table_of(material.entries),
+        tables=[
+            *(("Time to a loss", time_table(times)) for times in material.times if math.isfinite(times.target)),
+            ("Results", table_of(material.entries)),
+        ],
         notices=by_kind(material.notices),
         figures=figures,
         missing=missing,

@@ -22,11 +22,10 @@ from zeroshard.lab.report.marks import (
     numbered,
     only_first,
     rank_of_strategy,
-    scaled,
     style,
     titled,
 )
-from zeroshard.lab.run_folders import Spread
+from zeroshard.lab.run_folders import Spread, scaled
 
 ENDS = ("low", "high")  # of whiskers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Generator, Sequence
@@ -16,6 +17,7 @@ from rich.table import Table
 from zeroshard.lab.run_folders import RunResult, Spread, spread
 from zeroshard.lab.sweep.cases import Case, in_words
 from zeroshard.lab.sweep.results import CaseResult, read_sweep
+from zeroshard.lab.sweep.time_to_loss import Timed, times_to_loss
 
 _ROWS = 24  # of a live table: what runs, and what ran last
 _NAME_DIGITS = 6
@@ -32,10 +34,10 @@ class Board:
         self._num_ended = self._num_all = 0
 
     @contextmanager
-    def live(self, cases: Sequence[Case], repeats: int) -> Generator[None]:
-        """Inside, ``cases`` run, each ``repeats`` times."""
+    def live(self, cases: Sequence[Case], num_runs: int) -> Generator[None]:
+        """Inside, ``cases`` run, ``num_runs`` times in all."""
         self._rows = {case.name: _Row(case) for case in cases}
-        self._num_ended, self._num_all = 0, len(cases) * repeats
+        self._num_ended, self._num_all = 0, num_runs
         if not self._console.is_terminal:
             yield
             return
@@ -81,12 +83,20 @@ class Board:
     def list_cases(self, cases: Sequence[Case]) -> None:
         """Say what would run."""
         for case in cases:
-            self.say(f"{case.name}  {in_words(case.axes)}" + (f"  refused: {case.refusal}" if case.refusal else ""))
+            curve = "  (to the end)" if case.is_curve else ""
+            refused = f"  refused: {case.refusal}" if case.refusal else ""
+            self.say(f"{case.name}  {in_words(case.axes)}{curve}{refused}")
 
     def say_results(self, folder: Path) -> None:
         """Each case with its medians, and from the lowest to the highest of its repeats."""
-        for case in read_sweep(folder).cases:
-            self.say(f"{case.name[:_NAME_DIGITS]}  {in_words(case.axes)}  {_medians(case)}")
+        found = read_sweep(folder)
+        times = times_to_loss(found)
+        reached = {} if times is None else {row.case.name: _time_to_loss(row) for row in times.rows}
+        for case in found.cases:
+            self.say(f"{case.name[:_NAME_DIGITS]}  {in_words(case.axes)}  {_medians(case)}{reached.get(case.name, '')}")
+        if times is not None:
+            known = math.isfinite(times.target)
+            self.say(f"target: validation loss {times.target:.4f}, {times.why}" if known else f"no target: {times.why}")
 
     def say(self, line: str) -> None:
         """Print a line, above the table where there is one."""
@@ -156,6 +166,11 @@ def _medians(case: CaseResult) -> str:
     words = [f"step {_between(case.step_s, 1e3, ' ms')}", f"{_between(case.tokens_per_s, 1, ' tok/s')}"]
     words += [f"not comparable: {why}" for why in case.why_not_comparable[:1]]
     return "  ".join(words)
+
+
+def _time_to_loss(row: Timed) -> str:
+    words = f"  {_between(row.seconds, 1, ' s')} to the target, {row.fate}" if row.seconds else f"  {row.fate}"
+    return words + (f"; {row.differs}" if row.differs else "")
 
 
 def _between(found: Spread | None, scale: float, unit: str) -> str:

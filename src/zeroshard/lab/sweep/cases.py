@@ -11,6 +11,9 @@
 An axis is a setting by its dotted name. Where its values are tables, they are tables of that name (``model``), or,
 where no setting has the name, of settings (``{ "model.n_layer" = 4, micro_batch_size = 8 }``).
 
+``remedies = ["none", "int8", "every=32"]`` is an axis too, the last: `zeroshard.lab.sweep.remedies` says what a name
+sets.
+
 A case is named by the hash of its resolved configuration, without what changes no result. So a sweep that has changed
 finds again what it has in common with the one before.
 """
@@ -20,13 +23,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from zeroshard.errors import UserError
+from zeroshard.lab.sweep import remedies
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.sections import SHORTHANDS, Config
 from zeroshard.train.config.sizes import parse_bandwidth, parse_size
@@ -34,6 +38,7 @@ from zeroshard.train.config.validate import fields_by_name, nearest, validate
 
 CHANGES_NO_RESULT = ("out", "port", "resume", "log_interval", "keep_checkpoints", "keep_every", "step_timeout_s")
 DIGITS = 12  # of a hash
+REMEDY = "remedy"  # the axis of remedies, by name
 
 
 class SweepConfig(Config):
@@ -50,6 +55,24 @@ class SweepConfig(Config):
     crossover_low: str = Field("100Mbit/s", description="Least bandwidth of a crossover.")
     crossover_high: str = Field("10Gbit/s", description="Largest bandwidth of a crossover.")
     crossover_within: float = Field(1.2, gt=1, description="A crossover is known to such a factor.")
+
+    remedies: tuple[str, ...] = Field(
+        (),
+        description="Ways to send less, tried one after another: none, int8 (weights and gradients), int8,int4, "
+        "every=32 (local steps), every=32,int8, node-copy=2.",
+    )
+    time_to_loss: bool = Field(
+        False, description="Train once a remedy to the end, and time a few steps of it on each link."
+    )
+    target_loss: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="With time_to_loss: the validation loss to reach; 0: the first remedy's after 80% of its steps.",
+    )
+    timed_steps: int = Field(
+        8, ge=1, description="With time_to_loss: steps timed on each link; local steps: as many whole rounds."
+    )
 
     base: dict[str, Any] = Field({}, description="Settings of every run.")
     axes: dict[str, Any] = Field({}, description="Settings that are tried, each with its list of values.")
@@ -73,6 +96,7 @@ class SweepConfig(Config):
                 raise UserError("crossover_low", f"{self.crossover_low} is not below {self.crossover_high}", "lower it")
             if {"strategy", "link.bandwidth"} & set(flat_axes(self.axes)):
                 raise UserError("axes", "a crossover sets strategy and link.bandwidth itself", "leave them out")
+        self._agree_on_remedies()
         if "out" in self.axes:
             what = "a sweep gives each run a folder of its own"
             raise UserError("axes.out", what, "leave it out, and name the sweep's by --out")
@@ -80,6 +104,23 @@ class SweepConfig(Config):
             if not values:
                 raise UserError(f"axes.{name}", "has no values", "give a list of at least one")
         return self
+
+    def _agree_on_remedies(self) -> None:
+        remedies.named(self.remedies)
+        asked = "remedies" if self.remedies else "time_to_loss" if self.time_to_loss else ""
+        if asked and self.crossover:
+            raise UserError(asked, "a crossover compares two strategies by their steps alone", "leave one of both out")
+        if self.remedies:
+            remedies.check_alone("base", list(_dotted(self.base)))
+            of_tables = (key for values in flat_axes(self.axes).values() for each in values for key in _keys(each))
+            remedies.check_alone("axes", [*flat_axes(self.axes), *of_tables])
+        fields = type(self).model_fields
+        for name in ("target_loss", "timed_steps"):
+            if getattr(self, name) != fields[name].default and not self.time_to_loss:
+                raise UserError(name, f"{getattr(self, name)} is given, and nothing is timed", "add --time-to-loss")
+        if self.time_to_loss and self.fit_memory:
+            what = "each stage has a micro-batch of its own, and so a curve of its own"
+            raise UserError("fit_memory", what, "leave it out, or --time-to-loss")
 
 
 @dataclass(frozen=True)
@@ -91,12 +132,20 @@ class Case:
         axes: what sets it apart, by dotted name.
         config: of its runs, but for the folder; None where there is none.
         refusal: why there is none, in a line; empty where there is.
+        curve: of a sweep for the time to a loss, the case that is trained to the end in its place, or this one itself;
+            empty in other sweeps.
     """
 
     name: str
     axes: Mapping[str, Any]
     config: TrainConfig | None
     refusal: str = ""
+    curve: str = ""
+
+    @property
+    def is_curve(self) -> bool:
+        """Whether it is trained to the end, for others of which only steps are timed."""
+        return self.curve == self.name
 
 
 def cases_of(sweep: SweepConfig, extra_axes: Mapping[str, Sequence[Any]] | None = None) -> list[Case]:
@@ -117,6 +166,8 @@ def cases_of(sweep: SweepConfig, extra_axes: Mapping[str, Sequence[Any]] | None 
             raise UserError(
                 f"axes.{name}", "there is no such setting", nearest(name, known, "see zeroshard train --help")
             )
+    if sweep.remedies:
+        axes[REMEDY] = [*sweep.remedies]
     found: dict[str, Case] = {}
     for values in itertools.product(*axes.values()):
         case = make_case(sweep.base, dict(zip(axes, values, strict=True)), sweep.fit_memory)
@@ -130,9 +181,12 @@ def cases_of(sweep: SweepConfig, extra_axes: Mapping[str, Sequence[Any]] | None 
 def make_case(base: Mapping[str, Any], axes: Mapping[str, Any], fit_memory: str = "") -> Case:
     """The case that has ``axes``' settings laid over ``base``, and another micro-batch where that is to fill memory."""
     raw: dict[str, Any] = {}
-    for table in (base, *(_nested(name, value) for name, value in axes.items())):
+    settings = {name: value for name, value in axes.items() if name != REMEDY}
+    for table in (base, *(_nested(name, value) for name, value in settings.items())):
         raw = merge(raw, _spelled_out(table))
     try:
+        if REMEDY in axes:
+            raw = _with_remedy(raw, str(axes[REMEDY]))
         config = validate(TrainConfig, raw)
     except UserError as error:
         return Case(_hash(raw), dict(axes), None, str(error))
@@ -161,8 +215,31 @@ def in_words(axes: Mapping[str, Any]) -> str:
     words = []
     for name, value in axes.items():
         inner = " ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, Mapping) else ""
-        words.append(inner or f"{name} {value}")
+        words.append(inner or (str(value) if name == REMEDY else f"{name} {value}"))
     return "  ".join(words)
+
+
+def _with_remedy(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """``raw`` with what a remedy sets. Where nothing says how many ranks a replica has, local steps take a node's."""
+    for setting, value in remedies.settings_of(name).items():
+        raw = merge(raw, _nested(setting, value))
+    if isinstance(raw.get("replicas"), Mapping) and not raw.get("shard_size"):
+        link = raw.get("link")
+        raw = {**raw, "shard_size": link.get("node_size", 1) if isinstance(link, Mapping) else 1}
+    return raw
+
+
+def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _keys(value: Any) -> Iterator[str]:
+    """Names of settings in an axis's value that is a table."""
+    return _dotted(value) if isinstance(value, Mapping) else iter(())
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:

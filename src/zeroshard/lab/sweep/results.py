@@ -25,12 +25,20 @@ class CaseResult:
         axes: what sets it apart from the others, by dotted name.
         runs: its repeats, in order; those that have not begun are not there.
         failures: of attempts that failed, a line each.
+        curve: where only its first steps were timed, the name of the case that was trained to the end in its place;
+            its own where it is such a case; else empty.
     """
 
     name: str
     axes: Mapping[str, Any]
     runs: tuple[RunResult, ...]
     failures: tuple[str, ...]
+    curve: str = ""
+
+    @property
+    def is_curve(self) -> bool:
+        """Whether it was trained to the end, for others of which only steps were timed."""
+        return self.curve == self.name
 
     @property
     def done(self) -> tuple[RunResult, ...]:
@@ -93,15 +101,16 @@ def read_sweep(folder: str | Path) -> SweepResult:
     for entry in listed if isinstance(listed, Sequence) else ():
         try:
             name, axes, repeats = str(entry["name"]), dict(entry["axes"]), int(entry["repeats"])
+            curve = str(entry.get("curve", ""))
             if not name.isalnum():
                 raise ValueError(f"{name!r} is no case's name")
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, AttributeError):
             problems.append(f"{SWEEP}: a case cannot be read")
             continue
         folders = [run_folder(folder, name, repeat) for repeat in range(repeats)]
         failures = [read_failure(failure_file(folder, name, repeat)) for repeat in range(repeats)]
         runs = tuple(read_run(each, held) for each in folders if each.is_dir())
-        cases.append(CaseResult(name, axes, runs, tuple(line for line in failures if line)))
+        cases.append(CaseResult(name, axes, runs, tuple(line for line in failures if line), curve))
     return SweepResult(folder, facts, tuple(cases), tuple(problems))
 
 

@@ -27,10 +27,12 @@ from typing import Any, TextIO
 
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.run_folders import METRICS, RunResult, read_run
+from zeroshard.lab.sweep import remedies
 from zeroshard.lab.sweep.board import Board
 from zeroshard.lab.sweep.cases import Case, SweepConfig, cases_of, flat_axes, in_words, make_case
 from zeroshard.lab.sweep.results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, read_sweep, run_folder
 from zeroshard.lab.sweep.search import Crossover, crossover, largest_that_fits, rounded
+from zeroshard.lab.sweep.time_to_loss import sweep_cases
 from zeroshard.launch.launch import start_child
 from zeroshard.regular_files import open_binary, open_regular
 from zeroshard.train.config.config import TrainConfig
@@ -61,9 +63,11 @@ def run_sweep(
     Raises:
         UserError: nothing of it can run, or another process is running it.
     """
-    cases = [] if sweep.crossover else cases_of(sweep)
+    cases = [] if sweep.crossover else sweep_cases(sweep, cases_of(sweep))
     with _held(Path(sweep.out)) as folder:
         board = Board(stream or sys.stdout)
+        for name, settings in remedies.named(sweep.remedies).items():
+            board.say(f"remedy {remedies.in_a_line(name, settings)}")
         runner = Runner(folder, sweep, command, board)
         if sweep.crossover:
             _run_crossovers(sweep, runner)
@@ -102,15 +106,21 @@ class Runner:
                 self.board.refused(case)
             else:
                 able.append(case)
-        with self.board.live(able, self.sweep.repeats):
+        with self.board.live(able, sum(map(self._repeats, able))):
             configs: dict[str, TrainConfig | None] = {}
             for repeat in range(self.sweep.repeats):
                 for case in able:
+                    if repeat >= self._repeats(case):
+                        continue
                     if case.name not in configs:
                         configs[case.name] = fitted(case) if fitted else case.config
                     config = configs[case.name]
                     if config is not None:
                         self.run_once(case, config, repeat)
+
+    def _repeats(self, case: Case) -> int:
+        """A curve is trained once: it would have the same bits again."""
+        return 1 if case.is_curve else self.sweep.repeats
 
     def run_once(self, case: Case, config: TrainConfig, repeat: int) -> RunResult:
         """One repeat of a case, run if it is not done; what its folder says then."""
@@ -195,10 +205,17 @@ class Runner:
         """Have the sweep's own file say what there is to find."""
         self._listed |= {case.name: case for case in cases}
         entries = [
-            {"name": case.name, "axes": case.axes, "repeats": self.sweep.repeats, "refusal": case.refusal}
+            {
+                "name": case.name,
+                "axes": case.axes,
+                "repeats": self._repeats(case),
+                "refusal": case.refusal,
+                **({"curve": case.curve} if case.curve else {}),
+            }
             for case in self._listed.values()
         ]
-        facts = {"format": SWEEP_FORMAT, **self.sweep.model_dump(mode="json"), "cases": entries}
+        asked = {**self.sweep.model_dump(mode="json"), "remedies": remedies.named(self.sweep.remedies)}
+        facts = {"format": SWEEP_FORMAT, **asked, "cases": entries}
         write_whole(self.folder / SWEEP, json.dumps(facts, indent=1, default=str) + "\n")
 
 

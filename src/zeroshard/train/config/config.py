@@ -247,7 +247,8 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.warmup_steps > self.max_steps:
+        of_longer = self.decay_steps and "warmup_steps" in self.model_fields_set  # the first steps of a longer run
+        if self.warmup_steps > self.max_steps and not of_longer:
             if "warmup_steps" in self.model_fields_set:
                 what = f"{self.warmup_steps} is above max_steps = {self.max_steps}"
                 raise UserError("warmup_steps", what, "lower it")
