@@ -13,6 +13,7 @@ The ratio is predicted / published: tokens/s/GPU above 1 promises too much, memo
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -39,6 +40,8 @@ from zeroshard.models import build_model  # noqa: E402
 FOLDER = Path(__file__).with_name("published")
 GIB, MIB, GB = 2**30, 2**20, 10**9
 SEQ_BOUNDS = (2048, 4096, 8192, 16384)
+ALL_SIZES = range(2**50)
+SIZES = (range(MIB + 1), range(MIB + 1, 32 * MIB), range(32 * MIB, 2**50))  # of messages: tables tell them apart
 
 
 @dataclass(frozen=True)
@@ -266,17 +269,21 @@ class Collectives:
     url: str
     runs: list[dict[str, Any]]
 
-    def ratios(self, op: str = "") -> list[float]:
-        """Predicted / measured, of ``op`` or of all."""
-        return [_bus_bandwidth(run) / run["busbw"] for run in self.runs if op in ("", run["op"])]
+    def ratios(self, op: str = "", sizes: range = ALL_SIZES) -> list[float]:
+        """Predicted / measured, of ``op`` or of all, and of buffers of so many bytes."""
+        chosen = [run for run in self.runs if op in ("", run["op"]) and run["num_bytes"] in sizes]
+        return [_bus_bandwidth(run) / run["busbw"] for run in chosen]
 
 
 def read_collectives(folder: Path = FOLDER) -> list[Collectives]:
     """Of each source."""
-    content = tomllib.loads((folder / "collectives" / "nccl.toml").read_text())
-    named = [[dict(zip(content["columns"], row, strict=True)) for row in each["runs"]] for each in content["sources"]]
-    sources = zip(content["sources"], named, strict=True)
-    return [Collectives(source["set"], source["title"], source["url"], runs) for source, runs in sources]
+    found = []
+    for path in sorted((folder / "collectives").glob("*.toml")):
+        content = tomllib.loads(path.read_text())
+        for source in content["sources"]:
+            runs = [dict(zip(content["columns"], row, strict=True)) for row in source["runs"]]
+            found.append(Collectives(source["set"], source["title"], source["url"], runs))
+    return found
 
 
 def _bus_bandwidth(run: Mapping[str, Any]) -> float:
@@ -293,17 +300,25 @@ def collectives_table(sources: list[Collectives]) -> str:
     """As Markdown: each source and operation, and how far predictions are."""
     lines = ["| source | set | operation | ranks | sizes | runs | median | worst | within 20 % |", "|---" * 9 + "|"]
     for source in sources:
-        for op in dict.fromkeys(run["op"] for run in source.runs):
-            runs, ratios = [run for run in source.runs if run["op"] == op], source.ratios(op)
-            ranks, sizes = ({run[key] for run in runs} for key in ("ranks", "num_bytes"))
-            told = [f"[{source.title}]({source.url})", source.set, op, _from_to(ranks), f"{_from_to(sizes, MIB)} MiB"]
-            lines.append("| " + " | ".join([*told, str(len(runs)), *_spread(ratios, 0.2)]) + " |")
+        for op, sizes in itertools.product(dict.fromkeys(run["op"] for run in source.runs), SIZES):
+            runs = [run for run in source.runs if run["op"] == op and run["num_bytes"] in sizes]
+            if not runs:
+                continue
+            ranks, found = ({run[key] for run in runs} for key in ("ranks", "num_bytes"))
+            title = f"[{source.title}]({source.url})" if source.url else source.title
+            told = [title, source.set, op, _from_to(ranks), _sizes(found), str(len(runs))]
+            lines.append("| " + " | ".join([*told, *_spread(source.ratios(op, sizes), 0.2)]) + " |")
     return "\n".join(lines)
 
 
-def _from_to(values: set[int], unit: int = 1) -> str:
-    least, most = min(values) // unit, max(values) // unit
+def _from_to(values: set[int]) -> str:
+    least, most = min(values), max(values)
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _sizes(values: set[int]) -> str:
+    told = [f"{num // MIB:,} MiB" if num >= MIB else f"{num:,} B" for num in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(told))
 
 
 HEAD = ["", "runs", "speed: median", "worst", "within 15 %", "memory: runs", "median", "worst", "within 8 %", "fits"]

@@ -1,36 +1,99 @@
-"""Ranks, what joins them, and how long a collective among them takes.
+"""Ranks, what joins them, and how long a collective takes: by the fastest of NCCL's algorithms and protocols.
 
-A collective takes a latency for each step of its algorithm and its bytes over the slowest link (Thakur et al. 2005,
-"Optimization of Collective Communication Operations in MPICH", https://doi.org/10.1177/1094342005051521; ring and
-double binary tree as NCCL reckons them, src/graph/tuning.cc)::
+Each way has a latency, which a message of no bytes takes, and a rate, as NCCL reckons when it chooses (NCCL 2.29,
+src/graph/tuning.cc; Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH",
+https://doi.org/10.1177/1094342005051521)::
 
-    all-gather, reduce-scatter    ring   call + (n - 1) a + (n - 1) / n  B / b
-    all-reduce                    ring   call + 2 (n - 1) a + 2 (n - 1) / n  B / b
-                                  tree   call + (sqrt(2 B / b) + sqrt(2 (k - 1 + 4 log2 nodes) a))^2
-                                  nvls   call' + B / b'                                (within a node)
+    all-gather, reduce-scatter   ring   call + (n - 1) a + (n - 1) / n  B / b
+                                 pat    call + n c + log2(n) l + (n - 1) / n  B / (0.75 b)   (a rank a node)
+    all-reduce                   ring   call + 2 (n - 1) a + 2 (n - 1) / n  B / b
+                                 tree   call + (sqrt(2 B / b) + sqrt(2 (k - 1 + 4 log2 nodes) a))^2
+                                 nvls   call + (k + 1) / k  B / s                            (within a node)
 
 with n ranks, k of them in a node, a the latency of a step and b the bytes a second of the narrowest place: a link
-within the node, or the k network links of a node together. Ranks of a ring step together, so over several nodes every
-step has a network's latency: published all-gathers among 16 to 256 ranks take the same time for a step of as many bytes
-(``benchmarks/published/collectives/``). NVLS: switches of NVLink add up what passes them, from Hopper on.
+within the node, or the k network links of a node together. This is protocol Simple. Ranks of a ring step together, so
+over several nodes every step has a network's latency: published all-gathers among 16 to 256 ranks take the same time
+for a step of as many bytes (``benchmarks/published/collectives/``).
+
+LL and LL128 send a flag with each 4 or 120 bytes of data, so that nobody waits for a step to be over: steps are
+shorter, and b is smaller (`zeroshard.lab.predict.hardware.Protocol`). Their ring and tree (without pieces that follow
+each other) are reckoned like Simple's, but a ring's steps inside nodes keep a latency of their own::
+
+    ring   call + inside max(a_in, o) + between a + rounds (n - 1) / n  B / b'
+    tree   call + 2 ((k - 1) a_in + log2(nodes) a) + 2 B / b'
+
+with o what a proxy of the network takes to post. LL128 is for NVLink alone here: tables of nccl-tests show none of its
+latencies between nodes. NVLS: switches of NVLink add up what passes them, from Hopper on; each rank sends its whole
+buffer, and the sum of its k-th part comes back over the same links. PAT: Jeaugey 2025, "PAT: a new algorithm for
+all-gather and reduce-scatter operations at scale", https://arxiv.org/abs/2506.20252; NCCL takes it where each node has
+one rank of the group.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from zeroshard.lab.predict.actions import Message
-from zeroshard.lab.predict.hardware import Link
+from zeroshard.lab.predict.hardware import Link, Protocol
 
-Algorithm = Literal["auto", "ring", "tree", "nvls"]
+Algorithm = Literal["auto", "ring", "tree", "nvls", "pat"]
 # Fitted, see docs/plan-accuracy.md: of computation, for each doubling of the nodes.
 STRAGGLING = 0.01
 # Of the latency of a ring's step, what one level of a tree over nodes takes; fitted to all-reduces on AWS.
 TREE_STEPS = 4
 # An all-reduce in the switches: what it takes however little it sends, and among how many ranks there are switches.
 SWITCH_CALL_S, SWITCHED_RANKS = 40e-6, 4
+# tuning.cc: seconds of a call, of a rank and of a level, and of a ring's rate.
+PAT_CALL_S, PAT_RANK_S, PAT_LEVEL_S, PAT_SHARE = 8.0e-6, 2.8e-6, 4.0e-6, 0.75
+# What a proxy takes to post a message of LL to the network: 1 us by Intel's processors and 2 by AMD's in tuning.cc.
+POST_S = 1.5e-6
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The switches between nodes.
+
+    Attributes:
+        oversubscription: of a pod, the bandwidth of its nodes over that to all other pods.
+        pod_nodes: nodes that reach each other with all of their bandwidth: those of one leaf switch, or of a rail's.
+    """
+
+    oversubscription: float = 1.0
+    pod_nodes: int = 1
+
+    def share(self, num_nodes: int, stride: int = 1) -> float:
+        """Of a node's bandwidth, what a ring or tree over every ``stride``-th node reaches.
+
+        Ranks are numbered pod by pod. Then min(pod, stride) of the rings that run at once leave a pod, and the way out
+        carries pod / oversubscription of them (Al-Fares et al. 2008, "A Scalable, Commodity Data Center Network
+        Architecture", https://doi.org/10.1145/1402958.1402967, section 2.1, defines the ratio).
+        """
+        if (num_nodes - 1) * stride < self.pod_nodes:
+            return 1.0
+        return min(1.0, self.pod_nodes / (self.oversubscription * min(self.pod_nodes, stride)))
+
+
+@dataclass(frozen=True)
+class Way:
+    """One algorithm by one protocol: ``seconds`` in all, ``latency_s`` of them with no bytes."""
+
+    algorithm: str
+    protocol: str
+    latency_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Ranks of one collective: ``in_node`` of them in each of ``num_nodes``, which are ``stride`` nodes apart."""
+
+    num_ranks: int
+    in_node: int
+    num_nodes: int
+    stride: int = 1
 
 
 @dataclass(frozen=True)
@@ -42,7 +105,8 @@ class Cluster:
         ranks_per_node: of a full node.
         within: the link between ranks of a node.
         between: the link that each rank has to other nodes.
-        algorithm: of all-reduces; ``auto``: the fastest. Other collectives have a ring.
+        algorithm: of all-reduces; ``auto``: the fastest. Others have a ring where they have no such algorithm.
+        fabric: what nodes share beyond their own links.
     """
 
     world_size: int
@@ -50,9 +114,14 @@ class Cluster:
     within: Link
     between: Link
     algorithm: Algorithm = "auto"
+    fabric: Fabric = Fabric()
 
     def collective_s(self, op: str, num_bytes: int, num_ranks: int, *, replicas: bool = False) -> float:
-        """Seconds of one collective.
+        """Seconds of one collective; arguments are those of `fastest`."""
+        return self.fastest(op, num_bytes, num_ranks, replicas=replicas).seconds
+
+    def fastest(self, op: str, num_bytes: int, num_ranks: int, *, replicas: bool = False) -> Way:
+        """The way that one collective goes.
 
         Args:
             op: ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``.
@@ -61,75 +130,148 @@ class Cluster:
             replicas: whether they are those that hold the same shard.
         """
         if num_ranks == 1:
-            return 0.0
+            return Way("none", "", 0.0, 0.0)
         if num_ranks == self.within.num_ranks and op in self.within.collectives:
             constant_s, s_per_byte = self.within.collectives[op]  # measured among as many
-            return constant_s + num_bytes * s_per_byte
-        in_node = self._in_node(num_ranks, replicas=replicas)
-        num_nodes = -(-num_ranks // in_node)
+            return Way("measured", "", constant_s, constant_s + num_bytes * s_per_byte)
+        group = self._group(num_ranks, replicas=replicas)
         if op == "all_to_all":
-            return self._exchange_s(num_bytes, num_ranks, in_node)
-        ways = {"ring": self._ring_s(op, num_bytes, num_ranks, in_node, num_nodes)}
-        if op == "all_reduce":
-            ways["tree"] = self._tree_s(num_bytes, in_node, num_nodes)
-            if self.within.in_switch and num_nodes == 1 and in_node >= SWITCHED_RANKS:
-                ways["nvls"] = SWITCH_CALL_S + num_bytes / (self.within.bytes_per_s * self.within.in_switch)
-        return min(ways.values()) if self.algorithm == "auto" else ways.get(self.algorithm, ways["ring"])
-
-    def _in_node(self, num_ranks: int, *, replicas: bool) -> int:
-        """How many of the ranks of a collective are in one node."""
-        if not replicas:
-            return min(num_ranks, self.ranks_per_node)
-        shard_size = max(self.world_size // num_ranks, 1)
-        return min(num_ranks, max(self.ranks_per_node // shard_size, 1))
+            return self._exchange(num_bytes, group)
+        ways = list(self._ways(op, num_bytes, group))
+        if self.algorithm != "auto":
+            ways = [way for way in ways if way.algorithm == self.algorithm] or ways[:1]
+        return min(ways, key=lambda way: way.seconds)
 
     def num_nodes(self, num_ranks: int, *, replicas: bool = False) -> int:
-        """Over how many nodes a collective goes; arguments as of `collective_s`."""
-        return -(-num_ranks // self._in_node(num_ranks, replicas=replicas))
+        """Over how many nodes a collective goes; arguments as of `fastest`."""
+        return self._group(num_ranks, replicas=replicas).num_nodes
 
-    def _ring_s(self, op: str, num_bytes: int, num_ranks: int, in_node: int, num_nodes: int) -> float:
+    def _group(self, num_ranks: int, *, replicas: bool) -> _Group:
+        if not replicas:
+            in_node = min(num_ranks, self.ranks_per_node)
+            return _Group(num_ranks, in_node, -(-num_ranks // in_node))
+        shard_size = max(self.world_size // num_ranks, 1)
+        in_node = min(num_ranks, max(self.ranks_per_node // shard_size, 1))
+        return _Group(num_ranks, in_node, -(-num_ranks // in_node), max(shard_size // self.ranks_per_node, 1))
+
+    def _ways(self, op: str, num_bytes: int, group: _Group) -> Iterator[Way]:
+        """Simple's ring first."""
+        yield self._ring(op, num_bytes, group)
+        protocols = self._protocols(group)
+        for inside, outside in protocols:
+            yield self._ring_of(op, num_bytes, group, inside, outside)
+        if op != "all_reduce":
+            if protocols and group.in_node == 1:
+                yield self._pat(num_bytes, group)
+            return
+        yield self._tree(num_bytes, group)
+        for inside, outside in protocols:
+            yield self._tree_of(num_bytes, group, inside, outside)
+        if self.within.in_switch and group.num_nodes == 1 and group.in_node >= SWITCHED_RANKS:
+            moved_s = num_bytes / self._switched_bytes_per_s(group.in_node)
+            yield Way("nvls", "Simple", SWITCH_CALL_S, SWITCH_CALL_S + moved_s)
+
+    def _ring(self, op: str, num_bytes: int, group: _Group) -> Way:
         """All ranks step together, so that over several nodes every step takes as long as one between nodes."""
-        slowest = self.between if num_nodes > 1 else self.within
-        rounds = 2 if op == "all_reduce" else 1
-        moved = (num_ranks - 1) / num_ranks * num_bytes / self._bytes_per_s(in_node, num_nodes)
-        return slowest.call_s + rounds * ((num_ranks - 1) * slowest.latency_s + moved)
+        slowest = self.between if group.num_nodes > 1 else self.within
+        num_steps = slowest.axes * (group.num_ranks ** (1 / slowest.axes) - 1)
+        latency_s = slowest.call_s + _rounds(op) * num_steps * slowest.latency_s
+        return Way("ring", "Simple", latency_s, latency_s + _sent(op, num_bytes, group) / self._bytes_per_s(group))
 
-    def _tree_s(self, num_bytes: int, in_node: int, num_nodes: int) -> float:
+    def _tree(self, num_bytes: int, group: _Group) -> Way:
         """A chain in each node and two binary trees over nodes; of two nodes each sends the other all bytes once.
 
         Pieces follow each other through the tree: small ones wait for more latencies, large ones for the first to
         arrive. With the best size it takes (sqrt(bytes / b) + sqrt(latencies))^2.
         """
+        in_node, num_nodes = group.in_node, group.num_nodes
         depth_s = 2 * (in_node - 1) * self.within.latency_s
         depth_s += 2 * math.log2(num_nodes) * TREE_STEPS * self.between.latency_s
         if self.within.in_switch and in_node >= SWITCHED_RANKS:
-            moved_s = num_bytes / (self.within.bytes_per_s * self.within.in_switch)
+            moved_s = num_bytes / self._switched_bytes_per_s(in_node)
         else:
-            moved_s = 2 * num_bytes / self._bytes_per_s(in_node, 1)
+            moved_s = 2 * num_bytes / self._inside_bytes_per_s(in_node)
         if num_nodes > 1:
-            outside = in_node * self.between.bytes_per_s * self.between.share
-            moved_s = max(moved_s, min(num_nodes - 1, 2) * num_bytes / outside)
+            moved_s = max(moved_s, min(num_nodes - 1, 2) * num_bytes / self._outside_bytes_per_s(group))
         call_s = self.between.call_s if num_nodes > 1 else self.within.call_s
-        return call_s + (math.sqrt(moved_s) + math.sqrt(depth_s)) ** 2
+        return Way("tree", "Simple", call_s + depth_s, call_s + (math.sqrt(moved_s) + math.sqrt(depth_s)) ** 2)
 
-    def _bytes_per_s(self, in_node: int, num_nodes: int) -> float:
+    def _protocols(self, group: _Group) -> list[tuple[Protocol | None, Protocol | None]]:
+        """Those for small messages that all of the group's links have: within a node, and between nodes."""
+        inside = {each.name: each for each in self.within.protocols} if group.in_node > 1 else None
+        outside = {each.name: each for each in self.between.protocols} if group.num_nodes > 1 else None
+        if inside is None or outside is None:
+            return [(None, each) for each in (outside or {}).values()] + [
+                (each, None) for each in (inside or {}).values()
+            ]
+        return [(inside[name], outside[name]) for name in inside if name in outside]
+
+    def _ring_of(
+        self, op: str, num_bytes: int, group: _Group, inside: Protocol | None, outside: Protocol | None
+    ) -> Way:
+        """By a protocol for small messages; where a node has one rank, nothing hides its network's latency."""
+        protocol = outside or inside
+        assert protocol is not None
+        num_between = group.num_nodes - 1 if outside is not None else 0
+        latency_s = protocol.call_s
+        if outside is not None:
+            step_s = outside.tree_step_s if group.in_node == 1 else outside.ring_step_s
+            latency_s += _rounds(op) * num_between * step_s
+        if inside is not None:
+            step_s = inside.ring_step_s if outside is None else max(inside.ring_step_s, POST_S)
+            latency_s += _rounds(op) * (group.num_ranks - 1 - num_between) * step_s
+        rate = min(protocol.bytes_per_s, protocol.ring_share * self._bytes_per_s(group))
+        return Way("ring", protocol.name, latency_s, latency_s + _sent(op, num_bytes, group) / rate)
+
+    def _tree_of(self, num_bytes: int, group: _Group, inside: Protocol | None, outside: Protocol | None) -> Way:
+        protocol = outside or inside
+        assert protocol is not None
+        latency_s = protocol.call_s
+        if inside is not None:
+            latency_s += 2 * (group.in_node - 1) * inside.tree_step_s
+        if outside is not None:
+            latency_s += 2 * math.log2(group.num_nodes) * outside.tree_step_s
+        rate = min(protocol.bytes_per_s, protocol.tree_share * self._bytes_per_s(group))
+        return Way("tree", protocol.name, latency_s, latency_s + 2 * num_bytes / rate)
+
+    def _pat(self, num_bytes: int, group: _Group) -> Way:
+        latency_s = PAT_CALL_S + group.num_ranks * PAT_RANK_S + math.log2(group.num_nodes) * PAT_LEVEL_S
+        moved_s = _sent("all_gather", num_bytes, group) / (PAT_SHARE * self._bytes_per_s(group))
+        return Way("pat", "Simple", latency_s, latency_s + moved_s)
+
+    def _exchange(self, num_bytes: int, group: _Group) -> Way:
+        """Of an all-to-all: each rank sends a part to each other at once, by the link that leads there.
+
+        Ranks of other nodes are reached over the network links, whichever GPU is next to them (NCCL's PXN: a part goes
+        by NVLink to the GPU of the right rail); what goes to other pods shares their way out.
+        """
+        part, slowest = num_bytes / group.num_ranks, self.between if group.num_nodes > 1 else self.within
+        moved_s = part * (group.in_node - 1) / self._inside_bytes_per_s(2)
+        if group.num_nodes > 1:
+            link = self._outside_bytes_per_s(group, oversubscribed=False) / group.in_node
+            moved_s = max(moved_s, part * (group.num_ranks - group.in_node) / link)
+            beyond = max(group.num_ranks - group.in_node * self.fabric.pod_nodes, 0)
+            moved_s = max(moved_s, part * beyond * self.fabric.oversubscription / link)
+        latency_s = slowest.call_s + slowest.latency_s
+        return Way("exchange", "Simple", latency_s, latency_s + moved_s)
+
+    def _bytes_per_s(self, group: _Group) -> float:
         """Of the narrowest place of a ring: a link within a node, or the network links of a node together."""
-        inside = math.inf if in_node == 1 else self.within.bytes_per_s * self.within.share
-        if num_nodes == 1:
-            return inside
-        share = self.between.share * max(1 - self.between.falloff * math.log2(num_nodes), 0.1)
-        return min(inside, in_node * self.between.bytes_per_s * share)
+        inside = self._inside_bytes_per_s(group.in_node)
+        return inside if group.num_nodes == 1 else min(inside, self._outside_bytes_per_s(group))
 
-    def _exchange_s(self, num_bytes: int, num_ranks: int, in_node: int) -> float:
-        """Of an all-to-all: each rank sends a part to each other at once, by the link that leads there."""
-        part = num_bytes / num_ranks
-        inside_s = part * (in_node - 1) / (self.within.bytes_per_s * self.within.share)
-        if num_ranks <= in_node:
-            return self.within.call_s + self.within.latency_s + inside_s
-        num_nodes = -(-num_ranks // in_node)
-        share = self.between.share * max(1 - self.between.falloff * math.log2(num_nodes), 0.1)
-        across_s = part * (num_ranks - in_node) / (self.between.bytes_per_s * share)
-        return self.between.call_s + self.between.latency_s + max(inside_s, across_s)
+    def _inside_bytes_per_s(self, in_node: int) -> float:
+        return math.inf if in_node == 1 else self.within.bytes_per_s * self.within.share
+
+    def _outside_bytes_per_s(self, group: _Group, *, oversubscribed: bool = True) -> float:
+        """The network links of a node's ranks of the group together, as far as the fabric carries them."""
+        share = self.between.share * max(1 - self.between.falloff * math.log2(group.num_nodes), 0.1)
+        share *= self.fabric.share(group.num_nodes, group.stride) if oversubscribed else 1.0
+        return group.in_node * self.between.bytes_per_s * share
+
+    def _switched_bytes_per_s(self, in_node: int) -> float:
+        """Of a buffer, what switches reduce in a second: each rank sends all of it, and its part of the sum."""
+        return self.within.bytes_per_s * self.within.in_switch * in_node / (in_node + 1)
 
     @property
     def stragglers(self) -> float:
@@ -142,3 +284,13 @@ class Cluster:
             return 0.0
         constant_s, s_per_byte = self.within.beside[message.op]
         return constant_s + message.num_bytes * s_per_byte
+
+
+def _rounds(op: str) -> int:
+    """How often a ring is gone round."""
+    return 2 if op == "all_reduce" else 1
+
+
+def _sent(op: str, num_bytes: int, group: _Group) -> float:
+    """Bytes of a rank in a ring."""
+    return _rounds(op) * (group.num_ranks - 1) / group.num_ranks * num_bytes

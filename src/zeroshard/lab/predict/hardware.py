@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -47,12 +48,48 @@ BANDWIDTH_SHARE = 0.8
 # Between nodes: 4 nodes of 8 B200 with 50 GB/s each reach 381.8 GB/s of bus bandwidth (Bekman, "Machine Learning
 # Engineering", network/README.md), 0.955 of them. More nodes reach the same with buffers as much larger.
 NETWORK_SHARE = 0.955
-# NVLink SHARP on 8 H100: a bus bandwidth of about 480 GB/s, 275 of the buffer's (NVIDIA/nccl-tests, issue 212).
-IN_SWITCH = 0.61
-# NCCL, src/graph/tuning.cc: hwLat of ring, protocol Simple, by kind of link; baseLat of a call.
+# NVLink SHARP on 8 H100: a bus bandwidth of about 480 GB/s, 275 of the buffer's (NVIDIA/nccl-tests, issue 212), 9/8 of
+# that on the link. Blackwell's switches have 0.74 / 0.85 of Hopper's share (NCCL, src/graph/tuning.cc).
+IN_SWITCH = {"nvlink4": 0.6875, "nvlink5": 0.6875 * 0.74 / 0.85}
+# NCCL, src/graph/tuning.cc: latencies of a step of a ring, protocol Simple, by kind of link, and of a call.
 NVLINK_STEP_S, PCIE_STEP_S, NETWORK_STEP_S = 3.4e-6, 5.7e-6, 9.6e-6
 CALL_S = 8.4e-6
 NCCL_TUNING = "latency: NCCL src/graph/tuning.cc, ring, Simple"
+# Likewise of LL and LL128; what a call takes is 7 us more than there, which nccl-tests' tables show of any collective
+# of few bytes. Of LL the most that it passes, GB/s: on NVLink by generation (llMaxBws, one node); between nodes what
+# all-gathers among 16 ranks show, 15, where that table has 19 to 39.
+LAUNCH_S = 7e-6
+LL_GB_PER_S = {"nvlink5": 282.0, "nvlink4": 141.0, "nvlink3": 87.7, "nvlink2": 39.0}
+LL_NETWORK_GB_PER_S = 15.0
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One of NCCL's for small messages, on one kind of link.
+
+    Attributes:
+        name: ``LL`` or ``LL128``.
+        call_s: that a collective takes, however little it sends.
+        ring_step_s, tree_step_s: latency of a step of a ring, of an edge of a tree.
+        bytes_per_s: the most that it passes.
+        ring_share, tree_share: of what Simple reaches, what it does.
+    """
+
+    name: str
+    call_s: float
+    ring_step_s: float
+    tree_step_s: float
+    bytes_per_s: float
+    ring_share: float
+    tree_share: float
+
+
+def _ll(ring_step_s: float, tree_step_s: float, gb_per_s: float) -> Protocol:
+    return Protocol("LL", 6.6e-6 + LAUNCH_S, ring_step_s, tree_step_s, gb_per_s * GIGA, 1 / 2, 1 / 3.8)
+
+
+LL128 = Protocol("LL128", 14e-6 + LAUNCH_S, 1.9e-6, 1.25e-6, math.inf, 0.92, 0.92 * 7 / 9)
+NETWORK_PROTOCOLS = (_ll(2.7e-6, 5.0e-6, LL_NETWORK_GB_PER_S),)
 
 
 @dataclass(frozen=True)
@@ -67,7 +104,9 @@ class Link:
         call_s: that a collective takes, however little it sends.
         share: of ``bytes_per_s``, what collectives reach; 1.0 where they were measured.
         falloff: by what part that share is smaller for each doubling of the nodes: a fabric with fewer links above.
-        in_switch: of ``bytes_per_s``, the bytes of a buffer that its switches reduce in a second (NVLS); 0: none do.
+        in_switch: of ``bytes_per_s``, what switches that reduce reach of it (NVLS); 0: none do.
+        protocols: for small messages; none where it is not NCCL that sends, or it sends by sockets.
+        axes: directions of a torus; in each a ring is gone round.
         num_ranks: among how many ranks ``collectives`` were measured.
         collectives: by operation, the seconds that one takes with no bytes, and those of a byte of the whole buffer.
         beside: likewise, the seconds by which one slows the computation that it runs beside: where the same cores do
@@ -82,21 +121,41 @@ class Link:
     share: float = BANDWIDTH_SHARE
     falloff: float = 0.0
     in_switch: float = 0.0
+    protocols: tuple[Protocol, ...] = ()
+    axes: int = 1
     num_ranks: int = 0
     collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     beside: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
-def _link(name: str, gb_per_s: float, step_s: float, source: str, in_switch: float = 0.0) -> Link:
+def _link(name: str, gb_per_s: float, step_s: float, source: str) -> Link:
     is_network = step_s == NETWORK_STEP_S
-    share = NETWORK_SHARE if is_network else BANDWIDTH_SHARE
-    return Link(name, step_s, gb_per_s * GIGA, f"{source}; {NCCL_TUNING}", share=share, in_switch=in_switch)
+    return Link(
+        name,
+        step_s,
+        gb_per_s * GIGA,
+        f"{source}; {NCCL_TUNING}",
+        share=NETWORK_SHARE if is_network else BANDWIDTH_SHARE,
+        in_switch=IN_SWITCH.get(name, 0.0),
+        protocols=_protocols(name, step_s),
+    )
+
+
+def _protocols(name: str, step_s: float) -> tuple[Protocol, ...]:
+    """Of a link by its name and Simple's latency; none over sockets, nor of RCCL, which nobody measured."""
+    if name in LL_GB_PER_S:
+        return (_ll(0.6e-6, 0.6e-6, LL_GB_PER_S[name]), LL128)
+    if name == "nvlink4-pcie":
+        return (_ll(0.6e-6, 0.6e-6, LL_GB_PER_S["nvlink4"]), LL128)
+    if step_s == PCIE_STEP_S:
+        return (_ll(1.0e-6, 1.0e-6, math.inf),)
+    return NETWORK_PROTOCOLS if step_s == NETWORK_STEP_S else ()
 
 
 _PCIE = "PCI-SIG: 16 lanes of"
 _LINK_TABLE = (
-    _link("nvlink5", 900, NVLINK_STEP_S, "NVIDIA Blackwell: 18 links, 1.8 TB/s both ways", IN_SWITCH),
-    _link("nvlink4", 450, NVLINK_STEP_S, "NVIDIA H100 data sheet: 18 links, 900 GB/s both ways", IN_SWITCH),
+    _link("nvlink5", 900, NVLINK_STEP_S, "NVIDIA Blackwell: 18 links, 1.8 TB/s both ways"),
+    _link("nvlink4", 450, NVLINK_STEP_S, "NVIDIA H100 data sheet: 18 links, 900 GB/s both ways"),
     _link("nvlink4-pcie", 300, NVLINK_STEP_S, "NVIDIA H100 NVL data sheet: 600 GB/s both ways, between two boards"),
     _link("nvlink3", 300, NVLINK_STEP_S, "NVIDIA A100 data sheet: 12 links, 600 GB/s both ways"),
     _link("nvlink2", 150, NVLINK_STEP_S, "NVIDIA V100 data sheet: 6 links, 300 GB/s both ways"),
@@ -179,6 +238,7 @@ def find_link(text: str, field: str = "network") -> Link:
         parse_bandwidth(field, text),
         f"as given; {NCCL_TUNING}",
         share=NETWORK_SHARE,
+        protocols=NETWORK_PROTOCOLS,
     )
 
 

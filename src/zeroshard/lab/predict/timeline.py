@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zeroshard.lab.predict.actions import Action, Compute, Issue, Step, Wait
-from zeroshard.lab.predict.cluster import Cluster
+from zeroshard.lab.predict.cluster import Cluster, Way
 from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.rates import HOST_S, SUSTAINED, Attention, Software, sustained_s
 from zeroshard.lab.predict.work import Work
@@ -187,22 +187,16 @@ class _Clock:
 
     def _issue(self, action: Issue) -> None:
         message = action.message
-        seconds = self._cluster.collective_s(
-            message.op, message.num_bytes, message.world_size, replicas=action.replicas
-        )
-        running = _Running(action, seconds, self._cluster.slowing_s(message) or self._beside_s(action, seconds))
+        way = self._cluster.fastest(message.op, message.num_bytes, message.world_size, replicas=action.replicas)
+        running = _Running(action, way.seconds, self._cluster.slowing_s(message) or self._beside_s(way))
         running.start_s = self._now  # later if others are before it
         self._running[action.number] = running
         self._streams[action.replicas].append(running)
-        self._comm_s += seconds
+        self._comm_s += way.seconds
 
-    def _beside_s(self, action: Issue, seconds: float) -> float:
-        """What computation loses beside a collective of ``seconds``; ranks that are late hold it up by its latency."""
-        if not self._beside:
-            return 0.0
-        message = action.message
-        latency_s = self._cluster.collective_s(message.op, 0, message.world_size, replicas=action.replicas)
-        return self._beside * seconds + LATENCY_HELD * latency_s
+    def _beside_s(self, way: Way) -> float:
+        """What computation loses beside a collective; ranks that are late hold it up by its latency."""
+        return self._beside * way.seconds + LATENCY_HELD * way.latency_s if self._beside else 0.0
 
     def _wait(self, action: Wait) -> None:
         running = self._running.pop(action.number, None)
