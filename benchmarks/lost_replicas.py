@@ -3,11 +3,10 @@
     python benchmarks/lost_replicas.py --text tinyshakespeare.txt --kills 20
 
 Several launchers on this machine, each with one rank that is a replica, train by local steps; with ``--one-host`` one
-launcher, which forks its ranks anew, where machines that meet start theirs from nothing. At random moments a rank
-is killed (its launcher starts it again with the others), or a launcher with its rank, which is started again a little
-later; never the launcher that serves the meeting, as the machine that others meet at must stay. Seconds are from the
-kill to the first step of the attempt that follows. The same training undisturbed, with several seeds, says how far
-losses spread by chance.
+launcher has all ranks. At random moments a rank is killed (its launcher starts it again with the others), or a launcher
+with its rank, which is started again a little later; never the launcher that serves the meeting, as the machine that
+others meet at must stay. Seconds are from the kill to the first step of the attempt that follows. The same training
+undisturbed, with several seeds, says how far losses spread by chance.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ class World:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.out, self._port = folder / name, port
+        self._one_host = arguments.one_host
         self._num_ranks = arguments.replicas if arguments.one_host else 1
         several = ["--nnodes", f"1:{arguments.replicas}", "--rdzv-endpoint", f"127.0.0.1:{port}"]
         words = [*([] if arguments.one_host else several), "--nproc", str(self._num_ranks)]
@@ -83,10 +83,12 @@ class World:
     def rank_of(self, place: int) -> psutil.Process | None:
         """The rank of a launcher; None: it has none now."""
         try:
-            children = psutil.Process(self.launchers[place].pid).children()
+            ranks = psutil.Process(self.launchers[place].pid).children()
+            if not self._one_host:  # there a process between them forks the ranks
+                ranks = [rank for server in ranks for rank in server.children()]
         except psutil.Error:
             return None
-        return random.choice(children) if len(children) == self._num_ranks else None
+        return random.choice(ranks) if len(ranks) == self._num_ranks else None
 
     def val_loss(self) -> float:
         """At the end."""

@@ -8,9 +8,10 @@ import socket
 import psutil
 import pytest
 
-from zeroshard.launch import elastic, meeting_store, process_group
+from zeroshard.launch import meeting_store, process_group
 from zeroshard.launch.environment import World
 from zeroshard.launch.machines import Meeting, meeting_at
+from zeroshard.launch.many_hosts import ManyHosts
 from zeroshard.launch.meeting_store import open_store
 from zeroshard.launch.one_host import OneHost
 
@@ -107,9 +108,9 @@ def test_a_meeting_of_several_machines_listens_at_its_endpoint_alone():
     address = _outer_address() or "127.0.0.1"
     with socket.create_server((address, 0)) as free:
         port = free.getsockname()[1]
-    first = elastic._meet(meeting_at(f"{address}:{port}", 1, 2), "test")
+    first = ManyHosts(meeting_at(f"{address}:{port}", 1, 2), 1, "test")
     assert _listening(port) == {address}
-    second = elastic._meet(Meeting(address, port, 1, 2, address, serves=True), "test")  # another launcher was faster
+    second = ManyHosts(Meeting(address, port, 1, 2, address, serves=True), 1, "test")  # another launcher was faster
     assert _listening(port) == {address}
     for handler in (first, second):
         handler.shutdown()

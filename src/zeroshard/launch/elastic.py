@@ -4,14 +4,12 @@ torchrun does this too, but starts a run again whatever it died of: a wrong flag
 asked to stop. Here the root cause decides. What a restarted rank goes on from is not the agent's business: it finds
 `environment.num_restarts` above 0 and takes the last good checkpoint.
 
-Ranks that are all on this host are forked from this process, and meet in a store that it serves (`forked`,
-`one_host`). Those of several hosts are spawned, since torch's c10d rendezvous holds threads.
+Ranks are forked: those of a launcher that is alone from this process, before it serves the store at which they meet
+(`forked`, `one_host`); where machines come and go from a server beside it (`fork_server`, `many_hosts`).
 
-[Note: A store of the ranks' own]
-    With several hosts, ranks would meet at the agents' own store. Across a restart that store still holds what the dead
-    world left there, and with restarts 5 of 10 crashes hung. So the agents are told to keep their store to themselves
-    (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``): rank 0 of each attempt opens another, and 60 of 60 were clean. On one
-    host each attempt has a new store in the launcher.
+[Note: A rank that was killed]
+    Its peers can neither go on nor save: a checkpoint is written by all. So the launcher ends the ranks that are left
+    at once, where it would else wait until each has found out and told what it knows of the loss, for seconds.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -33,27 +31,23 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousParameters,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from zeroshard.errors import ExitStatus
 from zeroshard.launch.ending import Ending, root_cause
 from zeroshard.launch.environment import child_environment, count_restart, variable
+from zeroshard.launch.fork_server import ForkServer, ForkServerLostError
 from zeroshard.launch.forked import ForkedRank, can_fork, fork_command
 from zeroshard.launch.leaving import end_at_once
 from zeroshard.launch.leftovers import owned_folder
 from zeroshard.launch.machines import UNREACHABLE_AFTER_S, Meeting, watch
-from zeroshard.launch.meeting_store import open_store
+from zeroshard.launch.many_hosts import JOIN_TIMEOUT_S, ManyHosts
 from zeroshard.launch.one_host import OneHost
+from zeroshard.launch.rounds import MACHINE_CAME
 
 MONITOR_INTERVAL_S = 0.1
-JOIN_TIMEOUT_S = 600  # that a machine waits for the least number of others
-READ_TIMEOUT_S = 60  # of a machine's question to the meeting
-LAST_CALL_S = 10  # that these wait for more, up to the largest number
+Fork = Callable[[Sequence[str], Mapping[str, str]], ForkedRank]
 WORTH_A_RESTART = frozenset({int(ExitStatus.FAILED), int(ExitStatus.PEER_LOST)})
 
 
@@ -84,24 +78,42 @@ def run_elastic(
         run_id: of this launch, the same on each machine.
     """
     one_host = meeting.max_nodes == 1
-    try:
-        handler = OneHost(meeting.host, meeting.port, run_id) if one_host else _meet(meeting, run_id)
-    except RendezvousConnectionError:
-        return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: nobody answers at {meeting.endpoint}; start there too")
-    with owned_folder("zeroshard-launch-") as log_dir, _ended_where_cut_off(meeting, log_dir):
-        agent = _agent(words, nproc, meeting, handler, max_restarts, max_moves, grace_s, log_dir)
+    with ExitStack() as stack:
+        fork: Fork | None = fork_command if one_host else None
+        if not one_host and can_fork():
+            server = ForkServer()
+            stack.callback(server.close)
+            fork = server.fork
         try:
-            result = agent.run()
-        except (RendezvousTimeoutError, RendezvousClosedError, RendezvousConnectionError, DistNetworkError) as error:
-            return Ending(ExitStatus.PEER_LOST, _why_not_met(error, meeting))
-        except SignalException as stop:
-            hung_up = stop.sigval == signal.SIGHUP  # which asks for the same as SIGTERM
-            return Ending(ExitStatus.TERMINATED if hung_up else 128 + stop.sigval)
-        except BaseException:
-            handler.shutdown()
-            raise
+            handler = OneHost(meeting.host, meeting.port, run_id) if one_host else ManyHosts(meeting, nproc, run_id)
+        except RendezvousConnectionError:
+            return Ending(ExitStatus.PEER_LOST, f"rdzv_endpoint: nobody answers at {meeting.endpoint}; start there too")
+        log_dir = stack.enter_context(owned_folder("zeroshard-launch-"))
+        stack.enter_context(_ended_where_cut_off(meeting, log_dir))
+        agent = _agent(words, nproc, meeting, handler, max_restarts, max_moves, grace_s, log_dir)
+        agent.fork = fork
+        return _run(agent, handler, meeting)
+
+
+def _run(agent: _Agent, handler: OneHost | ManyHosts, meeting: Meeting) -> Ending:
+    try:
+        result = agent.run()
+    except (RendezvousTimeoutError, RendezvousClosedError, RendezvousConnectionError, DistNetworkError) as error:
+        return Ending(ExitStatus.PEER_LOST, _why_not_met(error, meeting))
+    except ForkServerLostError as error:
+        return Ending(ExitStatus.PEER_LOST, f"{error}; look for a lack of memory here, then start again")
+    except SignalException as stop:
+        hung_up = stop.sigval == signal.SIGHUP  # which asks for the same as SIGTERM
+        return Ending(ExitStatus.TERMINATED if hung_up else 128 + stop.sigval)
+    except BaseException:
+        handler.shutdown()
+        raise
+    else:
         handler.shutdown()
         return _ending(result.failures) if result.is_failed() else Ending(ExitStatus.OK)
+    finally:
+        if isinstance(handler, ManyHosts):
+            handler.leave()
 
 
 def _why_not_met(error: Exception, meeting: Meeting) -> str:
@@ -140,37 +152,6 @@ def _ended_where_cut_off(meeting: Meeting, log_dir: str) -> Generator[None]:
         left.set()
 
 
-def _meet(meeting: Meeting, run_id: str) -> RendezvousHandler:
-    def handler(*, serves: bool) -> RendezvousHandler:
-        """The meeting; ``serves``: from a store in this process, at the meeting's address alone.
-
-        Raises:
-            RendezvousConnectionError: the port is taken, or nobody answers there.
-        """
-        try:
-            store = open_store(meeting.host, meeting.port, serves=serves, timeout_s=READ_TIMEOUT_S)
-        except (OSError, RuntimeError) as error:
-            raise RendezvousConnectionError(str(error)) from error
-        parameters = RendezvousParameters(
-            "c10d",
-            meeting.endpoint,
-            run_id,
-            meeting.min_nodes,
-            meeting.max_nodes,
-            local_addr=meeting.own_address,
-            join_timeout=JOIN_TIMEOUT_S,
-            last_call_timeout=LAST_CALL_S,
-        )
-        return create_handler(store, C10dRendezvousBackend(store, run_id), parameters)
-
-    try:
-        return handler(serves=meeting.serves)
-    except RendezvousConnectionError:
-        if not meeting.serves:
-            raise
-        return handler(serves=False)  # another launcher on this machine was faster
-
-
 class _Agent(LocalElasticAgent):
     """The agent, which starts again after what is worth it alone, and says so."""
 
@@ -178,20 +159,35 @@ class _Agent(LocalElasticAgent):
     alone = True  # no other machine takes part
     words: tuple[str, ...] = ()  # after `zeroshard`
 
+    fork: Fork | None = None  # None: ranks are spawned
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """As the round says, where torch's agents would ask each other."""
+        handler = spec.rdzv_handler
+        if not isinstance(handler, ManyHosts):
+            return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        assert handler.current is not None, "this machine is in no round"
+        ranks = range(handler.first_rank, handler.first_rank + spec.local_world_size)
+        total = sum(handler.current.num_ranks)
+        return [Worker(local, rank, rank, total, total) for local, rank in enumerate(ranks)]
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         handler = worker_group.spec.rdzv_handler
-        if not isinstance(handler, OneHost):
-            return super()._start_workers(worker_group)
-        if not can_fork():
-            handler.serve()
+        if self.fork is None or (isinstance(handler, OneHost) and not can_fork()):
+            if isinstance(handler, OneHost):
+                handler.serve()
             return super()._start_workers(worker_group)
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         envs = {worker.local_rank: _environment(worker_group, worker, restarts) for worker in worker_group.workers}
         self._pcontext = _ForkedContext(
             worker_group.spec.role, "zeroshard", dict.fromkeys(envs, self.words), envs, self._logs_specs
         )
+        self._pcontext.fork = self.fork
         self._pcontext.start()
-        handler.serve()
+        if isinstance(handler, OneHost):
+            handler.serve()
         return self._pcontext.pids()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -216,8 +212,12 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if worker_group.state is WorkerState.HEALTHY:
-            print("started again: another machine has come", file=sys.stderr, flush=True)
+        handler = worker_group.spec.rdzv_handler
+        if worker_group.state is WorkerState.HEALTHY and isinstance(handler, ManyHosts):
+            why = handler.why_over()
+            print(f"started again: {why}", file=sys.stderr, flush=True)
+            if why != MACHINE_CAME:  # [Note: A rank that was killed]
+                self._shutdown(signal.SIGKILL)
         count_restart()
         super()._restart_workers(worker_group)
 
@@ -225,11 +225,19 @@ class _Agent(LocalElasticAgent):
 class _ForkedContext(SubprocessContext):
     """Ranks forked from this process, watched as torch's agent watches those that it spawns."""
 
+    fork: Fork = staticmethod(fork_command)
+
     def _start(self) -> None:
         self.subprocess_handlers = {
-            rank: _Handler(rank, fork_command(words, child_environment(None) | self.envs[rank]))
+            rank: _Handler(rank, self.fork(words, child_environment(None) | self.envs[rank]))
             for rank, words in self.args.items()
         }
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        codes = [handler.proc.poll() for handler in self.subprocess_handlers.values()]
+        if -signal.SIGKILL in codes:  # [Note: A rank that was killed]
+            death_sig = signal.SIGKILL
+        super()._close(death_sig, timeout)
 
 
 class _Handler(SubprocessHandler):
@@ -270,7 +278,7 @@ def _agent(
     words: Sequence[str],
     nproc: int,
     meeting: Meeting,
-    handler: RendezvousHandler,
+    handler: OneHost | ManyHosts,
     max_restarts: int,
     max_moves: int,
     grace_s: int,

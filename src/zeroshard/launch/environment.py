@@ -95,7 +95,7 @@ def child_environment(world: World | None) -> dict[str, str]:
     Args:
         world: where the rank is to stand; None: where this process does.
     """
-    env = os.environ | {_LAUNCHER: str(os.getpid())}
+    env = with_starter(os.environ)
     if world is None or world.world_size == 1:
         return env
     return env | {
@@ -105,6 +105,11 @@ def child_environment(world: World | None) -> dict[str, str]:
         "MASTER_ADDR": world.master_addr,
         "MASTER_PORT": str(world.master_port),
     }
+
+
+def with_starter(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment ``env`` for a process that this one starts, and that ends with it."""
+    return {**env, _LAUNCHER: str(os.getpid())}
 
 
 def preempt_with(number: signal.Signals) -> None:
@@ -128,14 +133,13 @@ def count_restart() -> None:
     os.environ[_RESTARTS] = str(int(os.environ.get(_RESTARTS, "0")) + 1)
 
 
-def set_for_workers(nproc: int, *, nodes: Nodes | None, interface: str, several_hosts: bool) -> None:
+def set_for_workers(nproc: int, *, nodes: Nodes | None, interface: str) -> None:
     """Set what the ranks that this process starts will read, and torch's agent in this process. Call it before torch.
 
     Args:
         nproc: ranks on this machine.
         nodes: where they enter by `enter_node`; None: nowhere.
         interface: that gloo talks through where nobody has said another; empty: gloo chooses.
-        several_hosts: whether ranks of other machines take part.
     """
     if nodes is not None:
         os.environ[_NODES] = json.dumps(asdict(nodes))
@@ -143,8 +147,6 @@ def set_for_workers(nproc: int, *, nodes: Nodes | None, interface: str, several_
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     hang_up = "" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ",SIGHUP"  # nohup has it ignored
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = f"SIGTERM,SIGINT,SIGQUIT,SIGUSR1{hang_up}"
-    if several_hosts:
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # [Note: A store of the ranks' own] in `elastic`
     os.environ[_LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus() // nproc)))  # before torch, which reads it then
 

@@ -35,19 +35,26 @@ POLL_S = 0.01
 EXIT_BROKEN_PIPE = 120  # the interpreter's own
 
 
-class ForkedRank:
-    """A forked process, as far as torch's agent asks `subprocess.Popen` for more than that."""
+def exit_code_of_child(pid: int) -> int | None:
+    """Of a child of this process: its exit code, negative for a signal; None while it runs."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+
+class ForkedRank:
+    """A forked process, as far as torch's agent asks `subprocess.Popen` for more than that.
+
+    ``exit_code`` is asked for the exit code of its process until there is one.
+    """
+
+    def __init__(self, pid: int, exit_code: Callable[[int], int | None] = exit_code_of_child) -> None:
+        self.pid, self._exit_code = pid, exit_code
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
+            self.returncode = self._exit_code(self.pid)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:

@@ -46,7 +46,7 @@ def launch_workers(
         max_moves: how often beside that, after one has ended as `ExitStatus.MOVED_UP`.
         meeting: where they meet those of other machines; then ``port`` plays no part.
         nodes: where the ranks enter by `enter_node`; None: they stay here.
-        imports: modules that every rank will import. Where ranks are forked they are imported here, once.
+        imports: modules that every rank will import: they are imported here, once, and ranks are forked.
         while_importing: entered for that time; it leaves no thread behind.
 
     Raises:
@@ -58,13 +58,12 @@ def launch_workers(
         meeting = Meeting(address, port, own_address=address)
     # of one machine it is the loopback interface, which no other reaches
     interface = meeting.interface if nodes is None else ""
-    set_for_workers(nproc, nodes=nodes, interface=interface, several_hosts=meeting.max_nodes > 1)
+    set_for_workers(nproc, nodes=nodes, interface=interface)
     with while_importing or nullcontext():
         from zeroshard.launch.elastic import run_elastic
         from zeroshard.launch.forked import import_all
 
-        if meeting.max_nodes == 1:
-            import_all(imports)
+        import_all(imports)
     _silence_elastic_loggers()
     return run_elastic(
         argv,
