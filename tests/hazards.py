@@ -309,3 +309,32 @@ def on_device(monkeypatch: Any, device: HazardDevice) -> None:
     made = streams.DeviceStreams(torch.device("cpu"), device)
     monkeypatch.setattr(streams.ByDevice, "__getitem__", lambda self, key: made)
     monkeypatch.setattr(wire, "_read_here", device.record_stream)
+    told = {"quantise": _told_of_quantise, "dequantise": _told_of_dequantise, "dequantised_sum": _told_of_sum}
+    for name, tell in told.items():
+        monkeypatch.setattr(wire, name, tell(device, getattr(wire, name)))
+
+
+def _told_of_quantise(device: HazardDevice, whole: Any) -> Any:
+    """The reference runs past a dispatch mode, by whole tensors, as a kernel does; so for the next two."""
+
+    def quantise(values: Tensor, packed: Tensor, form: Any, key: int | None = None) -> None:
+        device.access(device.current, "quantise", [values], [packed])
+        whole(values, packed, form, key)
+
+    return quantise
+
+
+def _told_of_dequantise(device: HazardDevice, whole: Any) -> Any:
+    def dequantise(packed: Tensor, values: Tensor, form: Any) -> None:
+        device.access(device.current, "dequantise", [packed], [values])
+        whole(packed, values, form)
+
+    return dequantise
+
+
+def _told_of_sum(device: HazardDevice, whole: Any) -> Any:
+    def dequantised_sum(rows: Tensor, own: Tensor, rank: int, target: Tensor, form: Any) -> None:
+        device.access(device.current, "dequantised_sum", [rows, own], [target])
+        whole(rows, own, rank, target, form)
+
+    return dequantised_sum

@@ -112,6 +112,38 @@ def test_a_block_that_is_not_finite_stays_so_and_the_others_are_as_before(name, 
     assert torch.equal(back[32:], clean[32:])
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_block_with_nan_or_inf_has_a_nan_for_its_scale_and_arrives_as_nan(name, dtype, triton):
+    """Among finite numbers and among zeros, alone and with others; the reference and the kernel alike."""
+    form = BlockFormat(name, 16)
+    blocks = torch.randn(7, 16, generator=torch.Generator().manual_seed(3))
+    blocks[3:] = 0
+    nan, inf = float("nan"), float("inf")
+    for index, bad in ((0, [nan]), (1, [inf]), (3, [-inf]), (4, [nan, inf]), (5, [inf, -inf])):
+        blocks[index, 5 : 5 + len(bad)] = torch.tensor(bad)
+    is_bad = [True, True, False, True, True, True, False]
+    values = blocks.view(-1)[:-3].to(dtype)
+    for kernels in ("reference", triton):
+        packed, back = _there_and_back(values, form, kernels=kernels)
+        assert packed[: 4 * 7].view(torch.float32).isnan().tolist() == is_bad
+        assert [bool(block.isnan().all()) for block in back.split(16)] == is_bad
+        assert [bool(block.isfinite().any()) for block in back.split(16)] == [not bad for bad in is_bad]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("form", [BlockFormat("int8", 16), BlockFormat("int4", 16), DtypeFormat(torch.bfloat16)])
+def test_what_has_arrived_is_read_and_not_written(form, triton):
+    """What lies behind the codes is none of a reader's business: others may read the same memory, or write there."""
+    for kernels in ("reference", triton):
+        rows = torch.randint(1, 100, (2, form.num_bytes(21)), dtype=torch.uint8)
+        before = rows.clone()
+        dequantise(rows[0], torch.empty(21), form, kernels=kernels)
+        dequantised_sum(rows, torch.zeros(21), 0, torch.empty(21), form, kernels=kernels)
+        assert torch.equal(rows, before)
+
+
 @pytest.mark.parametrize("numel", [1, 15, 16, 255, 256, 257, 5000])
 def test_bytes_are_those_of_the_formula(numel):
     blocks = -(-numel // 256)

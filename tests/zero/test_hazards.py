@@ -1,6 +1,6 @@
 """What the engine queues on streams is ordered by streams and events alone: no race at any stage, and races are seen.
 
-Fifteen mistakes are planted, each of which a GPU would forgive in most steps, and none is missed.
+Nineteen mistakes are planted, each of which a GPU would forgive in most steps, and none is missed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from zeroshard.checkpoint import BackgroundSaver, background
 from zeroshard.checkpoint.host_copies import HostCopies
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 from zeroshard.zero import precision as zero_precision
+from zeroshard.zero.buffers import wire
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.streams import DeviceStreams, _Issued
@@ -84,6 +85,7 @@ class Case:
     evaluates: bool = False
     saves: str = ""
     wire: str | None = None
+    secondary: int | None = None
 
 
 class _Later:
@@ -139,6 +141,7 @@ def _train(case, monkeypatch, plant=lambda monkeypatch: None):
             prefetch=case.prefetch,
             accumulate=case.accumulate,
             shard_size=case.shard_size,
+            secondary_shard_size=case.secondary,
         )
         device.watch(zero)
         optim = zero.optimizer(torch.optim.AdamW, lr=1e-3, foreach=False)
@@ -165,12 +168,12 @@ def _train(case, monkeypatch, plant=lambda monkeypatch: None):
     return device
 
 
-AROUND = {  # a step: whether the communicator computes on the caller's stream, evaluations, saves, what travels
-    "alone": (False, False, "", None),
-    "evaluates, saves in place": (False, True, "in place", None),
-    "inline, saves at once": (True, False, "at once", None),
-    "int8 travels": (False, False, "", "int8"),
-    "int8 travels inline, evaluates": (True, True, "", "int8"),
+AROUND = {  # whether the communicator computes on the caller's stream, evaluations, saves, what travels, a second copy
+    "alone": (False, False, "", None, None),
+    "evaluates, saves in place": (False, True, "in place", None, 2),
+    "inline, saves at once": (True, False, "at once", None, None),
+    "int8 travels": (False, False, "", "int8", 2),
+    "int8 travels inline, evaluates": (True, True, "", "int8", None),
 }
 
 
@@ -189,6 +192,8 @@ def test_nothing_is_touched_before_what_it_must_wait_for(
     case = Case(stage, prefetch, num_micro, accumulate, shard_size, bfloat16, path, *AROUND[around])
     if stage == 0:  # which knows neither
         case = replace(case, shard_size=None, wire=None)
+    if stage < 3 or case.shard_size is not None:  # which has no second copy, or too few ranks for it
+        case = replace(case, secondary=None)
     _train(case, monkeypatch)
 
 
@@ -285,6 +290,15 @@ def _uses_weights_early(self):
         self._attach()
 
 
+def _reads_codes_early(self):
+    work, self._work = self._work, None
+    if self.packed_gather is not None:
+        self.packed_gather.deliver()
+        self.packed_gather = None
+    if work is not None:
+        work.wait()
+
+
 def _frees_what_is_gathered(self, whole=FlatParams.release):
     self._work = None
     whole(self)
@@ -360,6 +374,16 @@ FAULTS = {
     "what a communicator computes on the caller's stream is not waited for": (
         _replaces(_Issued, "wait", _waits_for_the_communicator_alone),
         Case(3, inline=True),
+    ),
+    "what has arrived in a wire format is freed while it is read": (
+        _replaces(wire, "_read_here", lambda packed: None),
+        Case(3, wire="int8"),  # at stages 1 and 2 the next codes come after the step, and so after these
+    ),
+    "a shard is quantised before it is computed": (_forgets("reduce"), Case(2, wire="int8")),
+    "weights are quantised before the step is over": (_forgets("copy_in"), Case(1, wire="int8")),
+    "codes are read before they have come": (
+        _replaces(FlatParams, "_finish", _reads_codes_early),
+        Case(1, wire="int8"),
     ),
     "a save copies what is still being computed": (_forgets("save"), Case(1, saves="in place")),
     "a step changes what is being copied": (

@@ -44,6 +44,7 @@ _CHUNK = 1 << 17  # elements that the reference quantises at a time: what a cach
 def quantise_reference(values: Tensor, packed: Tensor, form: BlockFormat, key: int | None = None) -> None:
     """`quantise` in PyTorch, a cache's worth at a time."""
     scales, codes = _parts(packed, values.numel(), form)
+    _clear_rest(packed, values.numel(), form)
     whole, step = values.numel() // form.block, max(_CHUNK // form.block, 1)
     wide = form.code_bytes(form.block)
     scratch = torch.empty(1 if key is None else 2, min(step, whole + 1) * form.block, device=values.device)
@@ -109,9 +110,12 @@ def _dequantise_chunk(parts: tuple[Tensor, Tensor], start: int, values: Tensor, 
 def _parts(packed: Tensor, numel: int, form: BlockFormat) -> tuple[Tensor, Tensor]:
     """The scales and the codes of ``packed``."""
     start = SCALE_BYTES * form.num_blocks(numel)
-    stop = start + form.code_bytes(numel)
-    packed[stop:].zero_()
-    return packed[:start].view(torch.float32), packed[start:stop]
+    return packed[:start].view(torch.float32), packed[start : start + form.code_bytes(numel)]
+
+
+def _clear_rest(packed: Tensor, numel: int, form: BlockFormat) -> None:
+    """What pads ``packed`` to whole rows of 16 bytes is zeros."""
+    packed[SCALE_BYTES * form.num_blocks(numel) + form.code_bytes(numel) :].zero_()
 
 
 def _quantise_rows(
@@ -229,14 +233,14 @@ def quantise(
         with torch._C._DisableTorchDispatch():
             quantise_reference(values, packed, form, key)
     else:
-        _parts(packed, values.numel(), form)
+        _clear_rest(packed, values.numel(), form)
         largest = LARGEST[form.name]
         quantise_blocks(values, packed, form.name, form.block, largest, 0 if key is None else key, key is not None)
 
 
 @torch.no_grad()
 def dequantise(packed: Tensor, values: Tensor, form: Format, *, kernels: Choice | None = None) -> None:
-    """``values`` become what `quantise` packed; arguments and errors as there."""
+    """``values`` become what `quantise` packed, which is read alone; arguments and errors as there."""
     _check(values, packed, form)
     if values.is_meta or not values.numel():
         return
