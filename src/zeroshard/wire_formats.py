@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 FormatName = Literal["int8", "int4", "e4m3"]
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
+DIFFERENCES: dict[str, FormatName] = {"int4-delta": "int4"}
+"""Formats of weights alone, by the one that differences to what every rank has travel in."""
 LARGEST = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0}
 BLOCK = 256
 BLOCK_STEP, MOST_IN_BLOCK = 16, 4096

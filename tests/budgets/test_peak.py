@@ -30,6 +30,10 @@ WIRES = {
     "wire int4, bf16 computes": MixedPrecision(torch.bfloat16, gather="int8", reduce="int4"),
     "wire bf16, bf16 adds up": MixedPrecision(None, torch.bfloat16, gather=torch.bfloat16, reduce=torch.bfloat16),
 }
+DIFFERENCES = {
+    "differences": MixedPrecision(gather="int4-delta", block=16),
+    "differences, bf16 computes": MixedPrecision(torch.bfloat16, gather="int4-delta", reduce="int8"),
+}
 MODELS = {
     "gpt2-demo": {"n_head": 4, "n_embd": 36},
     "llama-tiny": {"n_head": 4, "n_kv_head": 2, "n_embd": 32},
@@ -48,7 +52,7 @@ def _model(name, recomputed="none", num_layers=4, **built):
 def _trace(name, recomputed, micro_batch, precision, **built):
     """What a plan is made of; it knows no stage and no world."""
     model = _model(name, recomputed, **built)
-    return trace_language_model(model, micro_batch, SEQ_LEN, {**PRECISIONS, **WIRES}[precision])
+    return trace_language_model(model, micro_batch, SEQ_LEN, {**PRECISIONS, **WIRES, **DIFFERENCES}[precision])
 
 
 def _both(
@@ -66,7 +70,7 @@ def _both(
     rank=0,
     **built,
 ):
-    model, policy = _model(name, recomputed, **built), {**PRECISIONS, **WIRES}[precision]
+    model, policy = _model(name, recomputed, **built), {**PRECISIONS, **WIRES, **DIFFERENCES}[precision]
     shards = shard_size or world_size
     num_replicas = world_size // shards
     buffers = buffers_of(model, shards, list(model.blocks), precision=policy)
@@ -162,12 +166,28 @@ def test_wire_formats_are_planned_to_the_byte(row, accumulate, shard_size, wire,
     _assert_equal(predicted, listed, measured)
 
 
+@pytest.mark.parametrize(
+    ("stage", "shard_size", "wire"),
+    [
+        (1, None, "differences"),
+        (2, 2, "differences, bf16 computes"),
+        pytest.param(1, 2, "differences, bf16 computes", marks=pytest.mark.soak),
+        pytest.param(2, None, "differences", marks=pytest.mark.soak),
+    ],
+)
+def test_differences_are_planned_to_the_byte(stage, shard_size, wire, monkeypatch):
+    monkeypatch.setattr(precision_module, "EXACT_NUMEL", 64)
+    settings = {"num_micro": 2, "shard_size": shard_size, "recomputed": "full"}
+    _assert_equal(*_both("llama-tiny", STAGES[stage], 4, wire, rank=3, **settings))
+
+
 @pytest.mark.pairwise
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "wire int8"])
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 @pytest.mark.parametrize("shard_size", [None, 4])
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_a_second_copy_of_weights_is_planned_too(precision, recomputed, shard_size, prefetch):
+def test_a_second_copy_of_weights_is_planned_too(precision, recomputed, shard_size, prefetch, monkeypatch):
+    monkeypatch.setattr(precision_module, "EXACT_NUMEL", 64)
     row = replace(STAGES[3], secondary_shard_size=2)
     settings = {"num_micro": 2, "shard_size": shard_size, "recomputed": recomputed, "prefetch": prefetch}
     predicted, listed, measured = _both("llama-tiny", row, 8, precision, rank=7, **settings)

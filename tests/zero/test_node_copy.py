@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from late import late
 from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
+from zeroshard.lab.predict.buffers import buffers_of
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 
 WIRE = MixedPrecision(gather="int8", reduce="int8", block=32)
@@ -112,13 +114,21 @@ def test_only_the_first_gather_of_a_step_crosses_between_nodes():
     assert sent[("blocks.1/weights", 4)] == 0  # frozen: it came in the first step
 
 
-def test_memory_is_that_of_the_copy():
+@pytest.mark.parametrize("precision", [None, WIRE], ids=["fp32", "packed"])
+def test_memory_is_that_of_the_copy_and_of_packed_weights_that_of_their_codes(precision):
     def resident(**kwargs):
-        zero = Zero(copy.deepcopy(ORIGINAL), 3, comm=NullCommunicator(8), **kwargs)
-        return zero.memory_bytes()["params"], [group.params.layout.padded_numel for group in zero._runtime.groups()]
+        zero = Zero(copy.deepcopy(ORIGINAL), 3, comm=NullCommunicator(8), precision=precision, **kwargs)
+        return zero.memory_bytes()["params"], zero, [group.params for group in zero._runtime.groups()]
 
-    without, padded = resident()
-    assert resident(secondary_shard_size=4)[0] - without == sum(numel // 4 * 4 for numel in padded)
+    without, _, groups = resident()
+    with_it, zero, _ = resident(secondary_shard_size=4)
+    gathered = [
+        8 * each.wire.num_bytes(each.layout.shard_numel) if each.wire is not None else each.layout.padded_numel * 4
+        for each in groups
+    ]
+    assert with_it - without == sum(gathered) // 4
+    buffers = buffers_of(_drawn(), 8, precision=precision)
+    assert state_bytes(buffers, zero.strategy, 0, OPTIMIZER_STATES["SGD"], precision)["params"] == with_it
 
 
 def test_copies_that_make_no_sense_are_refused():

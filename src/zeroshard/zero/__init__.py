@@ -1,6 +1,6 @@
 """The engine: ZeRO stages 0-3 for any module, and any optimizer that can do with a part of the tensors."""
 
-from zeroshard.zero.buffers.flat_params import loaded_later
+from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.layout import FlatLayout, Piece, Slot
 from zeroshard.zero.buffers.partition import DrawsParts
 from zeroshard.zero.buffers.unit import Unit

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
-from zeroshard.zero.buffers.flat_params import loaded_later
 from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
+from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
@@ -110,7 +110,8 @@ class Zero:
         secondary_shard_size: int | None = None,
     ) -> None:
         self.strategy = resolve_strategy(stage, secondary_shard_size)
-        check_levels(self.strategy, shard_size, local_steps=replicas is not None)
+        self.precision = precision or MixedPrecision()
+        check_levels(self.strategy, shard_size, self.precision, local_steps=replicas is not None)
         check_arguments(model, prefetch, accumulate)
         check_sync(buffers)
         if comm is None:
@@ -118,7 +119,6 @@ class Zero:
         self.model = model
         self.comm: Communicator = comm
         self.levels = Levels.of(comm, shard_size, self.strategy.secondary_shard_size)
-        self.precision = precision or MixedPrecision()
         self._accumulate = accumulate
 
         on_meta = [param for param in model.parameters() if param.is_meta]
@@ -248,7 +248,7 @@ class Zero:
         restaging.restage(self._runtime, strategy, self._stepping.state_holders("restage"))
         self.strategy = strategy
         self._stepping.hold_pieces()
-        self._stepping.show_what_travels()
+        self._stepping.show_what_travels("by nothing")
 
     def resume_at(self, step: int) -> None:
         """Round what travels as a run does that has made ``step`` steps; `zeroshard.checkpoint.load` calls it."""

@@ -104,6 +104,9 @@ def check_wire(strategy: ShardingStrategy, precision: MixedPrecision) -> None:
         name = "gather" if precision.gather is not None else "reduce"
         what = "stage 0 has no owner of a shard who could send or sum it in a format of its own"
         raise ValueError(f"{name}: {what}; choose stage 1, 2 or 3, or leave it out")
+    if strategy.params is SHARD and precision.gathers_differences:
+        what = f"{precision.gather} sends differences to weights that outlive a step, and stage 3 keeps none"
+        raise ValueError(f"gather: {what}; choose stage 1 or 2, or int4")
 
 
 def check_change(strategy: ShardingStrategy, precision: MixedPrecision, levels: Levels) -> None:
@@ -120,8 +123,13 @@ def check_row(strategy: ShardingStrategy) -> None:
         raise ValueError("shard_size: stage 0 shards nothing; choose stage 1, 2 or 3, or leave it out")
 
 
-def check_levels(strategy: ShardingStrategy, shard_size: int | None, *, local_steps: bool) -> None:
+def check_levels(
+    strategy: ShardingStrategy, shard_size: int | None, precision: MixedPrecision, *, local_steps: bool
+) -> None:
     """Raise ValueError for a ``shard_size`` that means nothing, and for local steps of no replicas."""
+    if local_steps and precision.gathers_differences:
+        what = f"{precision.gather} keeps one copy that all have, and replicas that take local steps have several"
+        raise ValueError(f"gather: {what}; choose int4, or leave the local steps out")
     if local_steps and shard_size is None:
         raise ValueError("replicas: local steps need replicas; give shard_size, the ranks of one of them")
     if shard_size is not None and not local_steps:

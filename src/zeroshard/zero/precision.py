@@ -14,7 +14,16 @@ from typing import cast
 import torch
 
 from zeroshard.errors import UserError
-from zeroshard.wire_formats import BLOCK, FORMATS, BlockFormat, DtypeFormat, Format, FormatName, check_block
+from zeroshard.wire_formats import (
+    BLOCK,
+    DIFFERENCES,
+    FORMATS,
+    BlockFormat,
+    DtypeFormat,
+    Format,
+    FormatName,
+    check_block,
+)
 
 EXACT_NUMEL = 4096
 """Elements of the smallest parameter that travels in a wire format: a smaller one has few bytes to save."""
@@ -34,7 +43,8 @@ class MixedPrecision:
 
         gather: what weights travel in: a dtype or a block format (``"int8"``, ``"int4"``, ``"e4m3"``), in which each
             rank sends its shard of the fp32 masters; every rank computes with what arrives, in ``param_dtype``.
-            None: ``param_dtype``. Stages 1, 2 and 3.
+            None: ``param_dtype``. Stages 1, 2 and 3. ``"int4-delta"``, at stages 1 and 2: the difference to what every
+            rank has already, in int4; see `zeroshard.zero.buffers.common_copy`.
         reduce: what gradients travel in, as ``gather``; they are summed in fp32 and accumulate in ``reduce_dtype``.
             With a ``shard_size`` it is what crosses between the replicas. None: ``reduce_dtype``. Stages 1, 2 and 3.
         block: elements that share a scale in a block format.
@@ -73,6 +83,11 @@ class MixedPrecision:
         return self.reduce_dtype if self.reduce_dtype is not None and master.is_floating_point else master
 
     @property
+    def gathers_differences(self) -> bool:
+        """Whether weights travel as differences to what every rank has."""
+        return self.gather in DIFFERENCES
+
+    @property
     def has_wire(self) -> bool:
         """Whether anything travels in a format of its own."""
         return self.gather is not None or self.reduce is not None
@@ -88,7 +103,9 @@ class MixedPrecision:
     def _format(self, wire: torch.dtype | str | None) -> Format | None:
         if wire is None:
             return None
-        return DtypeFormat(wire) if isinstance(wire, torch.dtype) else BlockFormat(cast(FormatName, wire), self.block)
+        if isinstance(wire, torch.dtype):
+            return DtypeFormat(wire)
+        return BlockFormat(cast(FormatName, DIFFERENCES.get(wire, wire)), self.block)
 
     def is_exact(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of that shape travels as it is, though others have a wire format."""
@@ -109,9 +126,13 @@ class MixedPrecision:
 
 
 def _check_travels(field: str, wire: torch.dtype | str | None) -> None:
-    """Raise UserError, a ValueError, for what is neither a floating-point dtype nor a block format."""
+    """Raise UserError, a ValueError, for what is neither a floating-point dtype nor a format that ``field`` has."""
     if wire is None or wire in FORMATS or (isinstance(wire, torch.dtype) and wire.is_floating_point):
         return
-    raise UserError(
-        field, f"{wire!r} is no format that travels", f"choose a floating-point dtype, or {', '.join(FORMATS)}"
-    )
+    if wire in DIFFERENCES:
+        if field == "gather":
+            return
+        raise UserError(field, f"{wire} is of weights alone", f"choose {DIFFERENCES[wire]} for gradients")
+    known = [*FORMATS, *(DIFFERENCES if field == "gather" else ())]
+    todo = f"choose a floating-point dtype, or {', '.join(known)}"
+    raise UserError(field, f"{wire!r} is no format that travels", todo)

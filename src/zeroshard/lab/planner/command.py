@@ -152,9 +152,9 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
 
 
 def ask(config: PlanConfig, planner: Planner) -> Answer:
-    """The answer to ``config.ask``, at the stage given, else at stage 3."""
-    stage = 3 if config.stage == "all" else int(config.stage)
-    stages = tuple(STAGES) if config.stage == "all" else (stage,)
+    """The answer to ``config.ask``, at the stage given, else at the highest that there is."""
+    stages = tuple(each for each in STAGES if planner.has(each)) if config.stage == "all" else (int(config.stage),)
+    stage = stages[-1]
     micro_batch = config.micro_batch or 1
     if config.ask == "largest-model":
         return largest_model(planner, stage, micro_batch)

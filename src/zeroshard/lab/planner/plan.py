@@ -51,6 +51,7 @@ def plan(
     world_size = planner.cluster.world_size
     stages = _stages(stage, shard_size, world_size, local_steps)
     check_node_copy(planner, stage, shard_size)
+    stages = stages if stage is not None else tuple(each for each in stages if planner.has(each))
     shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing: all stages are alike there
     rows = list(_rows(planner, shown, micro_batch, shard_size, local_steps))
     best = recommended(rows)

@@ -259,6 +259,7 @@ class _Engine:
             if settings.device_type == "cuda":
                 group.use_streams(_Beside())
             log.ignore([group.params.full, group.params.master, group.params.node_copy.shard])
+            log.ignore([] if group.params.common is None else group.params.common.tensors)
             if group.params.shard_params:
                 storage = group.params.full.untyped_storage()
                 log.freed[storage._cdata] = storage

@@ -4,7 +4,8 @@ With N elements of a buffer, padded to P = W * S, and itemsizes c (compute), m (
 gradients: m, or g where that is bfloat16):
 
     params      P c, whole;  S m, sharded, where c is m's dtype, and else nothing between uses; both where weights
-                travel in a wire format and c is m's dtype;  P c / n of a second copy over n ranks
+                travel in a wire format and c is m's dtype;  S c more where differences travel;  P c / n of a second
+                copy over n ranks, W q(S) / n of a packed one
     master      P m or S m by the `optim` column, where compute has another dtype and they are trained; else the weights
     grads       S h, sharded;  P g, whole, and what the optimizer sees beside it where that is no view of it
     optimizer   per element of the pieces that the rank owns, without padding; and scalars per piece
@@ -135,7 +136,9 @@ def state_bytes(
         if not shard_params:
             total["params"] += layout.padded_numel * compute.itemsize
         elif strategy.secondary_shard_size is not None:
-            total["params"] += layout.padded_numel // strategy.secondary_shard_size * compute.itemsize
+            total["params"] += _copy_bytes(buffer, precision) // strategy.secondary_shard_size
+        if shard_optim and _has_format(buffer, precision) and precision.gathers_differences:
+            total["params"] += layout.own_numel(rank) * compute.itemsize
         if compute != master:
             total["master"] += seen * master.itemsize
         elif shard_params or (shard_optim and _has_format(buffer, precision)):
@@ -152,6 +155,14 @@ def state_bytes(
 def _has_format(buffer: Buffer, precision: MixedPrecision) -> bool:
     """Whether the weights travel in a wire format: what computes is then no view of the masters."""
     return not buffer.exact and precision.weights_format(buffer.dtype) is not None
+
+
+def _copy_bytes(buffer: Buffer, precision: MixedPrecision) -> int:
+    """What a gather between nodes brings of a buffer, of which a second copy keeps a part."""
+    layout, form = buffer.layout, precision.weights_format(buffer.dtype)
+    if buffer.exact or form is None:
+        return layout.padded_numel * precision.compute_dtype(buffer.dtype).itemsize
+    return layout.world_size * form.num_bytes(layout.shard_numel)
 
 
 def ema_bytes(buffers: Iterable[Buffer], strategy: ShardingStrategy, rank: int) -> int:

@@ -261,7 +261,7 @@ class TrainConfig(Config):
             raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
         strategy = strategy_entry(self.strategy)
         check_replicas(self.replicas, self.strategy, self.shard_size, ema_decay=self.ema_decay, dtype=self.dtype)
-        check_wire(self.wire, self.strategy)
+        check_wire(self.wire, self.strategy, local_steps=self.replicas.on)
         if self.shard_size and not (strategy.planned and (strategy.stage or self.replicas.on)):
             what = f"{self.strategy} has no shards of ours to size"
             sharding = [name for name in strategies_with("planned") if STRATEGIES[name].stage]

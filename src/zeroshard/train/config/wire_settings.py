@@ -12,16 +12,21 @@ from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_en
 from zeroshard.train.config.sections import Config
 
 Travels = Literal["as-is", "float32", "bfloat16", "float16", "int8", "int4", "e4m3"]
-BLOCK_FORMATS = ("int8", "int4", "e4m3")
+WeightsTravel = Literal["as-is", "float32", "bfloat16", "float16", "int8", "int4", "int4-delta", "e4m3"]
+BLOCK_FORMATS = ("int8", "int4", "int4-delta", "e4m3")
+
+
+NO_COPY = "stage 3 keeps no weights between steps to which differences could be sent"
 
 
 class WireConfig(Config):
     """What travels between ranks, where it is not what computes."""
 
-    weights: Travels = Field(
+    weights: WeightsTravel = Field(
         "as-is",
         description="What weights travel in: a type, or int8, int4, e4m3 with a scale for each block; the master "
-        "weights stay exact. as-is: the type that computes.",
+        "weights stay exact. int4-delta, at stages 1 and 2: the difference to what every rank has. as-is: the type "
+        "that computes.",
     )
     grads: Travels = Field(
         "as-is",
@@ -36,6 +41,11 @@ class WireConfig(Config):
     def given(self) -> str:
         """The first setting by which anything travels otherwise; empty where none does."""
         return next((name for name in ("weights", "grads") if getattr(self, name) != "as-is"), "")
+
+    @property
+    def of_differences(self) -> bool:
+        """Whether weights travel as differences to what every rank has."""
+        return self.weights == "int4-delta"
 
     def as_precision(self, dtypes: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of `zeroshard.zero.MixedPrecision`; ``dtypes``: torch's, by their names here."""
@@ -57,8 +67,8 @@ class WireConfig(Config):
         return self
 
 
-def check_wire(wire: WireConfig, strategy: str) -> None:
-    """Raise UserError where the strategy of a run has no wire formats."""
+def check_wire(wire: WireConfig, strategy: str, *, local_steps: bool) -> None:
+    """Raise UserError where the strategy of a run has no wire formats, or local steps have none of differences."""
     if not wire.given:
         return
     entry = strategy_entry(strategy)
@@ -69,6 +79,11 @@ def check_wire(wire: WireConfig, strategy: str) -> None:
         raise UserError(name, f"{value} is given, and {strategy} is not our engine, which alone has wire formats", todo)
     if strategy == "auto":
         raise UserError(name, f"{value} is given, and auto may choose stage 0, which has no wire formats", todo)
+    if entry.stage == 3 and wire.of_differences:
+        raise UserError(name, f"{value} is given, and {NO_COPY}", "use --strategy zero1, zero2, or int4")
+    if wire.of_differences and local_steps:
+        what = f"{value} keeps one copy that all ranks have, and replicas that take local steps have several"
+        raise UserError(name, what, "use int4, or leave replicas.every out")
     if not entry.stage:
         what = f"{value} is given, and stage 0 has no owner of a shard, who sends or sums it in a format of its own"
         raise UserError(name, what, todo)

@@ -26,21 +26,18 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Work, empty_for, scope
 from zeroshard.zero.buffers import outdated
+from zeroshard.zero.buffers.common_copy import CommonCopy, PackedDifferences, Replaced
 from zeroshard.zero.buffers.differences import refuse_assigned, take_assigned, take_where_it_differs
+from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
 from zeroshard.zero.buffers.node_copy import NodeCopy
-from zeroshard.zero.buffers.partition import DrawsParts, Init
+from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.wire import PackedGather, seen, take_written
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import NO_STREAMS, Mark, Streams
-
-
-def loaded_later(name: str, param: Tensor) -> None:
-    """An `Init` for weights that a checkpoint brings: nothing is drawn or sent, and they are NaN until then."""
-    param.detach().fill_(float("nan") if param.is_floating_point() else 0)
 
 
 class FlatParams:
@@ -56,6 +53,7 @@ class FlatParams:
             the pieces of every rank, so that vector bodies and scalar tails fall on the same elements at each stage.
         wire, packed_gather, node_copy: what weights travel in, None: the dtype that computes; their gather in it that
             is under way; the second copy of sharded weights, if there is one.
+        common: what differences are to, where these travel; else None.
         stale: whether the master is newer than ``full``.
         on_read: called before a parameter is read that a step has outdated, and ends in `show_as_current`; None: nobody
             is told. [Note: Read between steps] in `outdated`.
@@ -87,12 +85,12 @@ class FlatParams:
         self._copy_due = False  # whether `full` lacks what this rank's master holds
         self._shown = False  # whether the parameters are the views of `full`
         self._work: Work | None = None
-        self.packed_gather: PackedGather | None = None
+        self.packed_gather: PackedGather | PackedDifferences | None = None
         self._seen: int | None = None  # this rank's own part of `full`, as it arrived
         self._streams: Streams = NO_STREAMS
         self._written_at: Mark = None  # where the master's values were complete
         self.dtype = self.params[0].dtype
-        initial = self._initial(params, init)
+        initial = initial_values(name, params, init, self.layout, levels, shard_params=self.shard_params)
         own = slice(*self.layout.interval(comm.rank))
         compute_dtype = precision.compute_dtype(self.dtype)
         same = frozen or compute_dtype == self.dtype
@@ -108,8 +106,10 @@ class FlatParams:
         if self.shard_optim and not self._aliased:
             self.master = empty_for(comm, self.layout.own_numel(comm.rank), held.dtype, held.device).copy_(held[own])
         del initial, held
-        near = levels.node if self.shard_params and strategy.secondary_shard_size is not None else None
-        self.node_copy = NodeCopy(near, self.full)
+        self.node_copy = self._second_copy(strategy)
+        self.common: CommonCopy | None = None
+        if self.wire is not None and precision.gathers_differences:
+            self.common = CommonCopy(self.wire, self.full[own])
         self._views = self.layout.views(self.full)
         self._storage_bytes = self.full.untyped_storage().nbytes()
         fill = float("nan") if compute_dtype.is_floating_point else 0
@@ -120,43 +120,12 @@ class FlatParams:
         self.master_offset = own.start if self.shard_optim else 0
         self.release()
 
-    def _initial(self, params: list[tuple[str, nn.Parameter]], init: Init | None) -> Tensor:
-        """``[padded_numel]``: rank 0's values of the parameters, or those that all ranks draw together.
-
-        Where weights are sharded, what other ranks keep may be missing.
-        """
-        numel, dtype, device = self.layout.padded_numel, self.params[0].dtype, self.params[0].device
-        if self.shard_params:  # its storage will shrink and grow
-            flat = torch.empty(numel, dtype=dtype, device=device)
-        else:
-            flat = empty_for(self.comm, numel, dtype, device)
-        self.layout.zero_padding(flat)
-        if isinstance(init, DrawsParts):
-            self._draw_own(flat, init)
-            return flat
-        with torch.no_grad():
-            for (name, param), view in zip(params, self.layout.views(flat), strict=True):
-                if init is None:
-                    view.copy_(param)
-                elif init is loaded_later or self.levels.world.rank == 0:  # the others receive what it draws
-                    init(name, view)
-        if init is loaded_later:
-            return flat
-        with scope(f"{self.name}/start"):
-            self.levels.world.broadcast(flat, src=0).wait()
-        return flat
-
-    def _draw_own(self, flat: Tensor, init: DrawsParts) -> None:
-        """Draw this rank's shard; the first replica's is everybody's, since processors may differ in a last digit."""
-        for piece in self.layout.owned(self.comm.rank) if self.levels.writes else ():
-            slot = self.layout.slots[piece.slot]
-            with torch.no_grad():
-                init.part(slot.name, flat[piece.offset :][: piece.numel], piece.interval[0], slot.numel)
-        with scope(f"{self.name}/start"):
-            own = flat[slice(*self.layout.interval(self.comm.rank))]
-            self.levels.replicas.broadcast(own, src=0).wait()
-            if not self.shard_params:
-                gather_shards(self.comm, self.layout, flat, own).wait()
+    def _second_copy(self, strategy: ShardingStrategy) -> NodeCopy:
+        near = self.levels.node if self.shard_params and strategy.secondary_shard_size is not None else None
+        if self.wire is None:
+            return NodeCopy(near, self.full.device, self.full.dtype, self.full.numel())
+        num_bytes = self.comm.world_size * self.wire.num_bytes(self.layout.shard_numel)
+        return NodeCopy(near, self.full.device, torch.uint8, num_bytes)
 
     def _pieces(self) -> tuple[Piece, ...]:
         if self.shard_optim:
@@ -226,16 +195,18 @@ class FlatParams:
             near = self.node_copy.current
             with self._streams.on("copy_in", self._written_at, read_at):
                 own = self._copied_in(copy_due=copy_due and self.wire is None and not near)
-                if self.wire is not None and not near:
-                    self.packed_gather = PackedGather(self.comm, self.wire, self.full, self.master)
+                if self.common is not None:
+                    self.packed_gather = self.common.gather(self.comm, self.full, self.master)
+                elif self.wire is not None:
+                    self.packed_gather = PackedGather(self.comm, self.wire, self.full, None if near else self.master)
                 copied_at = self._streams.mark()
             with scope(f"{self.name}/weights"), self._streams.on("gather", copied_at):
                 self._work = self._streams.issued(self._collective(own, near=near))
 
     def _collective(self, own: Tensor, *, near: bool) -> Work:
-        if near:
-            return self.node_copy.gather(self.full)
         packed = self.packed_gather
+        if near:
+            return self.node_copy.gather(self.full if packed is None else packed.packed.view(-1))
         return gather_shards(self.comm, self.layout, self.full, own) if packed is None else packed.gather()
 
     def _copied_in(self, *, copy_due: bool) -> Tensor:
@@ -243,6 +214,8 @@ class FlatParams:
         if not self.whole:
             self.full.untyped_storage().resize_(self._storage_bytes)
             self.whole = True
+        if self.common is not None:
+            return self.common.shard
         own = self.full[self._own]
         if not self._aliased and self.full.dtype == self.master.dtype:
             return self.master
@@ -257,14 +230,16 @@ class FlatParams:
     def _finish(self) -> None:
         """Wait for the all-gather that is under way."""
         work, self._work = self._work, None
-        if work is not None:
-            work.wait()
-        if self.packed_gather is not None:
-            self.packed_gather.deliver()
-            self.packed_gather = None
-            self._seen = seen(self.full[self._own]) if self._always_compared else None
-        if work is not None and self.node_copy.keep(self.full):
+        packed, self.packed_gather = self.packed_gather, None
+        if work is None:
+            return
+        work.wait()
+        if self.node_copy.keep(self.full if packed is None else packed.packed.view(-1)):
             self._written_at = self._streams.mark()
+        if packed is not None:
+            packed.deliver()
+        if self.wire is not None:
+            self._seen = seen(self.full[self._own]) if self._always_compared else None
 
     def release(self) -> None:
         """Free the full weights, where they are sharded."""
@@ -277,16 +252,21 @@ class FlatParams:
         self.full.untyped_storage().resize_(0)
         self.whole = False
 
-    def mark_stale(self, *, copied: bool = False) -> None:
+    def mark_stale(self, *, copied: bool = False, replaced: Replaced | None = None) -> None:
         """The master has changed: the next `gather` refreshes ``full``.
 
-        ``copied``: this rank's own part of ``full`` has changed with it; see `place_in_full`.
+        ``copied``: this rank's own part of ``full`` has changed with it; see `place_in_full`. ``replaced``: it has not
+        changed by a step; see `zeroshard.zero.buffers.common_copy`.
         """
         for _, param, view in self._elsewhere():
             param.data = view  # what it showed is older than the master
         self._versions = self._written()  # what was written into weights that are outdated now is not taken over
         self.release()
         self.node_copy.current = False
+        if self.common is not None and replaced is None:
+            self.common.behind = True
+        elif self.common is not None and replaced is not None:
+            self.common.replace(self.master, replaced)
         copied = copied and not self._thawed  # which the optimizer has not heard of
         self._copy_due = self._copy_due or not copied
         if self.whole and (self.shard_optim or (not self._aliased and not copied)):
@@ -330,6 +310,9 @@ class FlatParams:
                 self.release()
             else:
                 self.stale = self._copy_due = True
+                self._written_at = self._streams.mark()
+                if self.common is not None:
+                    self.common.whole_due = True
 
     def write_back(self) -> None:
         """Take what was written into the full weights over into the master, which else keeps its digits."""
@@ -340,7 +323,8 @@ class FlatParams:
             written = self.full[self._own] if self.shard_optim else self.full
             if self.wire is not None:
                 if self._seen is None or self._seen != seen(written):
-                    take_written(self.master, written, self.wire)
+                    shown = None if self.common is None else self.common.shard
+                    take_written(self.master, written, self.wire, shown)
             elif written.dtype == self.master.dtype:
                 self.master.copy_(written)
             else:
@@ -383,6 +367,11 @@ class FlatParams:
         with scope(f"{self.name}/state"):
             gather_shards(self.comm, self.layout, flat, self.master).wait()
         return flat.to(self.dtype)
+
+    def common_copy(self) -> Tensor | None:
+        """``[shard_numel]``, a new tensor: what every rank has of this rank's shard when it has the last step's."""
+        self._finish()
+        return None if self.common is None else self.common.current(self.master)
 
     @property
     def on_its_way(self) -> bool:

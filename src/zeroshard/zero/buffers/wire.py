@@ -48,16 +48,17 @@ class PackedGather:
         comm: the ranks that hold the shards.
         form: what travels.
         full: ``[world_size * n]`` in the compute dtype; written by `deliver`.
-        master: ``[n]``, this rank's; it is read here and not any more.
+        master: ``[n]``, this rank's; it is read here and not any more. None: the codes come from a second copy.
 
     Attributes:
-        packed: what is gathered.
+        packed: ``[world_size, bytes]``: what is gathered.
     """
 
-    def __init__(self, comm: Communicator, form: Format, full: Tensor, master: Tensor) -> None:
+    def __init__(self, comm: Communicator, form: Format, full: Tensor, master: Tensor | None) -> None:
         self._comm, self._form, self._full = comm, form, full
-        self.packed = _rows(comm, form, master.numel(), full.device)
-        quantise(master, self.packed[comm.rank], form)
+        self.packed = rows_for(comm, form, full.numel() // comm.world_size, full.device)
+        if master is not None:
+            quantise(master, self.packed[comm.rank], form)
 
     def gather(self) -> Work:
         """Issue the collective."""
@@ -65,9 +66,9 @@ class PackedGather:
 
     def deliver(self) -> None:
         """Write the weights, once it is done."""
-        for row, shard in _by_rank(self.packed, self._full.view(self._comm.world_size, -1)):
+        for row, shard in by_rank(self.packed, self._full.view(self._comm.world_size, -1)):
             dequantise(row, shard, self._form)
-        _read_here(self.packed)
+        read_here(self.packed)
 
 
 class Rounding:
@@ -123,7 +124,7 @@ class PackedReduce:
         self._comm, self._form = comm, form
         shards = local.view(comm.world_size, -1)
         self._own = shards[comm.rank]
-        self._sent = _rows(comm, form, self._own.numel(), local.device)
+        self._sent = rows_for(comm, form, self._own.numel(), local.device)
         _pack(self._sent, shards, form, rounding.keys(comm.world_size), but=comm.rank)
         self.packed = torch.empty_like(self._sent)
 
@@ -134,7 +135,7 @@ class PackedReduce:
     def deliver(self, target: Tensor) -> None:
         """``target [n]`` becomes the sum, once the exchange is done; it may be this rank's shard of ``local``."""
         dequantised_sum(self.packed, self._own, self._comm.rank, target, self._form)
-        _read_here(self.packed)
+        read_here(self.packed)
 
 
 class AcrossReplicas:
@@ -160,7 +161,7 @@ class AcrossReplicas:
         ranks = (comm.rank,) if values.is_meta else range(comm.world_size)  # a plan's worlds are large
         pieces = [_padded(values, rank * self._length, self._length) for rank in ranks]
         self._own = pieces[comm.rank if len(pieces) > 1 else 0].to(torch.float32, copy=True)
-        self._sent = _rows(comm, form, self._length, values.device)
+        self._sent = rows_for(comm, form, self._length, values.device)
         _pack(self._sent, pieces, form, keys, but=comm.rank)
         self.packed = torch.empty_like(self._sent)
 
@@ -177,13 +178,13 @@ class AcrossReplicas:
 
     def deliver(self, values: Tensor) -> None:
         """``values [n]`` become the sum over replicas, once all is done."""
-        for rank, (row, _) in enumerate(_by_rank(self.packed, self.packed)):
+        for rank, (row, _) in enumerate(by_rank(self.packed, self.packed)):
             part = values[rank * self._length : (rank + 1) * self._length]
             piece = part if part.numel() == self._length else values.new_empty(self._length)
             dequantise(row, piece, self._form)
             if piece is not part:
                 part.copy_(piece[: part.numel()])
-        _read_here(self.packed)
+        read_here(self.packed)
 
 
 def seen(full: Tensor) -> int | None:
@@ -191,13 +192,17 @@ def seen(full: Tensor) -> int | None:
     return fingerprint(full) if full.device.type == "cpu" and full.element_size() in (2, 4) else None
 
 
-def take_written(master: Tensor, written: Tensor, form: Format) -> None:
+def take_written(master: Tensor, written: Tensor, form: Format, common: Tensor | None) -> None:
     """Take over into ``master [n]`` what somebody has written into its part of the weights, ``written [n]``.
 
     [Note: Changes in place] in `differences`. A block's scale may have changed with it, so that others of its elements
-    are shown otherwise from now on.
+    are shown otherwise from now on. ``common [n]``: what was shown, where differences to it travel; it takes over what
+    was written, and nothing else is shown otherwise.
     """
-    if take_where_it_differs(master, written, there_and_back(master, form, written.dtype)):
+    if common is not None:
+        if take_where_it_differs(master, written, common):
+            common.copy_(written)
+    elif take_where_it_differs(master, written, there_and_back(master, form, written.dtype)):
         written.copy_(there_and_back(master, form, written.dtype))
 
 
@@ -210,25 +215,25 @@ def there_and_back(values: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
     return back
 
 
-def _rows(comm: Communicator, form: Format, numel: int, device: torch.device) -> Tensor:
+def rows_for(comm: Communicator, form: Format, numel: int, device: torch.device) -> Tensor:
     """``[world_size, bytes]``: a packed shard of each rank."""
     num_bytes = form.num_bytes(numel)
     return empty_for(comm, comm.world_size * num_bytes, torch.uint8, device).view(comm.world_size, num_bytes)
 
 
-def _by_rank(rows: Tensor, parts: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def by_rank(rows: Tensor, parts: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Each rank's row and part; none of a plan, which has no values, and whose worlds are large."""
     return [] if rows.is_meta else list(zip(rows, parts, strict=True))
 
 
 def _pack(rows: Tensor, parts: Tensor | Sequence[Tensor], form: Format, keys: Sequence[int], but: int) -> None:
     """Quantise each part into its row; nobody reads row ``but``."""
-    for rank, (row, part) in enumerate(_by_rank(rows, parts)):
+    for rank, (row, part) in enumerate(by_rank(rows, parts)):
         if rank != but:
             quantise(part, row, form, keys[rank])
 
 
-def _read_here(packed: Tensor) -> None:
+def read_here(packed: Tensor) -> None:
     """Memory of another stream has been read on this one: it must not be taken again there before that is over."""
     if packed.is_cuda:
         packed.record_stream(torch.cuda.current_stream(packed.device))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.zero.buffers.common_copy import Replaced
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.optimizers import grad_norm
@@ -120,8 +121,12 @@ class Stepping:
                 "ema: replicas with local steps have no weights in common to average; leave one of them out"
             )
         masters = [shard for group in self._runtime.groups() for shard in group.shards]
-        self.ema = Ema(masters, decay, self._runtime.masters_replaced)
+        self.ema = Ema(masters, decay, self._averages_came_or_went)
         return self.ema
+
+    def _averages_came_or_went(self) -> None:
+        assert self.ema is not None
+        self._runtime.masters_replaced("back" if self.ema.applied else "for now")
 
     def require_weights(self, what: str) -> None:
         """Raise RuntimeError, in the name of ``what``, where the average or anchors stand in the weights' place."""
@@ -140,10 +145,10 @@ class Stepping:
         if self.replicas is not None:
             self.replicas.require_rest(what)
 
-    def show_what_travels(self) -> None:
+    def show_what_travels(self, replaced: Replaced = "for good") -> None:
         """Where weights travel in a format of their own, have those that outlive a step be what arrives. Collective."""
         if any(group.params.wire is not None for group in self._runtime.groups()):
-            self._runtime.masters_replaced()
+            self._runtime.masters_replaced(replaced)
 
     def resume_at(self, step: int) -> None:
         """See `Zero.resume_at`."""

@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from zeroshard.zero.buffers.common_copy import Replaced
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.runtime.backward_pass import BackwardPass, Run
@@ -377,9 +378,9 @@ class Runtime:
         """Keep all weights unsharded and current in this block. Collective on entry."""
         return self._weights.pin()
 
-    def masters_replaced(self) -> None:
+    def masters_replaced(self, replaced: Replaced = "for good") -> None:
         """Refresh weights after the masters changed outside of a step. Collective."""
-        self._weights.masters_replaced()
+        self._weights.masters_replaced(replaced)
 
     @property
     def is_pinned(self) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._guards import CompileContext
 
+from zeroshard.zero.buffers.common_copy import Replaced
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.runtime.collective_order import CollectiveOrder
 
@@ -84,7 +85,7 @@ class UnshardedWeights:
                     group.params.drop_changes()
                 self.reshard(unit)
 
-    def masters_replaced(self) -> None:
+    def masters_replaced(self, replaced: Replaced) -> None:
         """Masters have got other values, outside of a step. Collective.
 
         Whole weights follow at once, in one order on every rank: `pin` shows them, and a backward whose forward is over
@@ -92,7 +93,7 @@ class UnshardedWeights:
         """
         for unit in self._units:
             for group in unit.groups:
-                group.params.mark_stale()
+                group.params.mark_stale(replaced=replaced)
                 if group.params.stale or self.pinned:
                     group.params.gather()
         for unit in self._units:

@@ -19,7 +19,10 @@ from zeroshard.errors import UserError
 
 # What replicas that take local steps keep beside their weights: see `zeroshard.zero.replicas.saved`.
 OUTER_KINDS = frozenset({"anchor", "outer_momentum", "outer_difference", "outer_steps", "outer_due", "outer_left"})
-MODEL_KINDS = frozenset({"param", "buffer", "ema"}) | OUTER_KINDS  # every other kind is a state of an optimizer
+GATHERED = "gathered"  # what every rank has, where differences to it travel: `zeroshard.zero.buffers.common_copy`
+MODEL_KINDS = (
+    frozenset({"param", "buffer", "ema", GATHERED}) | OUTER_KINDS
+)  # every other kind is a state of an optimizer
 _REPLICA = "@replica"  # in the name of what one replica has alone
 
 

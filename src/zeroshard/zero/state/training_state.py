@@ -14,10 +14,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.methods import load_pieces
 from zeroshard.zero.optimizers.piecewise import SCALAR_STATES, PiecewiseOptimizer
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.state.named_shards import MODEL_KINDS, NamedShard, ShardReader, read_whole, require_shape
+from zeroshard.zero.state.named_shards import GATHERED, MODEL_KINDS, NamedShard, ShardReader, read_whole, require_shape
 
 
 class Stateful(Protocol):
@@ -36,6 +37,7 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
     rank = runtime.levels.shard.rank
     for group in runtime.groups():
         group.params.take_changes()
+        gathered = group.params.common_copy()
         for piece, shard in zip(group.params.pieces, group.shards, strict=True):
             slot = group.params.layout.slots[piece.slot]
             for own in group.params.layout.owned(rank):
@@ -44,6 +46,9 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
                 cut = slice(own.interval[0] - piece.interval[0], own.interval[1] - piece.interval[0])
                 weights = shard.detach().view(-1)[cut].to(group.params.dtype)
                 yield NamedShard(slot.name, "param", slot.shape, own.interval, weights)
+                if gathered is not None:
+                    here = gathered[piece.offset - group.params.master_offset :][cut]
+                    yield NamedShard(slot.name, GATHERED, slot.shape, own.interval, here)
                 for kind, value in _states(optimizers, shard):
                     if group.whole:
                         whole = value.contiguous().view(-1)
@@ -86,12 +91,29 @@ def load_named_shards(
                     if kind not in MODEL_KINDS
                 }
             group.params.mark_stale()
+            _load_gathered(group, reader)
         for name, buffer in persistent_buffers(model).items():
             if "buffer" in reader.kinds(name):
                 buffer.copy_(read_whole(reader, name, "buffer", tuple(buffer.shape)))
     for optimizer in optimizers:
         _load_optimizer(optimizer, states)
     return missed
+
+
+def _load_gathered(group: FlatGroup, reader: ShardReader) -> None:
+    """What every rank had, where it was saved; else the weights themselves. The next gather brings it whole."""
+    params = group.params
+    if params.common is None:
+        return
+    params.common.replace(params.master, "for good")
+    for piece in params.pieces:
+        slot = params.layout.slots[piece.slot]
+        if GATHERED in reader.kinds(slot.name):
+            require_shape(reader, slot.name, GATHERED, slot.shape)
+            start = piece.offset - params.master_offset
+            params.common.shard[start : start + piece.numel] = reader.read(slot.name, GATHERED, piece.interval).to(
+                params.common.shard
+            )
 
 
 def reader_of(runtime: Runtime, reader: ShardReader, kind: str) -> Callable[[Tensor], Tensor | None]:
