@@ -208,7 +208,7 @@ def check_parts(output: Tensor, input: Tensor, world_size: int) -> None:
     if output.numel() != input.numel() or input.numel() % world_size:
         what = f"{input.numel()} elements to {output.numel()} are not {world_size} parts each"
         raise ValueError(f"numel: {what}; give both {world_size} parts of one length")
-    if input.numel() and output.data_ptr() == input.data_ptr():
+    if input.numel() and output.data_ptr() == input.data_ptr() and not input.is_meta:
         raise ValueError("output: it is the input; an all-to-all needs a second tensor")
 
 

@@ -165,16 +165,19 @@ class AllocationRecorder(TorchDispatchMode):
     Args:
         holdings: who claims which storage, now. What it claims at the beginning counts from then on, and may change
             its size without an operation, as an engine's buffers do.
+        without_values: whether tensors on the meta device count like others; else they are shapes, and no memory.
 
     Attributes:
         live_bytes: of all storages that were seen and are not gone.
     """
 
-    def __init__(self, holdings: Holdings = tuple) -> None:
+    def __init__(self, holdings: Holdings = tuple, *, without_values: bool = False) -> None:
         super().__init__()
+        self._without_values = without_values
         self.live_bytes = self._highest = 0
         self._holdings = holdings
         self._seen: dict[int, _Seen] = {}
+        self._ignored: dict[int, UntypedStorage] = {}
         self._phase = "forward"
         self._peak: tuple[int, Bytes, list[_Seen], str, str] = (0, {}, [], "", "")
         self._rising = ""  # the operation after which the most bytes so far were alive, until any of them go
@@ -194,6 +197,11 @@ class AllocationRecorder(TorchDispatchMode):
             optimizer.register_step_pre_hook(lambda *_: self._enter("update")),
         ]
         return self
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Count none of these, which were there before and stay."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            self._ignored[storage._cdata] = storage
 
     def remove(self) -> None:
         """Let go of what `follow` was given."""
@@ -217,10 +225,10 @@ class AllocationRecorder(TorchDispatchMode):
     ) -> Any:
         """Run the operation and see its tensors."""
         kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
+        for tensor in self._tensors((args, kwargs)):
             self._see(tensor.untyped_storage(), OTHERS)  # not made by an operation that was seen: there before
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in self._tensors(result):
             self._see(tensor.untyped_storage(), self._phase)
         for storage in self._resized:
             self._resize(storage)
@@ -228,8 +236,14 @@ class AllocationRecorder(TorchDispatchMode):
             self._highest, self._rising = self.live_bytes, str(func)
         return result
 
+    def _tensors(self, value: Any) -> list[Tensor]:
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        return tensors if self._without_values else [tensor for tensor in tensors if not tensor.is_meta]
+
     def _see(self, storage: UntypedStorage, phase: str) -> None:
         key = storage._cdata
+        if key in self._ignored:
+            return
         if key in self._seen:
             self._resize(storage)
             return
@@ -237,6 +251,7 @@ class AllocationRecorder(TorchDispatchMode):
         def gone(_: object, key: int = key) -> None:
             self._remember()
             self.live_bytes -= self._seen.pop(key).num_bytes
+            self._claimed.pop(key, None)  # the next storage may have its place, and another holder
 
         seen = self._seen[key] = _Seen(weakref.ref(storage, gone), storage.nbytes(), phase)
         self.live_bytes += seen.num_bytes
@@ -285,7 +300,3 @@ def _storages(holdings: Iterable[tuple[str, str, Tensor]]) -> dict[int, tuple[st
         storage = tensor.untyped_storage()
         found.setdefault(storage._cdata, (category, storage))
     return found
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.device.type != "meta"]

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.planner import compare_gpus
@@ -30,6 +31,7 @@ from zeroshard.lab.planner.remedy import remedies
 from zeroshard.lab.planner.show import seconds, size, text
 from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.hardware import find_device, this_machine
+from zeroshard.lab.predict.on_meta import serves_step
 from zeroshard.lab.predict.plan_only import PlanOnly
 from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.models import LanguageModel
@@ -177,15 +179,17 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
     """
     if planner.workload.optimizer != "AdamW":
         raise UserError("dry_run", f"it runs AdamW, and optimizer is {config.optimizer}", "leave one of the two out")
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    here: dict[str, Any] = {"gpu": this_machine(2**62, device.type), "within_node": config.network}
+    device = _device_of(config, planner.workload.model)
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    here: dict[str, Any] = {"gpu": this_machine(2**62, kind), "within_node": config.network}
     local = planner_for(**{**arguments(config), **here})
     shard_size = None if row.shard_size == planner.cluster.world_size else row.shard_size
     stage = row.stage if row.stage is not None else 3
     again = local.row(stage, row.micro_batch, shard_size)
     workload = local.workload
     assert isinstance(workload.model, LanguageModel)
-    _require_memory(device, again.step.peak.total)
+    if device.type != "meta":
+        _require_memory(device, again.step.peak.total)
     measured = dry_run(
         workload.model,
         workload.inputs,
@@ -199,7 +203,7 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
         prefetch=local.prefetch,
         shard_size=shard_size,
         device=device,
-        record=device.type == "cpu",
+        record=device.type != "cuda",
     )
     lines: dict[str, tuple[int, int]] = {"peak": (again.step.peak.total, measured.peak_bytes)}
     for name in ("params", "master", "grads", "optimizer"):
@@ -221,8 +225,23 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
             name: {"predicted": ours, "measured": theirs, "ratio": ours / theirs if theirs else None}
             for name, (ours, theirs) in lines.items()
         },
-        "step_s": min(measured.step_s),
+        "step_s": min(measured.step_s, default=None),
     }
+
+
+def _device_of(config: PlanConfig, model: nn.Module) -> torch.device:
+    """Where a dry run computes; the meta device where it does so without values.
+
+    Raises:
+        UserError: none are asked for, and of this model that is not known to be the same.
+    """
+    if config.dry_run_values == "none" and not serves_step(model):
+        what = "without values a step is known to be the same for GPT-2 and LLaMA of ours without document_mask"
+        raise UserError("dry_run_values", what, "give real, or leave it out")
+    gpu = torch.cuda.is_available()
+    if config.dry_run_values == "none" or (config.dry_run_values == "auto" and not gpu and serves_step(model)):
+        return torch.device("meta")
+    return torch.device("cuda", 0) if gpu else torch.device("cpu")
 
 
 def _require_memory(device: torch.device, num_bytes: int) -> None:
@@ -231,17 +250,20 @@ def _require_memory(device: torch.device, num_bytes: int) -> None:
     free = num_free_bytes(device, 1)
     if num_bytes > free:
         what = f"this step takes {size(num_bytes)} and {size(free)} are free here"
-        raise UserError("dry_run", what, "choose a smaller model or micro-batch, a higher stage or more GPUs")
+        todo = "choose a smaller model or micro-batch, a higher stage, more GPUs, or --dry-run-values none"
+        raise UserError("dry_run", what, todo)
 
 
 def _comparison_text(compared: dict[str, Any]) -> str:
-    lines = [f"{compared['row']}, one rank on {compared['device']}, no peers", ""]
+    timed = compared["step_s"] is not None
+    where = f"on {compared['device']}" if timed else "on tensors without values, as on a CPU"
+    lines = [f"{compared['row']}, one rank {where}, no peers", ""]
     lines.append(f"{'':<20} {'predicted':>12} {'measured':>12} {'ratio':>8}")
     for name, each in compared["compared"].items():
         shown = [str(each[k]) if name == "messages" else size(each[k]) for k in ("predicted", "measured")]
         ratio = "" if each["ratio"] is None else f"{each['ratio']:.4f}"
         lines.append(f"{name:<20} {shown[0]:>12} {shown[1]:>12} {ratio:>8}")
-    lines += ["", f"A step takes {seconds(compared['step_s'])} here, with nothing sent."]
+    lines += ["", f"A step takes {seconds(compared['step_s'])} here, with nothing sent."] if timed else []
     return "\n".join(lines)
 
 

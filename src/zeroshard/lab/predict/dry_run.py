@@ -2,13 +2,16 @@
 
 The engine is the real one, over `NullCommunicator`: every buffer is allocated and written, forward and backward are
 computed, and nothing travels. What it allocates is followed operation by operation (`zeroshard.profiling.memory`).
+
+On the meta device tensors have no values and take no memory. There a rank of any model of ours is run in seconds: the
+same engine, the same model, autograd and optimizer, and so the same bytes and messages, and no times.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.comm import CONTROL, CommRecord, NullCommunicator, ObservedCommunicator
 from zeroshard.lab.predict.model_trace import Inputs
+from zeroshard.lab.predict.on_meta import compute_as_on_cpu, serves_step
+from zeroshard.models import LanguageModel
 from zeroshard.profiling.memory import AllocationRecorder
 from zeroshard.zero import MixedPrecision, ShardingStrategy, Zero, loaded_later
+from zeroshard.zero.buffers.layout import ROUND_BY_PLACE
 from zeroshard.zero.engine import Accumulate
 
 NUM_STEPS = 3  # the first makes states, the second finds gradient buffers of the first
@@ -35,7 +41,7 @@ class Measured:
         peak_bytes: the most that was live at once, training state, activations and all.
         peak_by_category: of that, where allocations were followed.
         messages: collectives of the last step in order, without control messages.
-        step_s: wall time of each step, the first left out; the recorder's own share is in it.
+        step_s: wall time of each step, the first left out; the recorder's own share is in it. None without values.
     """
 
     start: dict[str, int]
@@ -75,31 +81,38 @@ def dry_run(
         strategy, units, precision, accumulate, prefetch, shard_size: as `zeroshard.Zero` takes them.
         micro_batch, num_micro: rows, and how many such in a step.
         optimizer: makes the optimizers; None: fused `torch.optim.AdamW` over all parameters.
-        device: where it runs.
+        device: where it runs; ``"meta"``: without values, as it would run on the CPU.
         num_steps: 2 or more.
         record: whether to follow allocations; else ``peak_bytes`` is CUDA's own count, and 0 on a CPU.
+
+    Raises:
+        ValueError: ``device`` is ``"meta"``, and the model is none of ours on it, has a mask of documents, or
+            ``optimizer`` is given.
     """
     device = torch.device(device)
+    if device.type == "meta":
+        optimizer = _prepare_without_values(model, optimizer)
     comm = ObservedCommunicator(NullCommunicator(world_size, rank))
     meta = any(param.is_meta for param in model.parameters())
-    zero = Zero(
-        model,
-        strategy,
-        units=units,
-        comm=comm,
-        precision=precision,
-        init=loaded_later if meta else None,
-        prefetch=prefetch,
-        accumulate=accumulate,
-        device=device,
-        shard_size=shard_size,
-    )
-    if meta:
+    with _laid_out_as_on_cpu() if device.type == "meta" else nullcontext():
+        zero = Zero(
+            model,
+            strategy,
+            units=units,
+            comm=comm,
+            precision=precision,
+            init=loaded_later if meta else None,
+            prefetch=prefetch,
+            accumulate=accumulate,
+            device=device,
+            shard_size=shard_size,
+        )
+    if meta and device.type != "meta":
         _fill(zero)
     make = optimizer or (lambda zero: [zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)])
     optimizers = make(zero)
     given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs(micro_batch))
-    recorder = AllocationRecorder(zero.holdings).follow(model, optimizers[0]) if record else None
+    recorder = _recorder(zero, model, optimizers[0], device) if record else None
     return _measured(zero, comm, model, optimizers, given, num_micro, num_steps, device, recorder)
 
 
@@ -129,7 +142,48 @@ def _measured(
             seconds.append(time.perf_counter() - began)
     peak, by_category = _peak(recorder, device)
     sent = [each for each in comm.records if each.scope != CONTROL]
-    return Measured(start, before_update, after_update, peak, by_category, sent, seconds[1:])
+    timed = [] if device.type == "meta" else seconds[1:]
+    return Measured(start, before_update, after_update, peak, by_category, sent, timed)
+
+
+def _recorder(zero: Zero, model: nn.Module, optimizer: Optimizer, device: torch.device) -> AllocationRecorder:
+    """Follows allocations; not the numbers that hidden weights show, which are looked at where there are values."""
+    recorder = AllocationRecorder(zero.holdings, without_values=device.type == "meta")
+    recorder.ignore(group.params.hidden for unit in zero.units for group in unit.groups)
+    return recorder.follow(model, optimizer)
+
+
+def _prepare_without_values(model: nn.Module, optimizer: object) -> Callable[[Zero], list[Optimizer]]:
+    """Have ``model`` compute on the meta device as on the CPU; returns what makes its optimizer. Errors: `dry_run`."""
+    if not serves_step(model) or not all(param.is_meta for param in model.parameters()):
+        what = f"a {type(model).__name__} is not known to step on meta as on the CPU"
+        raise ValueError(f"device: {what}; give the latter")
+    if optimizer is not None:
+        raise ValueError("optimizer: on the meta device fused AdamW is known alone; leave it out")
+    assert isinstance(model, LanguageModel)
+    compute_as_on_cpu(model)
+    return _adamw_on_meta
+
+
+@contextmanager
+def _laid_out_as_on_cpu() -> Generator[None]:
+    token = ROUND_BY_PLACE.set(ROUND_BY_PLACE.get() | {"meta"})
+    try:
+        yield
+    finally:
+        ROUND_BY_PLACE.reset(token)
+
+
+def _adamw_on_meta(zero: Zero) -> list[Optimizer]:
+    """Fused AdamW, which torch knows for meta tensors too, but for the check before it makes a state."""
+    optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)
+    make_states = optimizer._init_group  # ty: ignore[missing-attribute]
+
+    def unchecked(group: dict[str, Any], *into: list[Any]) -> bool:
+        return make_states({**group, "fused": None, "capturable": True}, *into)
+
+    optimizer._init_group = unchecked  # ty: ignore[missing-attribute]
+    return [optimizer]
 
 
 def _peak(recorder: AllocationRecorder | None, device: torch.device) -> tuple[int, dict[str, int]]:

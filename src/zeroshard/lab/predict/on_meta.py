@@ -1,19 +1,21 @@
 """Our own models on the meta device as they would run on the CPU: what torch's fake tensors do, in half the time.
 
-`FakeTensorMode` checks much that our models never do. They ask the device for one thing only: which attention kernel to
-use. On the meta device torch takes the one that keeps all weights, where the CPU's and a GPU's are fused. So attention
-is given to the CPU's fused kernel by name, and all else runs as it is. `FakeTensorMode` stays the specification: tests
-compare the two.
+`FakeTensorMode` checks much that our models never do. They ask the device for two things only: which attention kernel
+to use, and in which dtype LayerNorm keeps its statistics. On the meta device torch takes the attention that keeps all
+weights, where the CPU's and a GPU's are fused. So attention is given to the CPU's fused kernel by name, and all else
+runs as it is. `FakeTensorMode` stays the specification of a trace: tests compare the two. Of a whole step it is the
+step with values (`zeroshard.lab.predict.dry_run`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -44,6 +46,34 @@ def on_meta() -> Generator[None]:
         yield
 
 
+def serves_step(model: nn.Module) -> bool:
+    """Whether whole steps of ``model`` after `compute_as_on_cpu` are those of the CPU: ours without a mask."""
+    return type(model) in (GPT2, Llama) and model.eos_id is None
+
+
+def compute_as_on_cpu(model: LanguageModel) -> None:
+    """Have a model's modules ask for the CPU's kernels, in place; in what backward computes again too.
+
+    Functions are watched inside of each module's forward, for torch watches none of those that a backward calls.
+    """
+    for module in _outermost(model, set(model.blocks)):
+        module.forward = partial(_watched, module.forward)
+
+
+def _outermost(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    """Modules inside of blocks, and those outside of them that hold none."""
+    for child in module.children():
+        if child in blocks or not blocks.isdisjoint(child.modules()):
+            yield from _outermost(child, blocks)
+        else:
+            yield child
+
+
+def _watched(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _OnCpu():
+        return forward(*args, **kwargs)
+
+
 class _FusedAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,3 +99,44 @@ def _attention(
     assert enable_gqa or query.shape[1] == key.shape[1]
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return fused(query, key, value, dropout_p, is_causal)[0]
+
+
+class _OnCpu(TorchFunctionMode):
+    """Attention without dropout, and LayerNorm in a narrow dtype, as the CPU has them."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and not kwargs.get("dropout_p"):
+            return _attention(*args, **kwargs)
+        if func is F.layer_norm and args[0].dtype in (torch.bfloat16, torch.float16):
+            return _layer_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _layer_norm(
+    x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """`torch.nn.functional.layer_norm` in bfloat16 or float16."""
+    return _NarrowLayerNorm.apply(x, shape, weight, bias, eps)
+
+
+class _NarrowLayerNorm(torch.autograd.Function):
+    """LayerNorm whose statistics have the dtype of its input, as the CPU's kernel keeps them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        mean, rstd = (x.new_empty(*x.shape[: -len(shape)], *[1] * len(shape)) for _ in range(2))
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.shape = list(shape)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[place] for place in (0, 2, 3)]
+        dx, dw, db = torch.ops.aten.native_layer_norm_backward(grads[0], x, ctx.shape, mean, rstd, weight, bias, wanted)
+        return dx, None, dw, db, None

@@ -347,5 +347,5 @@ class FlatGrads:
         for tensor in self.buffers:
             if tensor is not None:
                 storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+                storages[storage._cdata] = storage.nbytes()  # no address: on meta all have one
         return sum(storages.values())

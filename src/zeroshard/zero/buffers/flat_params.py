@@ -29,7 +29,7 @@ from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.common_copy import CommonCopy, PackedDifferences, Replaced
 from zeroshard.zero.buffers.differences import refuse_assigned, take_assigned, take_where_it_differs
 from zeroshard.zero.buffers.initial import initial_values
-from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
+from zeroshard.zero.buffers.layout import ALIGNMENT, ROUND_BY_PLACE, FlatLayout, Piece
 from zeroshard.zero.buffers.node_copy import NodeCopy
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.shards import gather_shards
@@ -54,7 +54,7 @@ class FlatParams:
         wire, packed_gather, node_copy: what weights travel in, None: the dtype that computes; their gather in it that
             is under way; the second copy of sharded weights, if there is one.
         common: what differences are to, where these travel; else None.
-        stale: whether the master is newer than ``full``.
+        stale, hidden: whether the master is newer than ``full``; the one number that weights which are not there show.
         on_read: called before a parameter is read that a step has outdated, and ends in `show_as_current`; None: nobody
             is told. [Note: Read between steps] in `outdated`.
     """
@@ -113,8 +113,8 @@ class FlatParams:
         self._views = self.layout.views(self.full)
         self._storage_bytes = self.full.untyped_storage().nbytes()
         fill = float("nan") if compute_dtype.is_floating_point else 0
-        self._hidden = torch.full((), fill, dtype=compute_dtype, device=self.full.device)
-        self._freed = [self._hidden.expand(slot.shape) for slot in self.layout.slots]
+        self.hidden = torch.full((), fill, dtype=compute_dtype, device=self.full.device)
+        self._freed = [self.hidden.expand(slot.shape) for slot in self.layout.slots]
         self._attach()
         self.pieces = self._pieces()
         self.master_offset = own.start if self.shard_optim else 0
@@ -130,7 +130,7 @@ class FlatParams:
     def _pieces(self) -> tuple[Piece, ...]:
         if self.shard_optim:
             return self.layout.owned(self.comm.rank)
-        if self.full.device.type == "cpu":
+        if self.full.device.type in ROUND_BY_PLACE.get():
             return tuple(piece for rank in range(self.comm.world_size) for piece in self.layout.owned(rank))
         # A CUDA kernel computes each element alike wherever it lies, so no piece need end where a shard does.
         return self.layout.tensors()
@@ -350,9 +350,9 @@ class FlatParams:
     def _require_untouched(self) -> None:
         """Raise where something was written into weights that were not there; on the CPU, for reading stops a GPU."""
         self._require_unassigned()
-        if self._hidden.device.type != "cpu" or not self._hidden.is_floating_point() or self._hidden.isnan():
+        if self.hidden.device.type != "cpu" or not self.hidden.is_floating_point() or self.hidden.isnan():
             return
-        self._hidden.fill_(float("nan"))
+        self.hidden.fill_(float("nan"))
         raise RuntimeError(
             f"{self.name}: weights were written to while they were sharded or older than the last step; "
             "do it inside zero.full_params(write_back=True)"

@@ -27,6 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,6 +38,10 @@ ALIGNMENT = 8
 """Elements to which an engine aligns slots and shards: 16 bytes of a 16-bit dtype, 32 of fp32. 16 bytes is what one
 load of a GPU's thread takes, what matrix kernels and their descriptors ask of a tensor's first byte, and the unit in
 which NCCL copies; more would only pad. Most parameters have a multiple of it, and cost nothing."""
+
+ROUND_BY_PLACE: ContextVar[frozenset[str]] = ContextVar("round_by_place", default=frozenset({"cpu"}))
+"""Device types whose kernels round an element by its place in a tensor, in a vector's body or after it. Something that
+stands for the CPU without being it, as a dry run on the meta device does, is one while its engine is made."""
 
 LEAST_ALIGNED = 256
 """Elements of the smallest slot, and the smallest shard, that is aligned: of less, padding would be over 3 %."""
