@@ -29,7 +29,7 @@ def write_page(folder: Path, page: Path) -> None:
     found = read(folder)
     if not found:
         raise SystemExit(f"error: out: {folder} has no result of a piece; run benchmarks/gpu_day.py first")
-    makers = (_tests, _bits, _training, _tax, _memory, _saving, _kernels, _strategies)
+    makers = (_tests, _bits, _training, _tax, _overlap, _graphs, _memory, _saving, _kernels, _float8, _strategies)
     sections = [section for make in makers if (section := make(found))]
     page.parent.mkdir(parents=True, exist_ok=True)
     figures = draw(found, page.parent / "images")
@@ -124,6 +124,59 @@ def _tax(found: Found) -> str:
         ]
         parts.append(f"\nUnder the profiler, a step:\n\n{_table(titles, rows)}")
     return "\n".join(parts)
+
+
+def _overlap(found: Found) -> str:
+    if "overlap" not in found:
+        return ""
+    each = found["overlap"]
+    titles = ("", "alone ms", "with copies ms", "the copies ms", "hidden")
+    rows = [
+        [
+            name,
+            *(_spread(seen[key], 1e3) for key in ("alone_s", "beside_s", "copies_s")),
+            _percent(seen["hidden_share"]),
+        ]
+        for name, seen in each["stages"].items()
+    ]
+    what = f"{each['model']}, a rank of {each['world']} alone. In the place of each collective its bytes are copied "
+    what += f"{each['times']} times on the stream that would carry it; the traces are beside the results."
+    return f"\n## What of collectives is hidden\n\n{what}\n\n{_table(titles, rows)}"
+
+
+def _graphs(found: Found) -> str:
+    if "graphs" not in found:
+        return ""
+    rows = []
+    for name, seen in found["graphs"]["contestants"].items():
+        graph = seen.get("error", "-") if seen["graph_s"] is None else _spread(seen["graph_s"], 1e3)
+        same = {None: "-", True: "yes", False: "NO"}[seen["same_loss"]]
+        rows.append([name, _spread(seen["eager_s"], 1e3), graph, same])
+    titles = ("", "launched one by one, ms", "one graph, ms", "same losses")
+    what = f"{found['graphs']['model']}, a world of one, the whole step with its update."
+    return f"\n## A step as a CUDA graph\n\n{what}\n\n{_table(titles, rows)}"
+
+
+def _float8(found: Found) -> str:
+    if "fp8" not in found:
+        return ""
+    titles = ("product", "tokens x inputs x outputs", "", "us", "TFLOP/s", "of bf16's time", "error")
+    rows = [
+        [
+            row["product"],
+            row["shape"],
+            row["how"],
+            _spread(row["time_s"], 1e6, 1),
+            f"{row['flops_per_s'] / 1e12:,.1f}",
+            f"{row['of_bf16']:.2f}",
+            f"{row['error']:.2%}",
+        ]
+        for row in found["fp8"]["rows"]
+    ]
+    what = (
+        "Forward's product, e4m3 with a scale for each tensor. A plan takes products of blocks as 0.67 of bf16's time."
+    )
+    return f"\n## Products in 8 bits\n\n{what}\n\n{_table(titles, rows)}"
 
 
 def _memory(found: Found) -> str:

@@ -12,28 +12,36 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_setup import (
+    DEVICE,
+    MAIN_MODEL,
+    ON_GPU,
+    SEQ_LEN,
+    Piece,
+    Result,
+    SkippedError,
+    autocast_step,
+    batch_of,
+    model_of,
+    plain_step,
+)
+from gpu_step_pieces import float8, graphs, overlap
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, LocalCommunicator, NullCommunicator, TorchCommunicator
 from zeroshard.lab.bench.kernel_cases import CASES, DTYPES
 from zeroshard.lab.bench.ranks import synchronise
 from zeroshard.lab.bench.report import spread_of
-from zeroshard.models import LanguageModel, build_model
 from zeroshard.parallel import STRATEGIES
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 HERE = Path(__file__).parent
-TOY = {} if ON_GPU else {"n_layer": 2, "n_embd": 16, "n_head": 2}
-VOCAB, SEQ_LEN = (50304, 1024) if ON_GPU else (97, 8)
-MAIN_MODEL = "gpt2-124m" if ON_GPU else "gpt2-demo"
 TRAINED = {  # sequences of 1,024 tokens in a step
     "gpt2-124m": 16,
     "gpt2-350m": 16,
@@ -43,33 +51,6 @@ TRAINED = {  # sequences of 1,024 tokens in a step
 }
 WORLDS = (1, 8, 64)  # as if there were so many ranks
 GPUS = (2, 4, 8)
-Result = dict[str, Any]
-
-
-class SkippedError(Exception):
-    """This machine cannot run the piece, and why."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One process's work.
-
-    Attributes:
-        about: in a few words.
-        minutes: that it may take on a GPU.
-        run: measures; takes the folder that files beside the JSON may go to.
-        options: what ``run`` is told beside it.
-    """
-
-    about: str
-    minutes: float
-    function: Callable[..., Result]
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def run(self, out: Path) -> Result:
-        """Measure."""
-        return self.function(out, **self.options)
-
 
 # -------------------------------------------------------------------------------------------- other programs' results
 
@@ -146,55 +127,17 @@ def device(out: Path) -> Result:
 # ------------------------------------------------------------------------------------------------------- the engine
 
 
-def _model(name: str = MAIN_MODEL) -> LanguageModel:
-    torch.manual_seed(0)
-    with DEVICE:
-        return build_model(name, vocab_size=VOCAB, seq_len=SEQ_LEN, overrides=TOY)
-
-
-def _batch(rows: int, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, VOCAB, (rows, SEQ_LEN), generator=generator).to(DEVICE) for _ in range(2)]
-
-
-def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int) -> Callable[[], Tensor]:
-    """A function that takes a training step under autocast and returns its loss."""
-    tokens, targets = _batch(rows)
-
-    def step() -> Tensor:
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int) -> Callable[[], None]:
-    """A function that takes a training step in the dtype that the weights have."""
-    tokens, targets = _batch(rows)
-
-    def step() -> None:
-        model(tokens, targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
 def _contestants(rows: int) -> dict[str, Callable[[], Tensor]]:
     """The same steps from the same weights: plain PyTorch, and the engine at each stage in a world of one."""
     found = {}
     for name in ("plain", *STAGES):
-        model = _model()
+        model = model_of()
         if name == "plain":
             optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         else:
             zero = Zero(model, name, units=model.blocks, comm=LocalCommunicator())
             optimizer = zero.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
-        found[name if name == "plain" else f"zero{name}"] = _loop(model, optimizer, rows)
+        found[name if name == "plain" else f"zero{name}"] = autocast_step(model, optimizer, rows)
     return found
 
 
@@ -277,13 +220,13 @@ def memory(out: Path, world: int) -> Result:
     precision, rows = MixedPrecision(param_dtype=torch.bfloat16), 8 if ON_GPU else 1
     found = []
     for stage in STAGES:
-        model = _model()
+        model = model_of()
         trace = trace_language_model(model, rows, SEQ_LEN, precision, device_type=DEVICE.type)
         buffers = buffers_of(model, world, list(model.blocks))
         planned = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], Settings(STAGES[stage], precision)).peak.total
         zero = Zero(model, stage, units=model.blocks, comm=NullCommunicator(world), precision=precision)
         optimizer = zero.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
-        step = _plain_step(model, optimizer, rows)
+        step = plain_step(model, optimizer, rows)
 
         for _ in range(2):
             step()
@@ -311,10 +254,10 @@ def saving(out: Path) -> Result:
     """For how long a save in the background holds training up, and what a step beside it takes."""
     from zeroshard import checkpoint
 
-    model = _model()
+    model = model_of()
     zero = Zero(model, 2, units=model.blocks, comm=LocalCommunicator())
     optimizer = zero.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
-    step = _loop(model, optimizer, 8 if ON_GPU else 1)
+    step = autocast_step(model, optimizer, 8 if ON_GPU else 1)
     found: dict[str, list[float]] = {"step_s": [], "stall_s": [], "beside_s": [], "total_s": [], "load_s": []}
 
     def timed(key: str, work: Callable[[], object]) -> None:
@@ -355,13 +298,13 @@ def _digest(model: nn.Module, zero: Zero) -> str:
 
 
 def _train_stages(comm: Communicator, rank: int, precision: MixedPrecision | None) -> dict[str, str]:
-    """sha256 of the weights after three steps, by stage; a stage that fails has its error instead."""
+    """sha256 of the weights after three steps, by stage."""
     found = {}
     for stage in STAGES:
-        model = _model("gpt2-demo")
+        model = model_of("gpt2-demo")
         zero = Zero(model, stage, units=model.blocks, comm=comm, precision=precision)
         optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-3)
-        tokens, targets = _batch(2, seed=rank)
+        tokens, targets = batch_of(2, seed=rank)
         for _ in range(3):
             model(tokens, targets).backward()
             zero.clip_grad_norm_(1.0)
@@ -374,7 +317,8 @@ def _train_stages(comm: Communicator, rank: int, precision: MixedPrecision | Non
 
 def _two_ranks_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     comm = TorchCommunicator()
     policies = {"fp32": None, "bf16": MixedPrecision(param_dtype=torch.bfloat16)}
     found = {name: _train_stages(comm, rank, policy) for name, policy in policies.items()}
@@ -421,6 +365,11 @@ PIECES: dict[str, Piece] = {
     "tests": Piece("pytest -m gpu", 8, gpu_tests),
     "two-ranks": Piece("two ranks on one GPU over gloo: the same bits at each stage", 3, two_ranks),
     "tax": Piece("a step under the engine in a world of one, against the same loop without it", 3, tax),
+    "overlap": Piece(
+        "how much of collectives a step hides, by copies in their place; traces", 3, overlap, {"world": 8}
+    ),
+    "graphs": Piece("a step as one CUDA graph", 4, graphs),
+    "fp8": Piece("products in 8 bits beside bf16", 4, float8),
     "busy": Piece("share of a step in which the device computes; host waits", 3, busy),
     **{f"memory-{n}": Piece(f"peak beside the plan, a rank of {n}", 3, memory, {"world": n}) for n in WORLDS},
     **{

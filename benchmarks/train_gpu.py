@@ -7,6 +7,7 @@ Contestants, each in bf16 with fp32 masters, AdamW and clipping at 1.0, on the s
 
     eager     our engine, PyTorch's operations           compile   the same, each block compiled
     kernels   our engine, our kernels                    both      the same, each block compiled
+    fp8       as both, products of blocks in 8 bits by torchao; where torchao and the device have them
     whole     no engine: torch.compile of the whole model under autocast, torch's fused AdamW
 
 They are built one after the other, for memory's sake, and timed over whole steps; the losses of all are compared step
@@ -36,13 +37,15 @@ if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when kernels are imported
 
 from zeroshard.comm import LocalCommunicator  # noqa: E402
+from zeroshard.errors import UserError  # noqa: E402
 from zeroshard.models import LanguageModel, build_model  # noqa: E402
+from zeroshard.models.float8 import require_float8, use_float8  # noqa: E402
 from zeroshard.optim import FusedAdamW, decay_groups  # noqa: E402
 from zeroshard.profiling.flops import peak_bf16_flops_per_s  # noqa: E402
 from zeroshard.zero import MixedPrecision, Zero  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-CONTESTANTS = ("eager", "compile", "kernels", "both", "whole")
+CONTESTANTS = ("eager", "compile", "kernels", "both", "fp8", "whole")
 MAX_NORM = 1.0
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95)}
 TOY = {"n_layer": 1, "n_embd": 16, "n_head": 2}
@@ -135,14 +138,16 @@ def run(name: str, contestant: str, args: argparse.Namespace, matrix_rate: float
     torch.compiler.reset()
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        kernels = "triton" if contestant in ("kernels", "both") else "reference"
+        kernels = "triton" if contestant in ("kernels", "both", "fp8") else "reference"
         overrides = {} if ON_GPU else TOY
         model = build_model(name, vocab_size=args.vocab_size, overrides=overrides, kernels=kernels)
+    if contestant == "fp8":
+        use_float8(model, emulate=not ON_GPU)
     data = batches(args.warmup + args.steps, args.batch, args.seq_len, args.vocab_size)
     if contestant == "whole":
         step = whole_step(model)
     else:
-        step = engine_step(model, kernels, contestant in ("compile", "both") and ON_GPU)
+        step = engine_step(model, kernels, contestant in ("compile", "both", "fp8") and ON_GPU)
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     losses, times = [], []
@@ -169,6 +174,15 @@ def run(name: str, contestant: str, args: argparse.Namespace, matrix_rate: float
     )
 
 
+def contestants_here() -> list[str]:
+    """All but fp8 where torchao or the device has no products in 8 bits."""
+    try:
+        require_float8(DEVICE)
+    except UserError:
+        return [name for name in CONTESTANTS if name != "fp8"]
+    return list(CONTESTANTS)
+
+
 def show(result: Result, first: Result) -> None:
     shares = [f"{x:7.1%}" if x is not None else "      -" for x in (result.mfu_published, result.mfu_measured)]
     peak = f"{result.peak_bytes / 2**30:6.1f}GiB" if result.peak_bytes else "        -"
@@ -183,7 +197,7 @@ def show(result: Result, first: Result) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["gpt2-124m" if ON_GPU else "gpt2-demo"])
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=contestants_here())
     parser.add_argument("--batch", type=int, default=16 if ON_GPU else 1, help="sequences a step")
     parser.add_argument("--seq-len", type=int, default=1024 if ON_GPU else 8)
     parser.add_argument("--vocab-size", type=int, default=50304 if ON_GPU else 97, help="GPT-2's, rounded up to 64")

@@ -92,9 +92,19 @@ def test_what_is_done_is_not_done_again_and_what_fails_holds_nothing_up(day, tmp
 def test_engine_kernels_and_predictions_run_with_torch_numpy_and_triton_alone(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(ALONE)
     program = f"import sys; sys.path.insert(0, {str(PROGRAM.parent)!r}); import gpu_day; from pathlib import Path\n"
-    program += f"for name in ('tax', 'memory-8', 'kernels-rms_norm'): gpu_day.run_piece(name, Path({str(tmp_path)!r}))"
+    names = ("tax", "memory-8", "kernels-rms_norm", "fp8", "graphs", "overlap")
+    program += f"out = Path({str(tmp_path)!r})\nfor name in {names}: gpu_day.run_piece(name, out)\n"
+    program += "import gpu_page; gpu_page.write_page(out, out / 'gpu.md')"
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{PROGRAM.parents[1] / 'src'}"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for name in ("tax", "memory-8", "kernels-rms_norm"):
+    for name in names:
         assert "skipped" not in _result(tmp_path, name), _result(tmp_path, name)
+    page = (tmp_path / "gpu.md").read_text()
+    for heading in ("Products in 8 bits", "A step as a CUDA graph", "What of collectives is hidden"):
+        assert f"\n## {heading}" in page
+    stages = _result(tmp_path, "overlap")["stages"]
+    sent = [stages[f"zero{stage}"]["num_bytes"] for stage in range(4)]
+    assert sent[0] * 6 == sent[1] * 8 > 0  # 8 bytes a parameter: its gradient twice; 6: once, and a weight in bf16
+    assert sent[1] == sent[2] < sent[3]
+    assert (tmp_path / stages["zero3"]["trace"]).stat().st_size > 1000

@@ -1,26 +1,16 @@
-"""The engine's step on a GPU that is not there: tensors of ``cuda:0`` without values, of real devices and dtypes.
-
-Nothing of such a tensor can be read: an operation that would have the host wait for the device raises. What a forward
-and a backward compute is the model's affair; the engine hears of them as in training, and does its part.
-"""
+"""The engine's step on a GPU that is not there: what it moves lies there, in its kind's dtype, and nothing is read."""
 
 from __future__ import annotations
-
-import ctypes
-from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hazards import HazardDevice
+from fake_cuda import CUDA, Peers, backward_events, device, guarded, reads  # noqa: F401 -- fixtures
 from nets import WIDTH
-from zeroshard.comm import CONTROL, current_scope
-from zeroshard.comm.base import DONE, own_group
-from zeroshard.zero import STAGES, MixedPrecision, Zero, streams
-from zeroshard.zero.runtime import collective_order
+from zeroshard.comm import CONTROL
+from zeroshard.zero import STAGES, MixedPrecision, Zero
 
-CUDA = torch.device("cuda", 0)
 PRECISIONS = {
     "fp32": None,
     "bf16": MixedPrecision(param_dtype=torch.bfloat16),
@@ -28,113 +18,17 @@ PRECISIONS = {
 }
 
 
-@pytest.fixture
-def guarded():
-    """torch can index tensors of ``cuda:0``: a CPU build has no guard of that device, and is lent that of ``meta``."""
-    if torch.version.cuda is not None:
-        yield
-        return
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    guards = (ctypes.c_void_p * 32).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    cuda, meta = 1, 14  # of `c10::DeviceType`
-    before, guards[cuda] = guards[cuda], guards[meta]
-    yield
-    guards[cuda] = before
-
-
-@pytest.fixture
-def device(guarded, monkeypatch):
-    """Streams of ``cuda:0``, on which nothing runs."""
-    device = HazardDevice()
-    made = streams.DeviceStreams(CUDA, device)
-    monkeypatch.setattr(streams.ByDevice, "__getitem__", lambda self, key: made)
-    return device
-
-
-class Peers:
-    """Rank 1 of ``world_size``, whose collectives do nothing; what each was given, and on which stream."""
-
-    uniform_order = False
-    control_device = torch.device("cpu")
-
-    def __init__(self, world_size, device, issued=None, rank=1):
-        self.world_size, self.rank, self._device = world_size, rank, device
-        self.issued = [] if issued is None else issued
-
-    def _issue(self, op, *tensors):
-        self.issued.append((op, current_scope(), self._device.current.name, tensors))
-        return DONE
-
-    def all_reduce(self, tensor, op="sum"):
-        return self._issue("all_reduce", tensor)
-
-    def reduce_scatter(self, output, input, op="sum"):
-        assert input.numel() == self.world_size * output.numel()
-        return self._issue("reduce_scatter", output, input)
-
-    def all_gather(self, output, input):
-        assert output.numel() == self.world_size * input.numel()
-        return self._issue("all_gather", output, input)
-
-    def broadcast(self, tensor, src):
-        return self._issue("broadcast", tensor)
-
-    def split(self, groups):
-        _, ranks = own_group(groups, self.rank)
-        return Peers(len(ranks), self._device, self.issued, ranks.index(self.rank))
-
-
-class _Inside(torch.autograd.Function):
-    """An operation on the CPU whose backward tells the engine what a model's would."""
-
-    @staticmethod
-    def forward(ctx, value, inside):
-        ctx.inside = inside
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.inside()
-        return grad, None
-
-
-def _backward(zero):
-    """Autograd's events, in their order; a CPU build of torch has no backward for tensors of other devices."""
-    runtime = zero._runtime
-    run = runtime.forward_run.index
-
-    def grads_of(unit):
-        for _, param, group, slot in unit.named_slots():
-            runtime.take_grad(group, slot, torch.empty_like(param))
-
-    def inside():
-        runtime.backward_begins(runtime.root, run)
-        for unit in reversed(runtime.units):
-            runtime.backward_begins(unit, run)
-            grads_of(unit)
-            runtime.backward_ends(unit, run)
-        grads_of(runtime.root)
-
-    _Inside.apply(torch.zeros((), requires_grad=True), inside).backward()
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """How often ranks have agreed on flags, which is the one message that a step reads."""
-    counted = []
-    monkeypatch.setattr(
-        collective_order.CollectiveOrder, "_max", lambda self, comm, values: counted.append(comm) or list(values)
-    )
-    monkeypatch.setattr(collective_order.CollectiveOrder, "agree_on_units", lambda self, units, ran: units)
-    return counted
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("stage", "shard_size"), [*((stage, None) for stage in STAGES), (2, 2), (3, 2)])
 @pytest.mark.parametrize("num_micro", [1, 2])
 def test_a_step_on_a_gpu_reads_nothing_of_it_and_all_that_it_moves_lies_there(
-    stage, shard_size, precision, num_micro, device, reads
+    stage,
+    shard_size,
+    precision,
+    num_micro,
+    device,  # noqa: F811
+    reads,  # noqa: F811
 ):
     policy = PRECISIONS[precision]
     with FakeTensorMode():
@@ -149,7 +43,7 @@ def test_a_step_on_a_gpu_reads_nothing_of_it_and_all_that_it_moves_lies_there(
             for micro in range(num_micro):
                 with zero.micro_batch(last=micro == num_micro - 1):
                     model(torch.empty(2, WIDTH, device=CUDA)).sum()
-                    _backward(zero)
+                    backward_events(zero)
             norm = zero.clip_grad_norm_(1.0)
             optim.step()
             optim.zero_grad()

@@ -27,14 +27,15 @@ _AMD = ("gfx94", "gfx95")  # MI300, MI350
 _TODO = "use bfloat16, or a GPU that has: H100, H200, B200, L4, L40S, RTX 40 and 50, MI300"
 
 
-def require_float8(device: torch.device) -> None:
-    """Raise UserError where ``device`` has no 8-bit floating-point products, or `torchao` is not installed."""
+def require_float8(device: torch.device, *, package: bool = True) -> None:
+    """Raise UserError where ``device`` has no 8-bit floating-point products, or the ``package`` torchao is missing."""
     if device.type != "cuda":
         raise UserError("dtype", f"fp8 needs a GPU with products of 8-bit floats, and the device is {device}", _TODO)
     if not _has_products(device):
         name = torch.cuda.get_device_name(device)
         raise UserError("dtype", f"fp8 needs products of 8-bit floats, and a {name} has none", _TODO)
-    _torchao()
+    if package:
+        _torchao()
 
 
 def _has_products(device: torch.device) -> bool:
