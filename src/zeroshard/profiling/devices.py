@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 TERA, GIGA = 10**12, 10**9
 # Of a device without a file of `zeroshard bench device`. Through PyTorch 2.11 one H100 and one H200 (SXM) ran a bf16
@@ -57,6 +57,8 @@ class Device:
         sustained: its row in `zeroshard.lab.predict.rates.SUSTAINED`, which the shares above then give way to; empty:
             the shares hold, as on a device that was measured.
         clock_share: of the clock that products run at without a lower limit of its power.
+        conversions: of what travels, as ``int8 quantise``: seconds of a call and of an element, as
+            `zeroshard.lab.predict.conversions` reads them; others take their bytes over the memory's rate.
         gelu_s: what an element of a GELU by tanh takes on a CPU, forward or backward; 0: no longer than its bytes.
     """
 
@@ -75,6 +77,7 @@ class Device:
     sustained: str = ""
     clock_share: float = 1.0
     gelu_s: float = 0.0
+    conversions: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def _sold(

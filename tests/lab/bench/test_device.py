@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
-from zeroshard.lab.bench import device
+from zeroshard.errors import UserError
+from zeroshard.lab.bench import conversions, device
+from zeroshard.lab.predict.conversions import CONVERSIONS, FINGERPRINT
 from zeroshard.lab.predict.hardware import read_calibration
+from zeroshard.wire_formats import FORMATS
 
 
 def test_a_constant_and_a_rate_are_fitted_to_sizes():
@@ -57,10 +63,30 @@ def test_the_calibration_has_rates_shares_and_a_link():
 
 def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "WARM_S", 1e-4)
+    monkeypatch.setattr(conversions, "SIZES", {"cpu": (60, 300)})
+    monkeypatch.setattr(conversions, "POOL", 900)
     report, calibration = device.run(1, [], 1, "cpu", 1)
-    assert {row["what"] for row in report.rows} == {"matmul", "attention", "copy", "anew", "gelu", "kernel"}
+    assert {row["what"] for row in report.rows} == {"matmul", "attention", "copy", "anew", "gelu", "wire", "kernel"}
     device.write(report, calibration, tmp_path / "device.json")
     assert read_calibration(tmp_path / "device.json") == calibration
+    quantising = {f"{form} {kind}" for form in FORMATS for kind in CONVERSIONS}
+    assert set(calibration.device.conversions) == {*quantising, FINGERPRINT}
+    content = json.loads((tmp_path / "device.json").read_text())
+    content["device"]["conversions"]["int8 sum"] = [0.0, -1.0]
+    (tmp_path / "damaged.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="has a time that is not a number of seconds"):
+        read_calibration(tmp_path / "damaged.json")
+    del content["device"]["conversions"]  # as earlier versions wrote it
+    (tmp_path / "old.json").write_text(json.dumps(content))
+    assert read_calibration(tmp_path / "old.json").device == replace(calibration.device, conversions={})
+
+
+def test_quantising_has_a_time_for_a_call_and_for_an_element():
+    middle = {f"wire int8 {kind} {numel}": 1e-5 + numel * 2e-9 for kind in CONVERSIONS for numel in (10**4, 10**6)}
+    amounts = {name: int(name.split()[-1]) * (2 if " sum " in name else 1) for name in middle}
+    found = conversions.conversions_of(middle, amounts, device.fitted)
+    assert found["int8 quantise stochastically"] == pytest.approx((1e-5, 2e-9))
+    assert found["int8 sum"] == pytest.approx((0.5e-5, 1e-9))  # of each of two pieces
 
 
 def _slowed(comm):

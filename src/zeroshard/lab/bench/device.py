@@ -7,6 +7,7 @@ reaches on two cores is what a step of it will have.
     attention   FLOP/s of fused causal attention, forward and backward, as a share of that
     memory      bytes/s of a copy, reads and writes; and of an operation that makes its output anew, as a share of that
     gelu        on a CPU, the GELU by tanh, forward and backward: no other operation takes as long for its bytes
+    wire        seconds of a call and of an element, of quantising what travels: `zeroshard.lab.bench.conversions`
     kernel      the least time of an operation: of a small module's, forward and backward, Python and autograd included
     link        seconds of a collective: a constant and bytes over a rate, fitted by least squares to medians over sizes
     beside      the seconds by which a collective slows the computation that it runs beside, fitted likewise: on a CPU
@@ -32,13 +33,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeroshard.comm import Communicator, Work
+from zeroshard.comm import Communicator, Work, all_to_all
 from zeroshard.comm.registry import comm_entry
+from zeroshard.lab.bench import conversions
 from zeroshard.lab.bench.ranks import close, communicator, on_ranks, slowest, synchronise
 from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, environment, interleaved, spread_of
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
 
-OPS = ("all_reduce", "reduce_scatter", "all_gather")
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 WARM_S = 0.1  # how long a timing lasts at least, in calls
 
 
@@ -193,10 +195,12 @@ def _measure(rank: int, device: torch.device, comms: list[str], num_rounds: int)
     if device.type == "cpu":
         add("gelu", _gelu())
     add("kernel", _small_operations(device))
+    for name, amount, call in conversions.cases(device):
+        add(name, (amount, call))
     made = {name: communicator(name) for name in comms if not (device.type == "cuda" and comm_entry(name).cpu_only)}
     several = dist.is_initialized()
     for name, comm in made.items() if several else ():
-        for op in OPS:
+        for op in _served(comm):
             for size, num_bytes in SIZES.items():
                 amounts[f"{name} {op} {size}"] = num_bytes
                 calls[f"{name} {op} {size}"] = _timer(_collective(comm, op, num_bytes, device), device)
@@ -208,6 +212,11 @@ def _measure(rank: int, device: torch.device, comms: list[str], num_rounds: int)
     for comm in made.values():
         close(comm)
     return {"seconds": seconds, "amounts": amounts, "memory_bytes": memory}
+
+
+def _served(comm: Communicator) -> tuple[str, ...]:
+    """`OPS`, of which a communicator of somebody's own may lack the exchange: only wire formats need it."""
+    return tuple(op for op in OPS if hasattr(comm, op))
 
 
 def _slowing(comm: Communicator, op: str, num_bytes: int, device: torch.device) -> Callable[[], float]:
@@ -235,14 +244,16 @@ def _slowing(comm: Communicator, op: str, num_bytes: int, device: torch.device) 
 
 
 def _issue(comm: Communicator, op: str, num_bytes: int, device: torch.device) -> Callable[[], Work]:
-    """A collective in place, as the engine's are."""
+    """A collective, in place as the engine's are; an exchange has a place of its own for what comes."""
     numel = max(num_bytes // 4 // comm.world_size, 1) * comm.world_size
     whole = torch.zeros(numel, device=device)
+    there = torch.empty_like(whole) if op == "all_to_all" else whole
     own = slice(comm.rank * (numel // comm.world_size), (comm.rank + 1) * (numel // comm.world_size))
     calls: dict[str, Callable[[], Work]] = {
         "all_reduce": lambda: comm.all_reduce(whole),
         "reduce_scatter": lambda: comm.reduce_scatter(whole[own], whole),
         "all_gather": lambda: comm.all_gather(whole, whole[own]),
+        "all_to_all": lambda: all_to_all(comm, there, whole),
     }
     return calls[op]
 
@@ -296,6 +307,7 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
         memory_share=min(rate("anew") / rate("copy"), 1.0),
         kernel_s=middle["kernel"] / amounts["kernel"],
         gelu_s=middle["gelu"] / amounts["gelu"] if "gelu" in amounts else 0.0,
+        conversions=conversions.conversions_of(middle, amounts, fitted),
         device_type=device_type,
     )
     if world == 1 or not comm:
@@ -309,6 +321,8 @@ def _link_of(middle: Mapping[str, float], world: int, comm: str, device: Device)
     beside: dict[str, tuple[float, float]] = {}
     sizes = list(SIZES.values())
     for op in OPS:
+        if f"{comm} {op} {next(iter(SIZES))}" not in middle:
+            continue
         collectives[op] = fitted(sizes, [middle[f"{comm} {op} {size}"] for size in SIZES])
         if device.device_type == "cpu":
             # Where computation hid it all, the difference of two times may come out below 0.
@@ -338,7 +352,7 @@ def _rows(found: Mapping[str, Any], world: int) -> list[Row]:
             rates, unit = spread.inverse(amount / 1e9), "GFLOP/s"
         elif what in ("copy", "anew"):
             rates, unit = spread.inverse(amount / 1e9), "GB/s"
-        elif what == "gelu":
+        elif what == "gelu" or what == "wire":
             rates, unit = spread.inverse(amount / 1e9), "Gelement/s"
         elif what == "kernel":
             rates, unit = (

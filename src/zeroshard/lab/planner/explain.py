@@ -29,7 +29,7 @@ ACROSS = (
     "2 (R-1)/R S g",
     "Zhang et al. 2022, MiCS, arXiv:2205.00119, section 3",
 )
-NEAR = ("unsharded weights from the second copy in the node", "(C-1)/C P c", f"{ZEROPP}, section 3.2")
+NEAR = ("unsharded weights from the second copy in the node", "(C-1)/C P c, packed P q", f"{ZEROPP}, section 3.2")
 ALIKE = 0.1  # units whose times differ by a smaller share are told in one line
 LEGEND = (
     "P: elements of a unit's padded buffer, S = P / W of a shard; W ranks shard, R hold the same shard, "
@@ -51,6 +51,11 @@ def explain(planner: Planner, row: Row) -> str:
     if row.num_micro > 1:
         lines.append(f"Of {row.num_micro} micro-batches the last one is shown.")
     lines += [*_sequence(row, timing.spans), "", *traffic(row), ""]
+    if row.timing.wire_s:
+        lines += [
+            f"Of the step quantising takes {seconds(row.timing.wire_s)}, on the cores or the GPU that compute.",
+            "",
+        ]
     lines += [*columns([RATES, *rates(planner)]), *ranges(row), ""]
     lines += [*memory(row), *(columns([BESIDE, *beside_engine(row)], right=(1,)) if beside_engine(row) else [])]
     return "\n".join([*lines, *on_top(row)])

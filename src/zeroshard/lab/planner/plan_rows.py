@@ -18,7 +18,7 @@ from zeroshard.lab.predict.timeline import Timing
 from zeroshard.lab.predict.traffic import OnLink, bytes_by_op
 from zeroshard.lab.predict.workload import Workload
 
-Binds = Literal["memory", "communication", "matrix products", "memory bandwidth", "kernel launches"]
+Binds = Literal["memory", "communication", "matrix products", "memory bandwidth", "kernel launches", "quantising"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ class Row:
             "compute_s": self.timing.compute_s,
             "comm_s": self.timing.comm_s,
             "exposed_s": self.timing.exposed_s,
+            "quantise_s": self.timing.wire_s,
             "host_bytes": self.step.host_bytes,
             "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_range": self.tokens_per_s_range,
@@ -203,5 +204,6 @@ def what_binds(timing: Timing, *, fits: bool) -> Binds:
         "matrix products": timing.bound_s.get("flops", 0.0),
         "memory bandwidth": timing.bound_s.get("bytes", 0.0),
         "kernel launches": timing.bound_s.get("kernels", 0.0),
+        "quantising": timing.wire_s,
     }
     return max(limits, key=lambda key: limits[key])

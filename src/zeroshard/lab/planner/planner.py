@@ -105,7 +105,7 @@ class Planner:
         timing = with_seconds(timing, self._more_seconds(step, timing, micro_batch))
         meetings = Meetings()
         if local_steps is not None:
-            meetings = meetings_of(buffers, local_steps, strategy, self.cluster, timing.step_s)
+            meetings = meetings_of(buffers, local_steps, strategy, self.cluster, timing.step_s, self.device)
             timing = meetings.added_to(timing)
         process = self._process_memory(step, strategy, micro_batch, shards)
         needed = step.peak.total + process.total + meetings.held_bytes

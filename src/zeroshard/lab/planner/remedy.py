@@ -1,10 +1,10 @@
 """Which remedy of a slow network is enough, and what each costs: the answer to ``plan --ask remedy``.
 
-A remedy sends less than the stages do: 16-bit gradients, int8 both ways (no time is known of quantising), a second copy
-of weights in the node, state sharded inside a node only, fewer meetings of replicas. Each is planned at the network
-that there is, and held against a step that nothing is waited for: the fastest that fits on a network without limit. Of
-local steps the least ``every`` is sought that keeps `ENOUGH` of that speed, since more steps alone cost loss, which no
-plan knows: measure it, as docs/slow-links.md does.
+A remedy sends less than the stages do: 16-bit gradients, int8 both ways, a second copy of weights in the node, state
+sharded inside a node only, fewer meetings of replicas. Each is planned at the network that there is, and held against a
+step that nothing is waited for: the fastest that fits on a network without limit. Of local steps the least ``every`` is
+sought that keeps `ENOUGH` of that speed, since more steps alone cost loss, which no plan knows: measure it, as
+docs/slow-links.md does.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Remedy:
             "micro_batch": self.row.micro_batch,
             "every": self.row.meetings.every,
             "step_s": self.row.timing.step_s,
+            "quantise_s": self.row.timing.wire_s,
             "share_of_compute_bound_speed": self.share,
             "enough": self.enough,
             "needed_bytes": self.row.needed_bytes,
@@ -207,7 +208,6 @@ def _told(planner: Planner, found: Sequence[Remedy], base: Row, best: Remedy | N
         )
     elif best.row.meetings.every == 1:
         conclusion = f"{best.name} keeps {best.share:.0%} with all ranks at each step."
-        conclusion += " Its time does not know what quantising takes." if "int8" in best.name else ""
     else:
         every = f"a meeting every {best.row.meetings.every:,} steps"
         conclusion = f"{best.name} keeps {best.share:.0%} with {every}; measure the loss."

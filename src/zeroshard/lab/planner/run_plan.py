@@ -13,7 +13,7 @@ from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import Calibration, Link, read_calibration
-from zeroshard.lab.predict.meetings import meeting_messages, outer_bytes
+from zeroshard.lab.predict.meetings import meeting_messages, outer_bytes, quantising_s
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, state_bytes
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.plan_only import PlanOnly, with_rates
@@ -93,7 +93,7 @@ def predict(job: Job) -> Planned:
     alone = job.shard_size if job.local_steps is not None else job.world_size
     step_s = None if calibration is None else _timing(step, calibration, alone).step_s
     if step_s is not None and calibration is not None and job.local_steps is not None:
-        step_s += _meeting_s(job, leaving, calibration) / job.local_steps.every
+        step_s += _meeting_s(job, buffers, leaving, calibration) / job.local_steps.every
     beside = held.get("ema", 0) + held.get("outer", 0)
     return replace(planned, peak_bytes=step.peak.total + beside, step_s=step_s)
 
@@ -122,17 +122,24 @@ def _meetings(job: Job, buffers: list[Buffer]) -> tuple[dict[int, list[Sent]], d
     return leaving, arriving
 
 
-def _meeting_s(job: Job, leaving: Mapping[int, Sequence[Sent]], calibration: Calibration) -> float:
-    """Seconds of all fragments' differences on their way, as far as no computation of theirs hides them.
+def _meeting_s(
+    job: Job, buffers: list[Buffer], leaving: Mapping[int, Sequence[Sent]], calibration: Calibration
+) -> float:
+    """Seconds of all fragments' differences on their way, as far as no computation of theirs hides them, and those in
+    which they are quantised.
 
     A fragment that travels for some steps while these compute is counted as hidden.
     """
-    if job.local_steps is None or job.local_steps.overlap_steps:
+    if job.local_steps is None:
         return 0.0
+    quantise_s = quantising_s(buffers, job.local_steps, job.world_size // job.shard_size, calibration.device)
+    if job.local_steps.overlap_steps:
+        return quantise_s
     link = calibration.link or NOBODY
     cluster = Cluster(job.world_size, 1, link, link)
     sent = [message for each in leaving.values() for message in each]
-    return sum(cluster.collective_s(m.op, m.num_bytes, m.world_size, replicas=True) for m in sent)
+    sent_s = sum(cluster.collective_s(m.op, m.num_bytes, m.world_size, replicas=True) for m in sent)
+    return quantise_s + sent_s
 
 
 def predicted_step(

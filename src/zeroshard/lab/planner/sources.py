@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import torch
+
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds, size
+from zeroshard.lab.predict.conversions import CONVERSIONS, FINGERPRINT
 from zeroshard.lab.predict.plan_only import FP8_TIME, PlanOnly
 from zeroshard.lab.predict.process_memory import SOURCES
 from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
 from zeroshard.lab.predict.rates import HOST_S, SPREAD_UNCALIBRATED, SUSTAINED, Software, Sustained
+from zeroshard.wire_formats import BlockFormat
 
 RATES = ("time", "figure", "from")
 BESIDE = ("beside", "bytes", "from")
@@ -21,6 +25,7 @@ FITTED = "fitted to published runs on such devices"
 ONE_RUN = "one published run, of which not all is said"
 ATTENTION = "Shah et al. 2024, FlashAttention-3, arXiv:2407.08608; Dao 2023, FlashAttention-2, arXiv:2307.08691"
 FP8_SOURCE = "torchao trains Llama 3 8B on 8 H100 1.25 times as fast: docs.pytorch.org/ao, Quantized Training"
+NOT_MEASURED = "zeroshard.lab.predict.conversions; not measured here: zeroshard bench device does"
 NO_RUN = "no published run on such a device: large products alone, less what others lose while they train"
 
 
@@ -36,11 +41,28 @@ def rates(plan: Plan | Planner) -> list[tuple[str, str, str]]:
         told += _sustained(plan.software, SUSTAINED[device.sustained])
     elif device.matmul_share < 1:
         told.append(("products", f"{device.matmul_share:.2g} of the data sheet", NO_RUN))
+    told += _quantising(plan)
     links = [("within a node", cluster.within)] * (cluster.ranks_per_node > 1 and cluster.world_size > 1)
     links += [("between nodes", cluster.between)] * (cluster.world_size > cluster.ranks_per_node)
     for where, link in links:
         rate = f"{link.share:.3g} of {link.bytes_per_s / 1e9:,.4g} GB/s, {seconds(link.latency_s)} a step"
         told.append((where, rate, f"{link.name}: {link.source}"))
+    return told
+
+
+def _quantising(plan: Plan | Planner) -> list[tuple[str, str, str]]:
+    """What each conversion of what travels takes, where anything has a wire format."""
+    precision, device = plan.workload.precision, plan.device
+    forms = dict.fromkeys((precision.weights_format(torch.float32), precision.gradients_format(torch.float32)))
+    told = []
+    names = [f"{form.name} {kind}" for form in forms if isinstance(form, BlockFormat) for kind in CONVERSIONS]
+    names += [FINGERPRINT] if FINGERPRINT in device.conversions and precision.gather is not None else []
+    for name in names:
+        measured = device.conversions.get(name)
+        if measured is None:
+            told.append((name, "its bytes over the memory's rate", NOT_MEASURED))
+        else:
+            told.append((name, f"{seconds(measured[0])} a call, {measured[1] * 1e9:.3g} ns a number", device.source))
     return told
 
 

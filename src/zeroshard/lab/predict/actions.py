@@ -56,6 +56,7 @@ class Issue:
     """A collective is started, after what was computed before it; ``number`` names it.
 
     ``replicas``: among the ranks that hold the same shard. ``control``: a few bytes that all ranks must hear.
+    ``work``: what a GPU computes before it on the collective's own stream, beside what else is computed.
     """
 
     number: int
@@ -64,6 +65,7 @@ class Issue:
     phase: Phase
     replicas: bool = False
     control: bool = False
+    work: tuple[Work, ...] = ()
 
 
 @dataclass(frozen=True)

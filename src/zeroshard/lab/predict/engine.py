@@ -26,6 +26,7 @@ from zeroshard.comm.base import own_group
 from zeroshard.comm.labels import beside, is_beside
 from zeroshard.lab.predict.actions import Message, Settings
 from zeroshard.lab.predict.buffers import Buffer
+from zeroshard.lab.predict.conversions import Wires
 from zeroshard.lab.predict.model_spans import ROOT, Event
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.work import Work, work_of
@@ -35,6 +36,7 @@ from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.strategy import SHARD
 from zeroshard.zero.streams import Lane, Mark, NoStreams
 
 
@@ -48,12 +50,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective is started; ``replicas`` and ``control`` as `zeroshard.lab.predict.actions.Issue` has them."""
+    """A collective is started; the rest as `zeroshard.lab.predict.actions.Issue` has it."""
 
     number: int
     message: Message
     replicas: bool
     control: bool
+    work: tuple[Work, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,16 +134,20 @@ class _Peers:
 
 
 class _Pending:
-    """A collective that nobody carries out; ``gathered``: bytes of weights that were freed before it."""
+    """A collective that nobody carries out.
 
-    def __init__(self, log: _Log, number: int, gathered: int) -> None:
-        self._log, self._number, self._gathered = log, number, gathered
+    ``gathered``: bytes of weights that were freed before it; ``after``: what is computed when it has been waited for.
+    """
+
+    def __init__(self, log: _Log, number: int, gathered: int, after: tuple[Work, ...]) -> None:
+        self._log, self._number, self._gathered, self._after = log, number, gathered, after
 
     def wait(self) -> None:
         """Write it down; weights are on their way no longer."""
         if is_beside():
             return
-        self._log.told.append(Waited(self._number))
+        self._log.told += [Waited(self._number), *self._after]
+        self._after = ()
         if self._gathered:
             self._log.told += [Change("prefetch", -self._gathered), Change("unit_buffers", self._gathered)]
             self._gathered = 0
@@ -165,6 +172,8 @@ class _Log(StorageEvents):
         super().__init__(self._comes_or_goes, self._ran)
         self.told: list[Told | tuple[int, int]] = []
         self.levels: Levels | None = None
+        self.wires: dict[str, Wires] = {}  # by buffer
+        self.has_streams = False
         self.freed: dict[int, torch.UntypedStorage] = {}  # full weights that the engine frees, those that are freed now
         self._whole: dict[int, int] = {}  # and those that are not, with their bytes
         self._number = 0
@@ -184,8 +193,22 @@ class _Log(StorageEvents):
         buffer, phase = (CONTROL, CONTROL) if control else label.rsplit("/", 1)
         assert self.levels is not None
         replicas = comm is self.levels.replicas and not control
-        self.told.append(Sent(self._number, Message(op, num_bytes, buffer, phase, comm.world_size), replicas, control))
-        return _Pending(self, self._number, gathered)
+        before, after = self._converted(comm, op, buffer, phase, replicas=replicas)
+        if not self.has_streams:
+            self.told += before
+            before = ()
+        message = Message(op, num_bytes, buffer, phase, comm.world_size)
+        self.told.append(Sent(self._number, message, replicas, control, before))
+        return _Pending(self, self._number, gathered, after)
+
+    def _converted(
+        self, comm: _Peers, op: str, buffer: str, phase: str, *, replicas: bool
+    ) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+        """What is quantised before a collective, and comes back after it; on the meta device nothing is."""
+        wires = self.wires.get(buffer)
+        if wires is None:
+            return (), ()
+        return wires.beside(op, phase, comm.world_size, replicas=replicas)
 
     def _grown(self) -> int:
         """Bytes of full weights that are not freed any more: a storage that grows tells nobody either."""
@@ -243,6 +266,7 @@ class _Engine:
             group = _group(buffer, settings, levels)
             groups[buffer.unit].append(group)
             compute = settings.precision.compute_dtype(buffer.dtype)
+            log.wires[buffer.name] = _wires(buffer, group, settings)
             for index, slot in enumerate(buffer.layout.slots):
                 grad = torch.empty(slot.shape, dtype=compute, device="meta")
                 self._grads[slot.name] = (group, index, grad)
@@ -255,8 +279,9 @@ class _Engine:
             settings.prefetch,
             ModuleBuffers(nn.Module(), world, "keep"),
         )
+        log.has_streams = settings.device_type == "cuda"
         for group in self._runtime.groups():
-            if settings.device_type == "cuda":
+            if log.has_streams:
                 group.use_streams(_Beside())
             log.ignore([group.params.full, group.params.master, group.params.node_copy.shard])
             log.ignore([] if group.params.common is None else group.params.common.tensors)
@@ -322,6 +347,16 @@ def _group(buffer: Buffer, settings: Settings, levels: Levels) -> FlatGroup:
         buffer.layout,
         frozen=not buffer.trained,
     )
+
+
+def _wires(buffer: Buffer, group: FlatGroup, settings: Settings) -> Wires:
+    """What of it travels in a format of its own."""
+    reduced = buffer.trained and not buffer.exact and settings.strategy.optim is SHARD
+    grads = settings.precision.gradients_format(buffer.dtype) if reduced else None
+    params = group.params
+    compared = settings.device_type == "cpu" and not params.shard_params and params.full.element_size() in (2, 4)
+    shards = buffer.layout.own_numel(params.comm.rank), params.comm.world_size
+    return Wires(params.wire, grads, *shards, params.full.dtype, params.common is not None, compared)
 
 
 class _Backward(torch.autograd.Function):

@@ -23,6 +23,8 @@ import torch
 from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
+from zeroshard.lab.predict.conversions import across_replicas, conversion_s
+from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.timeline import Timing
 from zeroshard.zero import LocalSteps, ShardingStrategy
 from zeroshard.zero.strategy import SHARD
@@ -38,6 +40,7 @@ class Meetings:
         message_bytes: of the differences that travel at once, at the most.
         crossing_bytes: of differences on the wire, in ``every`` steps: what an all-reduce over replicas is given.
         comm_s: seconds that these take, and what follows inside the replica.
+        quantise_s: seconds in which the rank quantises differences and takes them back.
         exposed_s: of them, those in which computation waits.
     """
 
@@ -47,6 +50,7 @@ class Meetings:
     crossing_bytes: int = 0
     comm_s: float = 0.0
     exposed_s: float = 0.0
+    quantise_s: float = 0.0
 
     @property
     def held_bytes(self) -> int:
@@ -57,7 +61,9 @@ class Meetings:
         """``timing`` of a step with its share of the meetings."""
         return replace(
             timing,
-            step_s=timing.step_s + self.exposed_s / self.every,
+            step_s=timing.step_s + (self.exposed_s + self.quantise_s) / self.every,
+            compute_s=timing.compute_s + self.quantise_s / self.every,
+            wire_s=timing.wire_s + self.quantise_s / self.every,
             comm_s=timing.comm_s + self.comm_s / self.every,
             exposed_s=timing.exposed_s + self.exposed_s / self.every,
         )
@@ -68,7 +74,12 @@ class Meetings:
 
 
 def meetings_of(
-    buffers: Sequence[Buffer], settings: LocalSteps, strategy: ShardingStrategy, cluster: Cluster, step_s: float
+    buffers: Sequence[Buffer],
+    settings: LocalSteps,
+    strategy: ShardingStrategy,
+    cluster: Cluster,
+    step_s: float,
+    device: Device,
 ) -> Meetings:
     """What meetings come to in ``settings.every`` steps of ``step_s`` seconds each.
 
@@ -80,6 +91,7 @@ def meetings_of(
         strategy: the row of the stage table inside a replica.
         cluster: ranks and what joins them.
         step_s: of a step without a meeting.
+        device: that quantises where differences travel in a format of their own.
     """
     shard_size = buffers[0].layout.world_size
     num_replicas = cluster.world_size // shard_size
@@ -95,7 +107,18 @@ def meetings_of(
         exposed_s += max(across_s - settings.overlap_steps * step_s, 0.0) + inside_s
         num_bytes.append(sum(m.num_bytes for m in leaving))
     at_once = max(num_bytes) if settings.overlap_steps else 0
-    return Meetings(settings.every, outer_bytes(buffers), at_once, sum(num_bytes), comm_s, exposed_s)
+    quantise_s = quantising_s(buffers, settings, num_replicas, device)
+    return Meetings(settings.every, outer_bytes(buffers), at_once, sum(num_bytes), comm_s, exposed_s, quantise_s)
+
+
+def quantising_s(buffers: Sequence[Buffer], settings: LocalSteps, num_replicas: int, device: Device) -> float:
+    """Seconds in which a rank quantises the differences of all fragments, adds up pieces and takes sums back."""
+    form = settings.form
+    if form is None or num_replicas == 1:
+        return 0.0
+    numels = [buffer.layout.shard_numel for buffer in _trained(buffers)]
+    parts = (across_replicas(form, n, num_replicas, gathers=g) for n in numels if n for g in (False, True))
+    return sum(conversion_s(work, device) for part in parts for works in part for work in works)
 
 
 def outer_bytes(buffers: Sequence[Buffer]) -> int:

@@ -197,7 +197,8 @@ class _Ledger:
             elif isinstance(each, Waited):
                 yield Wait(each.number, self._place, self._phase)
             else:
-                yield Issue(each.number, each.message, self._place, self._phase, each.replicas, each.control)
+                sent = each.replicas, each.control, each.work
+                yield Issue(each.number, each.message, self._place, self._phase, *sent)
 
     def _change(self, category: str, num_bytes: int) -> None:
         if self._grads is not None and category == "grads" and num_bytes > 0:

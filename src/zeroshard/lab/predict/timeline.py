@@ -20,6 +20,7 @@ from typing import Literal
 
 from zeroshard.lab.predict.actions import Action, Compute, Issue, Step, Wait
 from zeroshard.lab.predict.cluster import Cluster, Way
+from zeroshard.lab.predict.conversions import conversion_s
 from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.rates import HOST_S, SUSTAINED, Attention, Software, sustained_s
 from zeroshard.lab.predict.work import Work
@@ -53,7 +54,9 @@ class Timing:
         compute_s: of that, seconds in which the rank computes; the rest is ``exposed_s``.
         comm_s: seconds in which collectives run, hidden or not.
         exposed_s: seconds in which computation stands still for them.
-        bound_s: seconds of computation by what limits them: ``flops``, ``bytes`` or ``kernels`` (their least time).
+        bound_s: seconds of computation by what limits them: ``flops``, ``bytes``, ``kernels`` (their least time) or
+            ``wire`` (quantising what travels).
+        wire_s: seconds in which the rank quantises and dequantises, beside computation too.
         exposed_by: seconds by unit, kind and phase: ``blocks.3/weights/backward``, as runs report them.
         spans: of one micro-batch of each kind and the update, in order; empty unless they were asked for.
     """
@@ -63,6 +66,7 @@ class Timing:
     comm_s: float = 0.0
     exposed_s: float = 0.0
     bound_s: dict[str, float] = field(default_factory=dict)
+    wire_s: float = 0.0
     exposed_by: dict[str, float] = field(default_factory=dict)
     spans: list[TimedSpan] = field(default_factory=list)
 
@@ -79,7 +83,9 @@ def simulate(
 
 
 def operation_s(work: Work, device: Device, attention: Attention = "flash-2") -> tuple[float, str]:
-    """Seconds of one operation, and what limits it: ``flops``, ``bytes`` or ``kernels``."""
+    """Seconds of one operation, and what limits it: ``flops``, ``bytes``, ``kernels`` or, of what travels, ``wire``."""
+    if work.conversion:
+        return conversion_s(work, device), "wire"
     if device.sustained:
         return sustained_s(work, device, attention)
     rates = device.matmul_flops_per_s
@@ -103,7 +109,7 @@ def _on_cpu_s(work: Work, device: Device, flops_s: float, bytes_s: float) -> flo
 
 
 class _Running:
-    """A collective under way."""
+    """A collective under way, with what its stream computes before it."""
 
     def __init__(self, issue: Issue, seconds: float, slowing_s: float) -> None:
         self.issue = issue
@@ -123,7 +129,7 @@ class _Clock:
         self._stretch = cluster.stragglers if sustained else 1.0
         self._beside = sustained.beside if sustained else 0.0
         self._now = 0.0
-        self._compute_s = self._comm_s = self._exposed_s = 0.0
+        self._compute_s = self._comm_s = self._exposed_s = self._wire_s = 0.0
         self._bound: defaultdict[str, float] = defaultdict(float)
         self._exposed_by: defaultdict[str, float] = defaultdict(float)
         self._streams: dict[bool, deque[_Running]] = {False: deque(), True: deque()}  # by whether replicas talk
@@ -133,7 +139,7 @@ class _Clock:
 
     def run(self, actions: Iterable[Action], times: int) -> None:
         """Run ``actions`` once and count them ``times`` times."""
-        before = (self._now, self._compute_s, self._comm_s, self._exposed_s)
+        before = (self._now, self._compute_s, self._comm_s, self._exposed_s, self._wire_s)
         bound, exposed = dict(self._bound), dict(self._exposed_by)
         for action in actions:
             if isinstance(action, Compute):
@@ -147,6 +153,7 @@ class _Clock:
         self._compute_s += more * (self._compute_s - before[1])
         self._comm_s += more * (self._comm_s - before[2])
         self._exposed_s += more * (self._exposed_s - before[3])
+        self._wire_s += more * (self._wire_s - before[4])
         for total, old in ((self._bound, bound), (self._exposed_by, exposed)):
             for key in total:
                 total[key] += more * (total[key] - old.get(key, 0.0))
@@ -156,6 +163,7 @@ class _Clock:
         for key, value in bound.items():
             self._bound[key] += value
         self._compute_s += seconds
+        self._wire_s += bound.get("wire", 0.0)
         start, left = self._now, seconds
         while heads := [stream[0] for stream in self._streams.values() if stream and stream[0].share]:
             rate = max(1.0 - sum(head.share for head in heads), 0.0)
@@ -178,7 +186,7 @@ class _Clock:
             for each in work:
                 seconds, limit = operation_s(each, self._device, self._attention)
                 bound[limit] += seconds * self._stretch
-            host_s = len(work) * self._host_s
+            host_s = sum(each.num_calls for each in work) * self._host_s
             if host_s > sum(bound.values()):
                 bound["kernels"] += host_s - sum(bound.values())
             known = (work, sum(bound.values()), bound)  # holds the tuple, so that its id stays its own
@@ -188,7 +196,11 @@ class _Clock:
     def _issue(self, action: Issue) -> None:
         message = action.message
         way = self._cluster.fastest(message.op, message.num_bytes, message.world_size, replicas=action.replicas)
-        running = _Running(action, way.seconds, self._cluster.slowing_s(message) or self._beside_s(way))
+        slowing_s = self._cluster.slowing_s(message) or self._beside_s(way)
+        # Quantising takes the device from what is computed beside it.
+        wire_s = self._seconds(action.work)[0] if action.work else 0.0
+        self._wire_s += wire_s
+        running = _Running(action, way.seconds + wire_s, slowing_s + wire_s)
         running.start_s = self._now  # later if others are before it
         self._running[action.number] = running
         self._streams[action.replicas].append(running)
@@ -264,6 +276,7 @@ class _Clock:
             self._comm_s,
             self._exposed_s,
             dict(self._bound),
+            self._wire_s,
             dict(self._exposed_by),
             self._spans,
         )

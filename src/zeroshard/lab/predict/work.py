@@ -22,6 +22,8 @@ class Work:
             ``(batch x heads, queries, keys, width of a head)``; empty for all else.
         attention, backward: whether it is a fused attention kernel, and whether that one's backward.
         num_gelus: elements of which it takes the GELU by tanh, or its derivative; on a CPU that outlasts its bytes.
+        conversion: of what travels, as ``int8 quantise``: `zeroshard.lab.predict.conversions`; empty for all else.
+        numel, num_calls: elements of a conversion, and in how many calls it is done.
     """
 
     flops: int
@@ -31,6 +33,9 @@ class Work:
     shape: tuple[int, ...] = ()
     backward: bool = False
     num_gelus: int = 0
+    conversion: str = ""
+    numel: int = 0
+    num_calls: int = 1
 
 
 _aten: Any = torch.ops.aten

@@ -1,0 +1,89 @@
+"""What `bench device` measures of quantising: seconds of a call and of an element, by block format and direction.
+
+    quantise, to the nearest    fp32 numbers to codes, as weights are sent
+    quantise, stochastically    likewise with noise, as gradients are
+    dequantise                  codes to fp32 numbers
+    sum                         received pieces added to a rank's own in fp32
+    fingerprint                 on a CPU, of a shard of weights that outlive a step, by which writes are noticed
+
+By whoever quantises on that device: PyTorch on a CPU, kernels of Triton on a GPU. Blocks have `BLOCK` elements.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.kernels import dequantise, dequantised_sum, quantise
+from zeroshard.lab.predict.conversions import CONVERSIONS, FINGERPRINT, Conversion
+from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
+from zeroshard.zero.buffers.differences import fingerprint
+
+SIZES = {"cpu": (1 << 14, 1 << 20), "cuda": (1 << 18, 1 << 26)}  # elements: of a small buffer, and of a unit's
+NUM_RECEIVED = 2  # pieces that are added to a rank's own
+POOL = 1 << 23  # elements of all buffers that take turns: what comes next is in no cache, as in a step
+Buffers = tuple[Tensor, Tensor, Tensor]
+"""Values, packed rows and where they become values again, of one call."""
+
+
+def cases(device: torch.device) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Name (``wire``, what `Device.conversions` has, a size), elements that are converted, and a call."""
+    largest = max(POOL, *SIZES[device.type])
+    whole, back = torch.randn(largest, device=device), torch.empty(largest, device=device)
+    for numel in SIZES[device.type]:
+        for name in FORMATS:
+            pool = _pool(BlockFormat(name), numel, whole, back)
+            for kind in CONVERSIONS:
+                times = NUM_RECEIVED if kind == "sum" else 1
+                yield f"wire {name} {kind} {numel}", times * numel, _call(BlockFormat(name), kind, pool)
+        if device.type == "cpu":
+            turns = itertools.cycle([values for values, _, _ in pool])
+            yield f"wire {FINGERPRINT} {numel}", numel, lambda turns=turns: fingerprint(next(turns))
+
+
+def _pool(form: BlockFormat, numel: int, whole: Tensor, back: Tensor) -> list[Buffers]:
+    """Buffers of several calls, parts of ``whole`` and ``back``; packed rows are filled."""
+    pool = []
+    for values, place in zip(whole.split(numel), back.split(numel), strict=True):
+        rows = torch.empty(1 + NUM_RECEIVED, form.num_bytes(len(values)), dtype=torch.uint8, device=values.device)
+        for row in rows:
+            quantise(values, row, form)
+        pool.append((values, rows, place))
+    return pool
+
+
+def _call(form: BlockFormat, kind: Conversion, pool: Sequence[Buffers]) -> Callable[[], object]:
+    key, turns = rounding_key(0, 0, form.name, 0), itertools.cycle(pool)
+    calls: Mapping[Conversion, Callable[[Tensor, Tensor, Tensor], object]] = {
+        "quantise": lambda values, rows, _: quantise(values, rows[0], form),
+        "quantise stochastically": lambda values, rows, _: quantise(values, rows[0], form, key),
+        "dequantise": lambda _, rows, back: dequantise(rows[1], back, form),
+        "sum": lambda values, rows, back: dequantised_sum(rows, values, 0, back, form),
+    }
+    call = calls[kind]
+    return lambda: call(*next(turns))
+
+
+def conversions_of(
+    middle: Mapping[str, float], amounts: Mapping[str, Any], fitted: Callable[..., tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
+    """Seconds of a call and of an element, by what `zeroshard.lab.predict.conversions` calls them.
+
+    Args:
+        middle: median seconds by the names of `cases`, among others.
+        amounts: elements likewise.
+        fitted: the constant and the rate of sizes and seconds.
+    """
+    found: dict[str, list[str]] = {}
+    for name in middle:
+        if name.startswith("wire "):
+            found.setdefault(name.removeprefix("wire ").rpartition(" ")[0], []).append(name)
+    costs = {}
+    for name, names in found.items():
+        call_s, element_s = fitted([amounts[each] for each in names], [middle[each] for each in names])
+        costs[name] = (call_s / (NUM_RECEIVED if name.endswith(" sum") else 1), element_s)
+    return costs
