@@ -63,9 +63,9 @@ CHANGES = {
     "compile": True, "autocast": True, "master_weights": False, "optimizer_in_backward": True,
     "offload": "optimizer", "tensor_parallel": 2, "context_parallel": 2, "pipeline_parallel": 2, "price": "2/h",
     "tokens": 10**9, "lora": {"rank": 8}, "replicas": {"every": 4},
-    "wire": {"grads": "int8"}, "node_copy": 2,
+    "wire": {"grads": "int8"}, "node_copy": 2, "rails": 4, "oversubscription": 2.0, "pod_nodes": 2,
 }  # fmt: skip
-WITH = {"replicas": {"shard_size": 1}}  # what a setting needs beside it
+WITH = {"replicas": {"shard_size": 1}, "pod_nodes": {"oversubscription": 2.0}}  # what a setting needs beside it
 
 
 def test_every_setting_is_part_of_the_key():

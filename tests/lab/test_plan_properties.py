@@ -95,3 +95,12 @@ def test_what_cannot_fit_is_no_more_than_what_is_needed(chosen, stage, world_siz
     row = planner.row(stage, 1)
     device = replace(planner.device, memory_bytes=row.needed_bytes)
     assert not planner.on(device=replace(device, memory_bytes=int(row.needed_bytes * 1.03))).cannot_fit(stage, 1)
+
+
+@settings(max_examples=examples(4, 300), deadline=None, derandomize=True)
+@given(SETTINGS, st.sampled_from(sorted(STAGES)), st.sampled_from([8, 16, 64]), st.sampled_from([2, 16, 1024]))
+def test_more_nodes_send_for_longer_and_save_no_more_than_their_optimizer_s_part(chosen, stage, world_size, times):
+    """Of a step: its messages take longer, and all that is computed less of is the update of a smaller shard."""
+    few, many = (_planner(chosen, size, 2).row(stage, 1).timing for size in (world_size, world_size * times))
+    assert many.comm_s >= few.comm_s * (1 - 1e-9)
+    assert many.exposed_s >= few.exposed_s * (1 - 1e-9)

@@ -35,6 +35,12 @@ _CHOICES: Mapping[str, tuple[str, list[tuple[Any, str]], Any]] = {
     "gpus": ("GPUs", [(count, f"{count:,}") for count in WORLDS], 16),
     "gpus_per_node": ("GPUs in a node", [(count, str(count)) for count in (1, 2, 4, 8, 16)], 8),
     "network": ("Network of each GPU", [(name, name) for name in (*BANDWIDTHS, *LINKS)], "400Gbit/s"),
+    "rails": (
+        "Network cards of a node",
+        [(0, "one a GPU"), *((count, str(count)) for count in (1, 2, 4, 8, 16))],
+        0,
+    ),
+    "oversubscription": ("Oversubscription", [(1.0, "none"), *((float(n), f"{n} : 1") for n in (2, 3, 4, 8))], 1.0),
     "stage": ("Stage", [("all", "all"), *((str(stage), str(stage)) for stage in range(4))], "all"),
     "micro_batch": ("Micro-batch", [(0, "as many as fit"), *((size, str(size)) for size in MICRO_BATCHES)], 0),
     "impl": ("Implementation", [(name, name) for name in ("auto", "eager", "compile", "kernels")], "auto"),

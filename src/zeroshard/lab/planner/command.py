@@ -131,7 +131,7 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         "gpu": find_device(config.gpu),
         "network": config.network,
         "within_node": config.within_node or None,
-        "gpus_per_node": config.gpus_per_node,
+        **{name: getattr(config, name) for name in ("gpus_per_node", "rails", "oversubscription", "pod_nodes")},
         "node_copy": config.node_copy or None,
         "global_batch": config.global_batch or None,
         "seq_len": config.seq_len or None,

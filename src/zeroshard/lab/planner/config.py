@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from zeroshard.errors import UserError
 from zeroshard.lab.planner.price import parse_prices
+from zeroshard.lab.planner.wiring import require_fabric
 from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.train.config.replica_settings import ReplicasConfig
 from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig
@@ -45,12 +46,17 @@ class PlanConfig(Config):
         min_length=1,
         description="Device by name, or a file of `zeroshard bench device`; several, as a100-80gb,l40s, are compared.",
     )
-    gpus_per_node: int = Field(8, ge=1, description="GPUs of a full node.")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs of a full node; of TPUs, the chips of a slice.")
     network: str = Field(
         "400Gbit/s",
         min_length=1,
         description="Of each GPU, to other nodes: a bandwidth with its unit, or a link's name.",
     )
+    rails: int = Field(0, ge=0, description="Network cards of a node, --network each; 0: --network is of each GPU.")
+    oversubscription: float = Field(
+        1.0, ge=1, le=1000, description="Bandwidth of a pod's nodes over that to other pods: 2 for 2 : 1; 1: as much."
+    )
+    pod_nodes: int = Field(0, ge=0, description="Nodes of a pod, which --oversubscription is of; 0: each node is one.")
     within_node: str = Field("", description="Likewise to its neighbours in the node; empty: the GPU's own links.")
 
     seq_len: int = Field(0, ge=0, description="Tokens of a sequence; 0: the longest of the model.")
@@ -126,6 +132,7 @@ class PlanConfig(Config):
             raise UserError("compile", f"it is --impl compile, and impl is {self.impl}", "leave one of the two out")
         self._asks_one_thing()
         find_link(self.network)
+        require_fabric(self.oversubscription, self.pod_nodes)
         if self.replicas.on and not self.shard_size:
             what = f"{self.replicas.every} needs replicas, and with shard_size 0 all GPUs are one"
             raise UserError("replicas.every", what, "give --shard-size, the GPUs of a replica")

@@ -151,7 +151,12 @@ class Plan:
     @property
     def plan_only(self) -> tuple[str, ...]:
         """What of it zeroshard does not do: an estimate to compare with."""
-        return (*self.beside.named, *([self.workload.optimizer] if self.workload.optimizer in QUANTISED else []))
+        device = [self.device.name] if self.device.device_type == "tpu" else []
+        return (
+            *device,
+            *self.beside.named,
+            *([self.workload.optimizer] if self.workload.optimizer in QUANTISED else []),
+        )
 
     def cost(self, num_tokens: int = 0, dollars_per_h: float = 0.0) -> Cost | None:
         """Of ``num_tokens`` by the row to take, at a price of one GPU; None where nothing fits."""
@@ -178,6 +183,7 @@ class Plan:
             "gpu": {"name": self.device.name, "memory_bytes": self.device.memory_bytes, "source": self.device.source},
             "within_node": _link_dict(self.cluster.within),
             "between_nodes": _link_dict(self.cluster.between),
+            "fabric": asdict(self.cluster.fabric),
             "rows": [row.as_dict() for row in self.rows],
             "best": None if self.best is None else self.rows.index(self.best),
             "advice": self.advice,

@@ -11,9 +11,10 @@ import torch
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
+from zeroshard.lab.planner import wiring
 from zeroshard.lab.predict.actions import Accumulate
-from zeroshard.lab.predict.cluster import Cluster
-from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
+from zeroshard.lab.predict.cluster import Cluster, Fabric
+from zeroshard.lab.predict.hardware import Calibration, Device, Link, find_device, find_link
 from zeroshard.lab.predict.plan_only import Offload, PlanOnly
 from zeroshard.lab.predict.rates import Attention, Impl, Loss, Software
 from zeroshard.lab.predict.workload import DTYPES, Workload
@@ -33,7 +34,10 @@ class Given(TypedDict, total=False):
             `Device`.
         network: what each GPU has to other nodes: a bandwidth with its unit, a row of `LINKS`, or a `Link`.
         within_node: likewise to its neighbours; None: what the GPU is sold with, or what was measured.
-        gpus_per_node: of a full node.
+        gpus_per_node: of a full node; of TPUs, the chips of a slice.
+        rails: network cards of a node, each with ``network``; 0: ``network`` is what each GPU has.
+        oversubscription: of a pod of nodes, the bandwidth of their cards over that of its way out to other pods.
+        pod_nodes: nodes of a pod; 0: each node is one.
         node_copy: ranks of a node that keep a second copy of stage 3's weights, the ``secondary_shard_size`` of
             `zeroshard.Zero`; None: there is none. Stages with whole weights have none.
         global_batch: rows of a step over all ranks, by gradient accumulation; None: one micro-batch of each rank.
@@ -67,6 +71,9 @@ class Given(TypedDict, total=False):
     network: str | Link
     within_node: str | Link | None
     gpus_per_node: int
+    rails: int
+    oversubscription: float
+    pod_nodes: int
     node_copy: int | None
     global_batch: int | None
     seq_len: int | None
@@ -110,6 +117,9 @@ class Request:
     network: str | Link = "400Gbit/s"
     within_node: str | Link | None = None
     gpus_per_node: int = 8
+    rails: int = 0
+    oversubscription: float = 1.0
+    pod_nodes: int = 0
     node_copy: int | None = None
     global_batch: int | None = None
     seq_len: int | None = None
@@ -141,6 +151,9 @@ class Request:
     def __post_init__(self) -> None:
         _require_count("gpus", self.world_size, 1)
         _require_count("gpus_per_node", self.gpus_per_node, 1)
+        _require_count("rails", self.rails, 0)
+        _require_count("pod_nodes", self.pod_nodes, 0)
+        wiring.require_fabric(self.oversubscription, self.pod_nodes)
         _require_count("global_batch", 1 if self.global_batch is None else self.global_batch, 1)
         _require_count("seq_len", 1 if self.seq_len is None else self.seq_len, 1)
         _require_count("prefetch", self.prefetch, 0)
@@ -200,13 +213,15 @@ class Request:
 
         The links within a node: as given, else as measured, else as the GPU is sold, else those between nodes.
         """
-        within = self.within_node
-        within = find_link(within, "within_node") if isinstance(within, str) else within
-        within = within or found.link or (LINKS[found.device.link] if found.device.link else None)
+        given = self.within_node
+        given = find_link(given, "within_node") if isinstance(given, str) else given
+        within = wiring.within_node(given, found, self.world_size, self.gpus_per_node)
         between = self.network if isinstance(self.network, Link) else find_link(self.network)
+        between = wiring.with_rails(between, self.rails, self.gpus_per_node)
         num_places = self.world_size // (self.tensor_parallel * self.pipeline_parallel)
         per_node = max(self.gpus_per_node // self.tensor_parallel, 1)
-        return Cluster(num_places, per_node, within or between, between)
+        fabric = Fabric(self.oversubscription, max(self.pod_nodes, 1))
+        return wiring.cluster(num_places, per_node, within, between, found, fabric)
 
     def check(self, workload: Workload, device: Device) -> None:
         """Raise UserError where this workload cannot be what was asked for."""

@@ -90,6 +90,8 @@ def heading(plan: Plan) -> str:
         )
     if cluster.world_size > cluster.ranks_per_node:
         lines.append(f"nodes over {cluster.between.bytes_per_s / 1e9:g} GB/s for each GPU ({cluster.between.source})")
+        if cluster.fabric.oversubscription > 1:
+            lines.append(cluster.fabric.told())
     return "\n".join(lines)
 
 

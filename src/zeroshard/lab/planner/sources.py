@@ -13,6 +13,7 @@ from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds, size
 from zeroshard.lab.predict.conversions import CONVERSIONS, FINGERPRINT
+from zeroshard.lab.predict.hardware import Protocol
 from zeroshard.lab.predict.plan_only import FP8_TIME, PlanOnly
 from zeroshard.lab.predict.process_memory import SOURCES
 from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
@@ -26,6 +27,8 @@ ONE_RUN = "one published run, of which not all is said"
 ATTENTION = "Shah et al. 2024, FlashAttention-3, arXiv:2407.08608; Dao 2023, FlashAttention-2, arXiv:2307.08691"
 FP8_SOURCE = "torchao trains Llama 3 8B on 8 H100 1.25 times as fast: docs.pytorch.org/ao, Quantized Training"
 NOT_MEASURED = "zeroshard.lab.predict.conversions; not measured here: zeroshard bench device does"
+NCCL = "NCCL src/graph/tuning.cc, and 7 us a call that nccl-tests show"
+FABRIC = "as given; rings and trees over nodes in order leave a pod once: zeroshard.lab.predict.cluster.Fabric"
 NO_RUN = "no published run on such a device: large products alone, less what others lose while they train"
 
 
@@ -47,6 +50,9 @@ def rates(plan: Plan | Planner) -> list[tuple[str, str, str]]:
     for where, link in links:
         rate = f"{link.share:.3g} of {link.bytes_per_s / 1e9:,.4g} GB/s, {seconds(link.latency_s)} a step"
         told.append((where, rate, f"{link.name}: {link.source}"))
+        told += [(f"{where}, small", _protocol(each), NCCL) for each in link.protocols]
+    if cluster.fabric.oversubscription > 1 and cluster.world_size > cluster.ranks_per_node:
+        told.append(("between pods", cluster.fabric.told(), FABRIC))
     return told
 
 
@@ -64,6 +70,11 @@ def _quantising(plan: Plan | Planner) -> list[tuple[str, str, str]]:
         else:
             told.append((name, f"{seconds(measured[0])} a call, {measured[1] * 1e9:.3g} ns a number", device.source))
     return told
+
+
+def _protocol(each: Protocol) -> str:
+    """Of NCCL's, for messages of few bytes."""
+    return f"{each.name}: {seconds(each.call_s)} a call, {seconds(each.ring_step_s)} a step"
 
 
 def _sustained(software: Software, rates: Sustained) -> list[tuple[str, str, str]]:

@@ -75,6 +75,11 @@ class Fabric:
             return 1.0
         return min(1.0, self.pod_nodes / (self.oversubscription * min(self.pod_nodes, stride)))
 
+    def told(self) -> str:
+        """In words, after what each GPU has to other nodes."""
+        pod = "each node" if self.pod_nodes == 1 else f"pods of {self.pod_nodes:,} nodes"
+        return f"1 / {self.oversubscription:g} of it out of {pod}"
+
 
 @dataclass(frozen=True)
 class Way:

@@ -54,6 +54,9 @@ IN_SWITCH = {"nvlink4": 0.6875, "nvlink5": 0.6875 * 0.74 / 0.85}
 # NCCL, src/graph/tuning.cc: latencies of a step of a ring, protocol Simple, by kind of link, and of a call.
 NVLINK_STEP_S, PCIE_STEP_S, NETWORK_STEP_S = 3.4e-6, 5.7e-6, 9.6e-6
 CALL_S = 8.4e-6
+# A pod of TPU v5e or v6e: 16 x 16 chips, each with a link to each neighbour. Collectives there are XLA's; their latency
+# and what a call takes are round figures of ours.
+TORUS_CHIPS, HOP_S, XLA_CALL_S = 256, 1e-6, 10e-6
 NCCL_TUNING = "latency: NCCL src/graph/tuning.cc, ring, Simple"
 # Likewise of LL and LL128; what a call takes is 7 us more than there, which nccl-tests' tables show of any collective
 # of few bytes. Of LL the most that it passes, GB/s: on NVLink by generation (llMaxBws, one node); between nodes what
@@ -175,6 +178,11 @@ _LINK_TABLE = (
     _link("ethernet-25g", 3.125, 5e-5, "IEEE 802.3by; latency: TCP in one data centre, a round figure of ours"),
     _link("ethernet-10g", 1.25, 5e-5, "IEEE 802.3ae; latency: TCP in one data centre, a round figure of ours"),
     _link("ethernet-1g", 0.125, 1e-4, "IEEE 802.3ab; latency: TCP in one data centre, a round figure of ours"),
+)
+_ICI = "cloud.google.com/tpu/docs: {} GB/s both ways a chip, 2D torus; latency: a round figure of ours"
+_LINK_TABLE += tuple(
+    Link(name, HOP_S, rate / 2 * GIGA, _ICI.format(rate), call_s=XLA_CALL_S, axes=2)
+    for name, rate in (("ici-v5e", 400), ("ici-v6e", 800))
 )
 LINKS: Mapping[str, Link] = {link.name: link for link in _LINK_TABLE}
 

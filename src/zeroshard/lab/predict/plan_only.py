@@ -96,7 +96,9 @@ class PlanOnly:
             what = f"a {device.name} has no products of 8-bit floating point"
             raise UserError("dtype", what, f"choose bfloat16, or one of {', '.join(FP8_DEVICES)}")
         if self.offload != "none" and device.device_type != "cuda":
-            raise UserError("offload", f"{device.name} is a host itself", "leave it out, or name a GPU")
+            is_tpu = device.device_type == "tpu"
+            what = f"the host of a {device.name} is not known" if is_tpu else f"{device.name} is a host itself"
+            raise UserError("offload", what, "leave it out, or name a GPU")
 
 
 def with_rates(step: Step, beside: PlanOnly, vocab_size: int) -> Step:

@@ -1,0 +1,82 @@
+"""What joins GPUs, from what users say of their cluster: cards of a node, oversubscription, a slice of TPUs.
+
+`zeroshard.lab.predict.cluster` plans with what each GPU has to other nodes. With R cards in a node of G GPUs that is
+R / G of a card: NCCL's channels take all cards of a node, each GPU the one of its own rail where it has one. A GPU
+without one sends over NVLink to a GPU that is next to the card (PXN: Mandakolathur and Jeaugey 2022, "Doubling all2all
+Performance with NVIDIA Collective Communication Library 2.12", NVIDIA's developer blog).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from zeroshard.errors import UserError
+from zeroshard.lab.predict.cluster import Cluster, Fabric
+from zeroshard.lab.predict.hardware import LINKS, TORUS_CHIPS, Calibration, Link
+
+MOST_OVERSUBSCRIPTION = 1000.0
+
+
+def require_fabric(oversubscription: float, pod_nodes: int) -> None:
+    """Raise UserError for what no fabric is."""
+    number = isinstance(oversubscription, int | float) and not isinstance(oversubscription, bool)
+    if not number or not 1 <= oversubscription <= MOST_OVERSUBSCRIPTION:
+        what = f"{oversubscription!r} is no ratio of a pod's bandwidth to that of its way out"
+        todo = f"give 1 (none) to {MOST_OVERSUBSCRIPTION:g}, as 2 for 2 : 1"
+        raise UserError("oversubscription", what, todo)
+    if pod_nodes and oversubscription == 1:
+        what = f"{pod_nodes} changes nothing where each node has all of its bandwidth to all others"
+        raise UserError("pod_nodes", what, "give --oversubscription too, or leave it out")
+
+
+def with_rails(link: Link, rails: int, gpus_per_node: int) -> Link:
+    """What each of a node's GPUs has of ``rails`` cards; 0: ``link`` is what each GPU has."""
+    if rails in (0, gpus_per_node):
+        return link
+    cards = f"{rails} {'card' if rails == 1 else 'cards'} of {link.bytes_per_s / 1e9:g} GB/s"
+    return replace(
+        link,
+        bytes_per_s=link.bytes_per_s * rails / gpus_per_node,
+        name=f"{rails} x {link.name}",
+        source=f"{cards} for the {gpus_per_node} GPUs of a node; {link.source}",
+    )
+
+
+def within_node(given: Link | None, found: Calibration, num_gpus: int, gpus_per_node: int) -> Link | None:
+    """Between a node's GPUs: as given, else as measured, else as the GPU is sold; None: there is no such link.
+
+    A "node" of TPUs is a slice, which its own links join. Only a whole pod is a torus: in a smaller slice links that
+    would lead round lead nowhere, and chips at its borders have half of theirs.
+
+    Raises:
+        UserError: chips in other numbers than a slice has.
+    """
+    device = found.device
+    if device.device_type == "tpu":
+        _require_slices(device.name, num_gpus, gpus_per_node)
+    if given is not None or found.link is not None:
+        return given or found.link
+    link = LINKS[device.link] if device.link else None
+    if link is not None and link.axes > 1 and min(num_gpus, gpus_per_node) < TORUS_CHIPS:
+        return replace(link, bytes_per_s=link.bytes_per_s / 2, name=f"{link.name}, a part of a torus")
+    return link
+
+
+def _require_slices(name: str, num_chips: int, per_slice: int) -> None:
+    if per_slice > TORUS_CHIPS:
+        what = f"{per_slice} chips of a {name} are no slice, of which the largest has {TORUS_CHIPS}"
+        raise UserError("gpus_per_node", what, f"give {TORUS_CHIPS} or fewer")
+    if num_chips > per_slice and per_slice < TORUS_CHIPS:
+        what = f"with {num_chips} chips of a {name}, {per_slice} in each slice leave links unused that join up to"
+        todo = f"give --gpus-per-node {min(2 ** math.ceil(math.log2(num_chips)), TORUS_CHIPS)}, the chips of a slice"
+        raise UserError("gpus_per_node", f"{what} {TORUS_CHIPS}", todo)
+
+
+def cluster(
+    num_places: int, ranks_per_node: int, within: Link | None, between: Link, found: Calibration, fabric: Fabric
+) -> Cluster:
+    """Of GPUs and links. NCCL's protocols are those of CUDA's devices: others send by one."""
+    if found.device.device_type != "cuda":
+        between = replace(between, protocols=())
+    return Cluster(num_places, ranks_per_node, within or between, between, fabric=fabric)
