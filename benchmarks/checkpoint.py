@@ -93,7 +93,7 @@ def make(name: str, args: argparse.Namespace) -> Strategy:
     model = build_model("gpt2-124m", vocab_size=args.vocab_size, seq_len=SEQ_LEN, overrides=overrides)
     setup = Setup(
         model=model,
-        units=list(model.blocks),
+        units=model.units,
         comm=TorchCommunicator(),
         optimizer_cls=torch.optim.AdamW,
         param_groups=lambda module: [{"params": list(module.parameters())}],

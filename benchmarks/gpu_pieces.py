@@ -135,7 +135,7 @@ def _contestants(rows: int) -> dict[str, Callable[[], Tensor]]:
         if name == "plain":
             optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         else:
-            zero = Zero(model, name, units=model.blocks, comm=LocalCommunicator())
+            zero = Zero(model, name, units=model.units, comm=LocalCommunicator())
             optimizer = zero.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
         found[name if name == "plain" else f"zero{name}"] = autocast_step(model, optimizer, rows)
     return found
@@ -222,9 +222,9 @@ def memory(out: Path, world: int) -> Result:
     for stage in STAGES:
         model = model_of()
         trace = trace_language_model(model, rows, SEQ_LEN, precision, device_type=DEVICE.type)
-        buffers = buffers_of(model, world, list(model.blocks))
+        buffers = buffers_of(model, world, model.units)
         planned = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], Settings(STAGES[stage], precision)).peak.total
-        zero = Zero(model, stage, units=model.blocks, comm=NullCommunicator(world), precision=precision)
+        zero = Zero(model, stage, units=model.units, comm=NullCommunicator(world), precision=precision)
         optimizer = zero.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
         step = plain_step(model, optimizer, rows)
 
@@ -255,7 +255,7 @@ def saving(out: Path) -> Result:
     from zeroshard import checkpoint
 
     model = model_of()
-    zero = Zero(model, 2, units=model.blocks, comm=LocalCommunicator())
+    zero = Zero(model, 2, units=model.units, comm=LocalCommunicator())
     optimizer = zero.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
     step = autocast_step(model, optimizer, 8 if ON_GPU else 1)
     found: dict[str, list[float]] = {"step_s": [], "stall_s": [], "beside_s": [], "total_s": [], "load_s": []}
@@ -302,7 +302,7 @@ def _train_stages(comm: Communicator, rank: int, precision: MixedPrecision | Non
     found = {}
     for stage in STAGES:
         model = model_of("gpt2-demo")
-        zero = Zero(model, stage, units=model.blocks, comm=comm, precision=precision)
+        zero = Zero(model, stage, units=model.units, comm=comm, precision=precision)
         optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-3)
         tokens, targets = batch_of(2, seed=rank)
         for _ in range(3):

@@ -114,7 +114,7 @@ def _graph_step(name: int | str, rows: int) -> Callable[[], Tensor]:
     if name == "plain":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), fused=True, **how)
     else:
-        zero = Zero(model, int(name), units=model.blocks, comm=LocalCommunicator())
+        zero = Zero(model, int(name), units=model.units, comm=LocalCommunicator())
         optimizer = zero.optimizer(torch.optim.AdamW, fused=True, **how)
     return autocast_step(model, optimizer, rows, cache_enabled=False)
 
@@ -196,7 +196,7 @@ class CopyingCommunicator(NullCommunicator):
 
 def _overlap_step(stage: int, comm: NullCommunicator) -> Callable[[], None]:
     model = model_of()
-    zero = Zero(model, stage, units=model.blocks, comm=comm, precision=MixedPrecision(param_dtype=torch.bfloat16))
+    zero = Zero(model, stage, units=model.units, comm=comm, precision=MixedPrecision(param_dtype=torch.bfloat16))
     return plain_step(model, zero.optimizer(torch.optim.AdamW, lr=3e-4, fused=True), 8 if ON_GPU else 1)
 
 

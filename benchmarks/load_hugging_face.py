@@ -64,12 +64,12 @@ def load(folder: Path, world_size: int, rank: int) -> None:
     with torch.device("meta"):
         model = build_model(f"hf:{folder}")
     model.check_initial_values()
-    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
-    rest = sum(p.numel() for p in model.parameters()) - sum(blocks)
-    unit_bytes = 4 * max(*blocks, rest)
+    units = [sum(p.numel() for p in unit.parameters()) for unit in model.units]
+    rest = sum(p.numel() for p in model.parameters()) - sum(units)
+    unit_bytes = 4 * max(*units, rest)
     Path("/proc/self/clear_refs").write_text("5")  # the highest point begins here
     before = resident("VmRSS")
-    zero = Zero(model, 3, units=list(model.blocks), comm=NullCommunicator(world_size, rank), init=InitialValues(model))
+    zero = Zero(model, 3, units=model.units, comm=NullCommunicator(world_size, rank), init=InitialValues(model))
     held = resident("VmHWM") - before
     shard_bytes = sum(zero.memory_bytes().values())
     share, sizes = held / (shard_bytes + unit_bytes), [each / MIB for each in (shard_bytes, unit_bytes, held)]

@@ -33,7 +33,6 @@ from zeroshard.kernels import Choice  # noqa: E402
 from zeroshard.lab.planner.planner import planner_for  # noqa: E402
 from zeroshard.lab.predict.cluster import Cluster  # noqa: E402
 from zeroshard.lab.predict.hardware import find_link  # noqa: E402
-from zeroshard.lab.predict.model_trace import tokens_and_targets  # noqa: E402
 from zeroshard.lab.predict.rates import Attention, Impl, Loss  # noqa: E402
 from zeroshard.models import build_model  # noqa: E402
 
@@ -196,19 +195,11 @@ def outcome_of(case: Case) -> Outcome:
 
 
 def _model_of(case: Case, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A preset by its name, or built, where its weights or its units are not those that the name stands for."""
+    """The model without values, in the weights and units that were published."""
     kernels: Choice = "reference" if case.impl == "eager" and case.kernels == "auto" else case.kernels
-    if case.weights == "float32" and case.units == "blocks":
-        return {"model": case.preset, "overrides": overrides, "kernels": kernels}
     with torch.device("meta"):
         model = build_model(case.preset, overrides=overrides, kernels=kernels).to(getattr(torch, case.weights))
-    found: dict[str, Any] = {"model": model, "kernels": kernels}
-    if case.units == "all":
-        found |= {
-            "units": [model.embed_tokens, *model.blocks, model.lm_head],
-            "inputs": tokens_and_targets(case.seq_len),
-        }
-    return found
+    return {"model": model, "kernels": kernels, "units": list(model.blocks) if case.units == "blocks" else model.units}
 
 
 def summary(outcomes: list[Outcome]) -> list[list[str]]:

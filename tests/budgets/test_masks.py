@@ -36,7 +36,7 @@ def test_the_peak_of_a_step_with_masks_is_planned_to_the_byte(name, dtype, num_l
     model = _model(name, True, num_layers)
     precision = MixedPrecision(param_dtype=dtype) if dtype != torch.float32 else MixedPrecision()
     trace = trace_language_model(model, ROWS, SEQ_LEN, precision)
-    buffers = buffers_of(model, 3, list(model.blocks))
+    buffers = buffers_of(model, 3, model.units)
     predicted = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], Settings(STAGES[2], precision))
     measured = dry_run(
         model,
@@ -44,7 +44,7 @@ def test_the_peak_of_a_step_with_masks_is_planned_to_the_byte(name, dtype, num_l
         world_size=3,
         strategy=STAGES[2],
         micro_batch=ROWS,
-        units=list(model.blocks),
+        units=model.units,
         precision=precision,
     )
     assert abs(predicted.peak.total - measured.peak_bytes) <= SLACK_BYTES
@@ -67,7 +67,7 @@ def test_strategy_auto_and_plan_reckon_with_masks():
 def test_strategy_auto_reckons_with_an_average(stage):
     model, given = _model("gpt2-demo", False), {"micro_batch": ROWS, "seq_len": SEQ_LEN}
     plain, averaged = (stage_bytes(model, 3, torch.float32, **given, keeps_ema=ema)[stage] for ema in (False, True))
-    zero = Zero(model, stage, units=model.blocks, comm=NullCommunicator(3, 0))
+    zero = Zero(model, stage, units=model.units, comm=NullCommunicator(3, 0))
     zero.optimizer(torch.optim.AdamW)
     zero.ema()
     assert averaged - plain == zero.memory_bytes()["ema"] > 0

@@ -73,7 +73,7 @@ def _both(
     model, policy = _model(name, recomputed, **built), {**PRECISIONS, **WIRES, **DIFFERENCES}[precision]
     shards = shard_size or world_size
     num_replicas = world_size // shards
-    buffers = buffers_of(model, shards, list(model.blocks), precision=policy)
+    buffers = buffers_of(model, shards, model.units, precision=policy)
     settings = Settings(row, policy, num_micro, accumulate, prefetch, num_replicas, rank=rank % shards)
     trace = _trace(name, recomputed, micro_batch, precision, **built)
     predicted = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings)
@@ -93,7 +93,7 @@ def _both(
         world_size=world_size,
         strategy=row,
         micro_batch=micro_batch,
-        units=list(model.blocks),
+        units=model.units,
         precision=policy,
         num_micro=num_micro,
         accumulate=accumulate,
@@ -206,7 +206,7 @@ def test_many_ranks_are_planned_as_one_of_them_runs(stage, world_size):
 def test_whole_tensors_that_few_of_many_ranks_own_are_planned_too(stage, rank):
     model, policy, world_size = _model("llama-tiny"), PRECISIONS["bf16"], 40
     matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
-    buffers = buffers_of(model, world_size, list(model.blocks), whole=matrices)
+    buffers = buffers_of(model, world_size, model.units, whole=matrices)
     assert any(buffer.layout.owners is not None for buffer in buffers)
     assert sum(buffer.layout.padded_numel for buffer in buffers) < 2 * sum(p.numel() for p in model.parameters())
     settings = Settings(STAGES[stage], policy, 2, rank=rank)
@@ -225,7 +225,7 @@ def test_whole_tensors_that_few_of_many_ranks_own_are_planned_too(stage, rank):
         world_size=world_size,
         strategy=STAGES[stage],
         micro_batch=2,
-        units=list(model.blocks),
+        units=model.units,
         precision=policy,
         num_micro=2,
         optimizer=optimizers,

@@ -29,7 +29,7 @@ def test_what_is_predicted_without_memory_is_what_a_rank_holds_at_its_fullest():
             world_size=WORLD_SIZE,
             strategy=row,
             micro_batch=2,
-            units=list(model.blocks),
+            units=model.units,
             num_micro=2,
         )
         assert predicted[stage] == pytest.approx(measured.peak_bytes, abs=2048)

@@ -20,7 +20,7 @@ def _model(name="llama-tiny", **overrides):
 
 def _whole(model, micro_batch, precision, device_type="cpu"):
     inputs = tokens_and_targets(SEQ_LEN)
-    return trace_model(model, micro_batch, list(model.blocks), inputs, precision, device_type=device_type)
+    return trace_model(model, micro_batch, model.units, inputs, precision, device_type=device_type)
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16, MixedPrecision(param_dtype=torch.float16)], ids=["32", "b16", "16"])
@@ -89,16 +89,16 @@ def test_events_are_those_of_the_engine_in_their_order():
     assert told == [
         ("start", -1),
         ("forward_begins", -1),
-        ("forward_begins", 0),
-        ("forward_ends", 0),
-        ("forward_begins", 1),
-        ("forward_ends", 1),
+        *((name, unit) for unit in range(4) for name in ("forward_begins", "forward_ends")),
         ("forward_ends", -1),
+        ("backward_begins", 3),
         ("backward_begins", -1),
+        ("backward_ends", 3),
+        ("backward_begins", 2),
         ("backward_begins", 1),
+        ("backward_ends", 2),
         ("backward_begins", 0),
         ("backward_ends", 1),
-        ("backward_ends", 0),
         ("backward_over", -1),
     ]
     model = _model(n_layer=2)
@@ -118,7 +118,7 @@ def test_flops_are_those_of_the_formula_but_for_the_mask(name):
 def test_the_model_stays_as_it_was():
     model = build_model("gpt2-demo", vocab_size=31, seq_len=8, overrides={"n_layer": 2, "n_head": 3, "n_embd": 9})
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    trace_model(model, 1, list(model.blocks), tokens_and_targets(8), BF16)
+    trace_model(model, 1, model.units, tokens_and_targets(8), BF16)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(param.grad is None and not param._backward_hooks for param in model.parameters())
 

@@ -89,7 +89,7 @@ def test_autocast_keeps_fp32_and_computes_in_16_bits():
 def test_16_bit_weights_without_masters_are_held_as_the_engine_does(stage):
     row = _row(world_size=4, stage=stage, master_weights=False, overrides={**SMALL, "n_layer": 2})
     model = build_model("llama-tiny", overrides={**SMALL, "n_layer": 2}).bfloat16()
-    zero = Zero(model, stage, comm=NullCommunicator(4), units=model.blocks)
+    zero = Zero(model, stage, comm=NullCommunicator(4), units=model.units)
     optim = zero.optimizer(torch.optim.AdamW, lr=1e-3)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     for _ in range(2):

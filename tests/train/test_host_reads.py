@@ -51,7 +51,7 @@ def test_a_step_of_the_library_reads_one_message_of_each_backward_that_reduces(s
 
     def on_rank(comm):
         model = build_model("gpt2-demo", vocab_size=61, seq_len=16, overrides={"n_layer": 2, "n_head": 2, "n_embd": 16})
-        zero = Zero(model, stage, units=model.blocks, comm=comm)
+        zero = Zero(model, stage, units=model.units, comm=comm)
         optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
         tokens = torch.arange(16)[None] % 61
         for _ in range(4):

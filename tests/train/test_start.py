@@ -117,7 +117,7 @@ def test_a_rank_draws_what_it_keeps_and_holds_no_more_than_a_unit_beside_it(draw
         shapes, comm = _model(), NullCommunicator(world_size, rank)
         drawn.clear()
         init = InitialValues(shapes) if by_parts else shapes.init_parameter
-        peak, zero = _peak_bytes(partial(Zero, shapes, stage, units=shapes.blocks, comm=comm, init=init))
+        peak, zero = _peak_bytes(partial(Zero, shapes, stage, units=shapes.units, comm=comm, init=init))
         at_once = unit_bytes + (max(sizes.values()) if by_parts or rank == 0 else 0)
         assert peak <= sum(zero.memory_bytes().values()) + at_once + 2048  # flags, and what stands for freed weights
         by_rank.append(sorted(drawn))
@@ -142,7 +142,7 @@ def test_what_ranks_draw_together_is_what_one_process_draws(stage, shard_size):
     def rank_main(comm):
         model = _model(vocab_size=3000)
         given = {"comm": comm, "shard_size": shard_size if stage else None, "init": InitialValues(model)}
-        zero = Zero(model, stage, units=model.blocks, **given)
+        zero = Zero(model, stage, units=model.units, **given)
         with zero.full_params():
             return {name: param.detach().clone() for name, param in model.named_parameters()}
 
@@ -174,7 +174,7 @@ def test_replicas_take_what_the_first_of_them_has_drawn():
 def test_what_rank_zero_draws_is_what_one_process_does(stage, drawn):
     def rank_main(comm):
         model = _model()
-        return Zero(model, stage, units=model.blocks, comm=comm, init=model.init_parameter).state_dict()
+        return Zero(model, stage, units=model.units, comm=comm, init=model.init_parameter).state_dict()
 
     found = run_threads(rank_main, 3)
     assert len(drawn) == len(set(drawn))
@@ -189,7 +189,7 @@ def test_what_is_loaded_later_is_nan_until_then_and_nothing_is_sent(stage):
         model, sent = _model(), []
         broadcast = comm.broadcast
         comm.broadcast = lambda *args, **kwargs: sent.append(args) or broadcast(*args, **kwargs)
-        zero = Zero(model, stage, units=model.blocks, comm=comm, init=loaded_later)
+        zero = Zero(model, stage, units=model.units, comm=comm, init=loaded_later)
         return len(sent), all(tensor.isnan().all() for tensor in zero.state_dict().values())
 
     assert run_threads(rank_main, 2) == [(0, True)] * 2

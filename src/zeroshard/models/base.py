@@ -57,7 +57,7 @@ class LanguageModel(nn.Module, ABC):
     types have no word for "this protocol and that class".
 
     Attributes:
-        blocks: the repeated part, in order; each block is a natural unit to shard, compile or checkpoint.
+        blocks: the repeated part, in order; each block is compiled and recomputed by itself.
         num_multiplied_params: N of :func:`flops_per_token`; counted when the model is built, so that it stays
             right after an engine has taken the parameters apart.
         seed: of the initial values.
@@ -95,6 +95,15 @@ class LanguageModel(nn.Module, ABC):
     def adapted(self) -> nn.Module:
         """The module whose layers adapters are added to; it has them by their published names."""
         return self
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """What is gathered, freed and reduced together, in the order in which it runs: the blocks.
+
+        A model whose embedding and head are modules that forward *calls* adds them, with
+        `zeroshard.models.head.with_embedding_and_head`.
+        """
+        return list(self.blocks)
 
     @property
     def loss_options(self) -> dict[str, float]:

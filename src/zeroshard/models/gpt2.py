@@ -28,12 +28,12 @@ from zeroshard.models.base import (
     fill_constant_,
     fill_normal_,
     materialize,
-    projected_loss,
     shapes_only,
 )
 from zeroshard.models.cache import KVCache, LayerCache
 from zeroshard.models.config import check_counts, check_divides, check_types
 from zeroshard.models.documents import mask_of, separate
+from zeroshard.models.head import Head, head_loss
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
 
 INIT_STD = 0.02
@@ -159,7 +159,7 @@ class GPT2(LanguageModel):
             self.drop = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config, kernels) for _ in range(config.n_layer))
             self.ln_f = LayerNorm(config.n_embd, LAYER_NORM_EPS, bias=config.bias, kernels=kernels)
-            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            self.lm_head = Head(config.n_embd, config.vocab_size)
             self.lm_head.weight = self.wte.weight
         num_params = sum(param.numel() for param in self.parameters())
         self.num_multiplied_params = num_params - self.wpe.weight.numel()  # the head multiplies by wte
@@ -198,7 +198,7 @@ class GPT2(LanguageModel):
         x = self.ln_f(x)
         if targets_BT is None:
             return self.lm_head(x)  # (8, 1024, 50257)
-        return projected_loss(x, self.lm_head.weight, targets_BT, self.kernels, **self.loss_options)
+        return head_loss(self.lm_head, x, targets_BT, self.kernels, **self.loss_options)
 
     def init_parameter(self, name: str, param: Tensor, seed: int | None = None, part: Part | None = None) -> None:
         """GPT-2's initial values, by name; see :meth:`LanguageModel.init_parameter`.

@@ -28,12 +28,12 @@ from zeroshard.models.base import (
     fill_constant_,
     fill_normal_,
     materialize,
-    projected_loss,
     shapes_only,
 )
 from zeroshard.models.cache import KVCache, LayerCache
 from zeroshard.models.config import check_counts, check_divides, check_most, check_types
 from zeroshard.models.documents import mask_of, separate
+from zeroshard.models.head import Head, head_loss, with_embedding_and_head
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
 
 INIT_STD = 0.02
@@ -216,7 +216,7 @@ class Llama(LanguageModel):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
             self.blocks = nn.ModuleList(Block(config, kernels) for _ in range(config.n_layer))
             self.norm = RMSNorm(config.n_embd, config.norm_eps, kernels=kernels)
-            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            self.lm_head = Head(config.n_embd, config.vocab_size)
             if config.tie_embeddings:
                 self.lm_head.weight = self.embed_tokens.weight
         num_params = sum(param.numel() for param in self.parameters())
@@ -224,6 +224,11 @@ class Llama(LanguageModel):
         self.num_multiplied_params = num_params - num_looked_up
         materialize(self, device)
         recompute_blocks(self.blocks, config.activation_checkpointing, random=False)
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """Embedding, blocks and head; the blocks alone where embedding and head are one matrix."""
+        return with_embedding_and_head(self, self.embed_tokens, list(self.blocks), self.lm_head)
 
     @property
     def config(self) -> LlamaConfig:
@@ -253,7 +258,7 @@ class Llama(LanguageModel):
         x = self.norm(x)
         if targets_BT is None:
             return self.lm_head(x)  # (8, 2048, 32000)
-        return projected_loss(x, self.lm_head.weight, targets_BT, self.kernels, **self.loss_options)
+        return head_loss(self.lm_head, x, targets_BT, self.kernels, **self.loss_options)
 
     def init_parameter(self, name: str, param: Tensor, seed: int | None = None, part: Part | None = None) -> None:
         """Initial values by name; see :meth:`LanguageModel.init_parameter`.

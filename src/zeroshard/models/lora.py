@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from zeroshard.errors import UserError
 from zeroshard.models.adapters import ADAPTER, Lora, is_adapter
 from zeroshard.models.base import LanguageModel, materialize, shapes_only
+from zeroshard.models.head import Head
 from zeroshard.models.quiet_import import quiet_import
 from zeroshard.models.recompute import keep_random_state
 
@@ -133,7 +134,7 @@ def _linear_in_blocks(model: LanguageModel) -> list[str]:
 
 
 def _is_linear(layer: nn.Module) -> bool:
-    return type(layer) is nn.Linear or type(layer).__name__ == "Conv1D"
+    return type(layer) in (nn.Linear, Head) or type(layer).__name__ == "Conv1D"
 
 
 def _last_parts(names: Iterable[str]) -> list[str]:

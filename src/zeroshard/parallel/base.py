@@ -28,7 +28,7 @@ class Setup:
     Attributes:
         model: the module to train; with ``init`` it may lie on the meta device, where weights are not kept whole by
             the strategy (`StrategyEntry.from_meta`).
-        units: modules whose parameters travel together, usually the transformer blocks.
+        units: modules whose parameters travel together, in the order in which they run: embedding, blocks, head.
         comm: the ranks; None for ``torch.distributed`` where initialised, else this process alone.
         optimizer_cls: any ``torch.optim`` optimizer.
         param_groups: from the model to the optimizer's groups of its parameters. A function, because a strategy that

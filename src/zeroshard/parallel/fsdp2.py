@@ -69,10 +69,13 @@ class Fsdp2:
         mesh = init_device_mesh(device.type, (self.comm.world_size,))
         self._reshard_after_forward = setup.reshard_after_forward
         units = set(setup.units)
+        # Backward begins with what forward ended with: to free that in between would be one more gather, and exposed.
+        self._kept = {model, *list(setup.units)[-1:]}
         for module in reversed(list(model.modules())):  # what is inside comes first
             if module in units and module is not model:
                 policy = _policy(setup.compute_dtype, cast_inputs=False)
-                fully_shard(module, mesh=mesh, reshard_after_forward=setup.reshard_after_forward, mp_policy=policy)
+                frees = setup.reshard_after_forward and module not in self._kept
+                fully_shard(module, mesh=mesh, reshard_after_forward=frees, mp_policy=policy)
         # The root's weights are wanted again at once when backward begins: None keeps them.
         fully_shard(
             model,
@@ -128,7 +131,7 @@ class Fsdp2:
             yield
         finally:
             for unit in units:
-                unit.set_reshard_after_forward(self._reshard_after_forward and unit is not self.model, recurse=False)
+                unit.set_reshard_after_forward(self._reshard_after_forward and unit not in self._kept, recurse=False)
                 unit.reshard()
 
     def state_dict(self) -> OrderedDict[str, Tensor]:

@@ -70,7 +70,7 @@ def build_units(
 
     def build(spec: UnitSpec) -> Unit:
         groups = build_groups(spec.name, spec.params, strategy, levels, precision, fill)
-        return Unit(spec.name, spec.module, groups)
+        return Unit(spec.name, spec.module, groups, read_in_backward=spec.read_in_backward)
 
     root = build(root_spec)
     _broadcast_buffers(model, levels.world)

@@ -89,7 +89,7 @@ def predicted_points(
     model: LanguageModel, stage: int, world: int, rank: int, dtype: torch.dtype, device_type: str
 ) -> dict[str, dict[str, int]]:
     """Bytes by point and category, from shapes alone; ``model`` may be on the meta device."""
-    buffers = buffers_of(model, world, list(model.blocks))
+    buffers = buffers_of(model, world, model.units)
     args = (buffers, STAGES[stage], rank, OPTIMIZER_STATES["AdamW"], precision_of(dtype))
     full = state_bytes(*args, device_type=device_type)
     before = {**full, "optimizer": 0}
@@ -111,7 +111,7 @@ def measured_points(
 ) -> tuple[dict[str, dict[str, int]], dict[str, int], int]:
     """Bytes by point and category, the peak by category (empty on CUDA), and the peak."""
     device = next(model.parameters()).device
-    zero = Zero(model, stage, units=model.blocks, comm=comm, precision=precision_of(dtype))
+    zero = Zero(model, stage, units=model.units, comm=comm, precision=precision_of(dtype))
     optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)
     points = ThreePoints(optimizer, lambda: held_bytes(zero.holdings()))
     tokens = torch.zeros(micro_batch_size, seq_len, dtype=torch.int64, device=device)

@@ -79,7 +79,7 @@ def build(name: str, shape: Shape, comms: Mapping[str, Communicator], device: to
     model = make_model(shape, device)
     if name.startswith("zero"):
         stage, _, comm = name.partition("@")
-        zero = Zero(model, stage=int(stage[-1]), units=model.blocks, comm=comms[comm])
+        zero = Zero(model, stage=int(stage[-1]), units=model.units, comm=comms[comm])
         return Contestant(model, model, zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True))
     wrapped: nn.Module = model
     if name == "ddp":

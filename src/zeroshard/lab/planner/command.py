@@ -196,7 +196,7 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
         world_size=planner.cluster.world_size,
         strategy=local.strategy(stage, row.shard_size),
         micro_batch=row.micro_batch,
-        units=list(workload.model.blocks),
+        units=workload.model.units,
         precision=workload.precision,
         num_micro=again.num_micro,
         accumulate=local.accumulate,

@@ -47,7 +47,7 @@ def stage_bytes(
         reduce_dtype: of gradients on their way; None: fp32.
     """
     precision = MixedPrecision(dtype if dtype != torch.float32 else None, reduce_dtype)
-    buffers = buffers_of(model, world_size, list(model.blocks))
+    buffers = buffers_of(model, world_size, model.units)
     trace = trace_language_model(model, micro_batch, seq_len, precision, device_type=device_type)
     found = {}
     for stage, row in STAGES.items():

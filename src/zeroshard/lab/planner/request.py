@@ -57,7 +57,7 @@ class Given(TypedDict, total=False):
         document_mask: whether attention stays inside a document, of our models; it costs a mask.
         lora: adapters that alone are trained, of a preset or a Hugging Face model by name.
         headroom: share of memory that must stay free for a row to fit.
-        units: as `zeroshard.Zero` takes them; None: the model's blocks.
+        units: as `zeroshard.Zero` takes them; None: as the trainer has them, or the model's blocks.
         inputs: for a module that is no language model of ours: from rows to the arguments of one micro-batch.
         overrides: fields of the preset's configuration to change.
         autocast: weights and gradients in fp32, cast to ``dtype`` around forward by `torch.autocast`.

@@ -43,7 +43,7 @@ def predict(job: Job) -> Planned:
     precision = MixedPrecision(param_dtype, job.reduce_dtype, **job.wire)
     each_reduces = (job.accumulate or ("sharded" if job.row.grads is SHARD else "local")) == "sharded"
     num_reductions = job.num_micro if each_reduces else 1
-    buffers = buffers_of(job.model, job.shard_size, list(job.model.blocks), precision=precision)
+    buffers = buffers_of(job.model, job.shard_size, job.model.units, precision=precision)
     rank = job.rank % job.shard_size
     optimizer = OPTIMIZER_STATES["AdamW"]
     num_replicas = job.world_size // job.shard_size if job.local_steps is None else 1  # each takes its steps alone
@@ -153,7 +153,7 @@ def predicted_step(
     clips: bool = False,
 ) -> Timing:
     """The time of a step of one micro-batch in fp32 with AdamW, ``model`` without values."""
-    buffers = buffers_of(model, world_size, list(model.blocks))
+    buffers = buffers_of(model, world_size, model.units)
     settings = Settings(row, device_type=calibration.device.device_type, clips=clips)
     return _timing(_step(model, buffers, micro_batch_size, seq_len, settings), calibration, world_size)
 

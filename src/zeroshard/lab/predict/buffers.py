@@ -29,6 +29,7 @@ class Buffer:
         dtype: of the parameters, and so of their masters.
         trained: whether they take gradients.
         exact: whether they travel as they are, though others have a wire format.
+        read_in_backward: whether a backward through the unit reads them.
     """
 
     unit: str
@@ -37,6 +38,7 @@ class Buffer:
     dtype: torch.dtype
     trained: bool
     exact: bool = False
+    read_in_backward: bool = True
 
 
 Named = list[tuple[str, tuple[int, ...]]]
@@ -79,13 +81,15 @@ def buffers_of(
         for index, (kind, named) in enumerate(flat.items()):
             name = f"{spec.name}#{index}" if index else spec.name
             if named:
-                here.append(Buffer(spec.name, name, FlatLayout.of(named, world_size, ALIGNMENT), *kind))
+                here.append(
+                    Buffer(spec.name, name, FlatLayout.of(named, world_size, ALIGNMENT), *kind, spec.read_in_backward)
+                )
             if kind in tensors:
                 packed = any((policy.weights_format(kind[0]), policy.gradients_format(kind[0])))
                 layout = FlatLayout.whole(tensors[kind], world_size, loads, even=replicated or packed)
                 layout.add_loads(loads)
                 if named:
                     name = f"{spec.name}#{len(flat) + len(further)}"
-                (further if named else here).append(Buffer(spec.name, name, layout, *kind))
+                (further if named else here).append(Buffer(spec.name, name, layout, *kind, spec.read_in_backward))
         buffers += here + further
     return buffers

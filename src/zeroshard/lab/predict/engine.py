@@ -270,7 +270,10 @@ class _Engine:
             for index, slot in enumerate(buffer.layout.slots):
                 grad = torch.empty(slot.shape, dtype=compute, device="meta")
                 self._grads[slot.name] = (group, index, grad)
-        self._root, *self._units = [Unit(name, nn.Module(), members) for name, members in groups.items()]
+        looked_up = {buffer.unit for buffer in buffers if not buffer.read_in_backward}
+        self._root, *self._units = [
+            Unit(name, nn.Module(), members, read_in_backward=name not in looked_up) for name, members in groups.items()
+        ]
         self._runtime = Runtime(
             self._root,
             self._units,

@@ -92,35 +92,39 @@ class Trace:
         return total
 
 
-def repeat_blocks(trace: Trace, num_units: int, period: int = 1) -> Trace | None:
-    """``trace`` of few units as one of ``num_units``; None where those in the middle are not alike.
+def repeat_blocks(trace: Trace, num_blocks: int, period: int = 1, *, before: int = 0, after: int = 0) -> Trace | None:
+    """``trace`` of few blocks as one of ``num_blocks``; None where those in the middle are not alike.
 
     Args:
-        trace: of 2 ``period`` + 2 units or more.
-        num_units: a multiple of ``period`` more.
-        period: after how many units they are alike again.
+        trace: of 2 ``period`` + 2 blocks or more.
+        num_blocks: a multiple of ``period`` more.
+        period: after how many blocks they are alike again.
+        before, after: units that run before the blocks and after them, an embedding and a head.
     """
     few = len(trace.units)
-    extra = num_units - few
-    assert few >= 2 * period + 2
+    extra = num_blocks - (few - before - after)
+    num_units = few + extra
+    assert few - before - after >= 2 * period + 2
     assert extra >= 0
     assert extra % period == 0
     forward, backward, head = _by_unit(trace.spans)
-    middle = range(1, 1 + period)
+    middle = range(before + 1, before + 1 + period)
     for unit in middle:
         for spans in (forward, backward):
             if _moved(spans[unit], period) != spans[unit + period]:
                 return None
     # The last of the repeated ones stands before what came after it, so the old later units move up.
-    old = [0, *middle, *(1 + i % period for i in range(extra)), *range(1 + period, few)]
+    again = (middle[i % period] for i in range(extra))
+    old = [*range(before + 1), *middle, *again, *range(before + 1 + period, few)]
     assert len(old) == num_units
     spans = list(head)
     for place, unit in enumerate(old):
         spans += _moved(forward[unit], place - unit)
     for place in reversed(range(num_units)):
         spans += _moved(backward[old[place]], place - old[place])
-    prefix = trace.units[0].rpartition(".")[0]
-    names = tuple(f"{prefix}.{place}" if prefix else str(place) for place in range(num_units))
+    prefix = trace.units[before].rpartition(".")[0]
+    blocks = (f"{prefix}.{index}" if prefix else str(index) for index in range(num_blocks))
+    names = (*trace.units[:before], *blocks, *trace.units[few - after :])
     return replace(trace, units=names, spans=tuple(spans))
 
 

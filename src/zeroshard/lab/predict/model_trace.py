@@ -54,6 +54,7 @@ def trace_language_model(
     device_type: str = "cpu",
     autocast: torch.dtype | None = None,
     cut_by: int = 1,
+    blocks_alone: bool = False,
 ) -> Trace:
     """The trace of one of our models, of any depth; [Note: Alike blocks] in `spans`.
 
@@ -66,33 +67,26 @@ def trace_language_model(
             operations there, which hold all logits.
         autocast: what `torch.autocast` casts to around forward; None: it is not used.
         cut_by: ranks of tensor parallelism; the trace is one rank's (`zeroshard.lab.predict.cut`).
+        blocks_alone: whether embedding and head stay in the root unit; False: the model's own ``units``.
     """
+    units = list(model.blocks) if blocks_alone else model.units
     if not _is_as_built(model):
         inputs = tokens_and_targets(seq_len)
-        units = list(model.blocks)
         return trace_model(model, micro_batch, units, inputs, precision, device_type=device_type, autocast=autocast)
     dtype = next(param.dtype for param in model.parameters())
     if precision.param_dtype is None and dtype != torch.float32:  # 16-bit weights without masters
         precision = replace(precision, param_dtype=dtype)
     name, changes = nearest_preset(cast("Any", model.config))
-    of_depth = partial(
-        _traced,
-        name,
-        tuple(sorted(changes.items())),
-        model.kernels,
-        model.lora,
-        model.eos_id,
-        micro_batch,
-        seq_len,
-        precision,
-        device_type,
-        autocast,
-        cut_by,
-    )
+    built = (name, tuple(sorted(changes.items())), model.kernels, model.lora, model.eos_id)
+    of_depth = partial(_traced, *built, micro_batch, seq_len, precision, device_type, autocast, cut_by, blocks_alone)
     num_blocks, period = len(model.blocks), _period(model.config.activation_checkpointing)
     few = 2 * period + 2
     few += (num_blocks - few) % period
-    deeper = repeat_blocks(of_depth(few), num_blocks, period) if num_blocks > few else None
+    deeper = None
+    if num_blocks > few:
+        before = units.index(model.blocks[0])
+        after = len(units) - num_blocks - before
+        deeper = repeat_blocks(of_depth(few), num_blocks, period, before=before, after=after)
     return of_depth(num_blocks) if deeper is None else deeper
 
 
@@ -117,13 +111,14 @@ def _traced(
     device_type: str,
     autocast: torch.dtype | None,
     cut_by: int,
+    blocks_alone: bool,
     depth: int,
 ) -> Trace:
     with torch.device("meta"):
         model = build_model(name, overrides={**dict(changes), "n_layer": depth}, kernels=kernels, lora=lora)
     model.eos_id = eos_id  # a mask, and what each block's attention makes of it
     cut(model, cut_by)
-    inputs, units = tokens_and_targets(seq_len), list(model.blocks)
+    inputs, units = tokens_and_targets(seq_len), list(model.blocks) if blocks_alone else model.units
     without_values = on_meta() if autocast is None and serves(model, precision, device_type) else _fakes()
     return _trace(without_values, model, micro_batch, units, inputs, precision, device_type, autocast)
 

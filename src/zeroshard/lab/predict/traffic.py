@@ -6,7 +6,7 @@ units. With P the padded bytes of all buffers and M micro-batches, the totals ar
     stage 0     all-reduce P
     stage 1     reduce-scatter P, all-gather P
     stage 2     reduce-scatter M P, all-gather P
-    stage 3     reduce-scatter M P, all-gather M (2 P - root - last unit)
+    stage 3     reduce-scatter M P, all-gather M (2 P - root - last unit - embedding)
 
 With R replicas, of state sharded over W / R ranks, these are what travels among the ranks that shard together; and each
 reduce-scatter is followed by an all-reduce of the shard, P R / W bytes, over the replicas.

@@ -42,7 +42,7 @@ class Workload:
         precision: the dtype policy.
         optimizer: a key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES`.
         kernels: as models take it.
-        ours: whether it is one of our language models, given tokens and targets.
+        ours: whether it is one of our language models, given tokens and targets, in its own units or its blocks alone.
         weights: the dtype that parameters are kept in, with no master beside them; None: the model's own.
         autocast: what `torch.autocast` casts to around forward; None: it is not used.
         cut_by: ranks of tensor parallelism, of which the model is one's part.
@@ -121,9 +121,8 @@ class Workload:
             precision = self.precision if self.weights is None else MixedPrecision(param_dtype=self.weights)
             how: dict[str, Any] = {"device_type": as_on, "autocast": self.autocast}
             if isinstance(self.model, LanguageModel) and self.ours:
-                self._traces[key] = trace_language_model(
-                    self.model, micro_batch, self.seq_len, precision, cut_by=self.cut_by, **how
-                )
+                how |= {"cut_by": self.cut_by, "blocks_alone": self.units != self.model.units}
+                self._traces[key] = trace_language_model(self.model, micro_batch, self.seq_len, precision, **how)
             else:
                 self._traces[key] = trace_model(self.model, micro_batch, self.units, self.inputs, precision, **how)
         return self._traces[key]
@@ -134,7 +133,8 @@ class Workload:
         if key not in self._buffers:
             whole: Iterable[nn.Parameter] = ()
             if self.optimizer in WHOLE:
-                params = [p for unit in self.units or [] for p in unit.parameters() if p.dim() == 2]
+                inside = self.model.blocks if isinstance(self.model, LanguageModel) else self.units or []
+                params = [p for unit in inside for p in unit.parameters() if p.dim() == 2]
                 whole = params if WHOLE[self.optimizer] == "matrices" else self.model.parameters()
             how: dict[str, Any] = {"whole": whole, "replicated": replicated, "precision": self.precision}
             found, kept = buffers_of(self.model, num_shards, self.units, **how), self.weights
@@ -237,7 +237,7 @@ def language_model(
     return Workload(
         model,
         label or name,
-        list(model.blocks),
+        model.units,
         tokens_and_targets(length),
         length,
         precision,
@@ -292,7 +292,8 @@ def workload_of(
     if isinstance(model, LanguageModel):
         length = model.config.seq_len if seq_len is None else seq_len
         model.check_seq_len(length)
-        chosen, ours = list(model.blocks) if chosen is None else chosen, inputs is None and units is None
+        chosen = model.units if chosen is None else chosen
+        ours = inputs is None and chosen in (model.units, list(model.blocks))
         make, known = inputs or tokens_and_targets(length), known_optimizer(optimizer)
         return Workload(
             model,

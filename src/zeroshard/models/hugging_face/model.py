@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
-from zeroshard.models.base import LanguageModel, Part, flops_per_token, materialize, next_token_loss, projected_loss
+from zeroshard.models.base import LanguageModel, Part, flops_per_token, materialize, next_token_loss
 from zeroshard.models.cache import KVCache
 from zeroshard.models.documents import positions
+from zeroshard.models.head import Head, head_loss, with_embedding_and_head
 from zeroshard.models.hugging_face.config import HuggingFaceConfig
 from zeroshard.models.hugging_face.folder import missing_transformers, weight_folder
 from zeroshard.models.hugging_face.initial import built_without_values
@@ -82,6 +83,8 @@ class HuggingFaceModel(LanguageModel):
         self.balances_experts = bool(getattr(theirs, "output_router_logits", False))
         self.smooths = not self.balances_experts
         self._head = _plain_head(self.hf)
+        if self._head is not None:
+            _put_head(self.hf, self._head)
         self.operations = ("cross_entropy",) if self._head is None else ("linear_cross_entropy",)  # ty: ignore[invalid-attribute-access]
         self.num_multiplied_params = _num_multiplied(self.hf)
         materialize(self, device)
@@ -105,6 +108,24 @@ class HuggingFaceModel(LanguageModel):
         found = self.hf.get_submodule(self._blocks_at)
         assert isinstance(found, nn.ModuleList)
         return found
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """Embedding, blocks and head, where these are plain modules of `transformers`' own that share nothing.
+
+        Whatever else a model has there stays in the root unit: code from elsewhere may read its weights without a call.
+        """
+        ends = (None, None)
+        if type(self.hf).__module__.startswith("transformers."):
+            found: Any = self.hf
+            ends = (found.get_input_embeddings(), found.get_output_embeddings())
+        embedding, head = ends
+        return with_embedding_and_head(
+            self.hf,
+            embedding if isinstance(embedding, nn.Embedding) else None,
+            list(self.blocks),
+            head if isinstance(head, nn.Linear) else None,
+        )
 
     def forward(
         self,
@@ -132,8 +153,8 @@ class HuggingFaceModel(LanguageModel):
                 return next_token_loss(hf(**given).logits, targets_BT, self.kernels, **self.loss_options)
             else:
                 hidden_BTC = hf.base_model(**given)[0]
-                head: Any = self.hf.get_submodule(self._head)
-                return projected_loss(hidden_BTC, head.weight, targets_BT, self.kernels, **self.loss_options)
+                head = self.hf.get_submodule(self._head)
+                return head_loss(head, hidden_BTC, targets_BT, self.kernels, **self.loss_options)
         if isinstance(cache, HuggingFaceCache):
             cache.inner = output.past_key_values
             cache.num_seen += tokens_BT.shape[1]
@@ -224,6 +245,14 @@ def _plain_head(hf: Any) -> str | None:
     if hf.base_model is hf or not type(hf).__module__.startswith("transformers."):
         return None
     return next(name for name, module in hf.named_modules() if module is head)
+
+
+def _put_head(hf: nn.Module, name: str) -> None:
+    """Have the head be one that computes the loss too; it has the same parameter, under the same name."""
+    old: Any = hf.get_submodule(name)
+    head = Head(old.in_features, old.out_features, device="meta")
+    head.weight = old.weight
+    hf.set_submodule(name, head)
 
 
 def _num_multiplied(hf: Any) -> int:

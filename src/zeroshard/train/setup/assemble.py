@@ -181,7 +181,7 @@ def sharded(
     optimizer_cls, optimizer_kwargs = _optimizer(config, device)
     setup = Setup(
         model=model,
-        units=list(model.blocks),
+        units=model.units,
         comm=comm,
         optimizer_cls=optimizer_cls,
         param_groups=partial(_param_groups, config, model.blocks),
@@ -197,7 +197,7 @@ def sharded(
         prefetch=config.prefetch,
         wire=wire(config),
         secondary_shard_size=config.node_copy or None,
-        replicas=local_steps(config.replicas, len(model.blocks)),
+        replicas=local_steps(config.replicas, len(model.units)),
     )
     return model, build_strategy(config.strategy, setup)
 
@@ -221,17 +221,17 @@ def reduce_dtype(config: TrainConfig) -> torch.dtype | None:
     return DTYPES.get(config.reduce_dtype)
 
 
-def local_steps(given: ReplicasConfig, num_blocks: int) -> LocalSteps | None:
+def local_steps(given: ReplicasConfig, num_units: int) -> LocalSteps | None:
     """How replicas meet; None where all ranks take each step together.
 
     Raises:
-        UserError: more fragments than the blocks and the root unit are.
+        UserError: more fragments than the units are: ``num_units`` and the root.
     """
     if not given.on:
         return None
-    if given.fragments > num_blocks + 1:
-        what = f"{given.fragments} are more than the {num_blocks + 1} units of the model"
-        raise UserError("replicas.fragments", what, f"give at most {num_blocks + 1}")
+    if given.fragments > num_units + 1:
+        what = f"{given.fragments} are more than the {num_units + 1} units of the model"
+        raise UserError("replicas.fragments", what, f"give at most {num_units + 1}")
     wire = None if given.wire == "float32" else DTYPES.get(given.wire, given.wire)
     return LocalSteps(
         every=given.every,

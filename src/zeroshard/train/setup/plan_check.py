@@ -55,6 +55,6 @@ def contract_of(
         calibration=config.plan.device,
         estimates=comm.rank == 0,  # who reports
         links=Links.of(config.link),
-        local_steps=local_steps(config.replicas, len(model.blocks)),
+        local_steps=local_steps(config.replicas, len(model.units)),
     )
     return Contract(predict(job), config.plan.enforce)

@@ -42,6 +42,13 @@ class UnitSpec:
     module: nn.Module
     params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
+    @property
+    def read_in_backward(self) -> bool:
+        """Whether a backward through the module reads its weights; one through rows that were looked up does not."""
+        module = self.module
+        plain = type(module) is nn.Embedding and list(module._parameters) == ["weight"] and len(self.params) == 1
+        return not plain or bool(module._forward_hooks or module._forward_pre_hooks)
+
 
 def partition(model: nn.Module, units: UnitChoice | None) -> tuple[UnitSpec, list[UnitSpec]]:
     """The root unit and the others, in the order given; a unit that is given twice is one.

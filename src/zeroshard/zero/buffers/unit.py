@@ -159,6 +159,7 @@ class Unit:
     Attributes:
         name: the module's name in the model; ``"root"`` for what is left.
         module: whose forward uses the weights.
+        read_in_backward: whether its backward uses them too; where it does not, they are not gathered again for it.
         inside: how many calls of it are in forward now; recomputation does not count.
         calls: forward calls whose backward has not begun, by the number of the model's forward.
         active: calls in backward now.
@@ -167,9 +168,10 @@ class Unit:
             needed; by their numbers.
     """
 
-    def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup]) -> None:
+    def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup], *, read_in_backward: bool = True) -> None:
         self.name = name
         self.module = module
+        self.read_in_backward = read_in_backward
         self.groups = groups
         self.inside = 0
         self.calls: dict[int, int] = {}

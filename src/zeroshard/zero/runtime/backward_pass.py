@@ -44,8 +44,8 @@ class BackwardPass:
         self.forward_run = self.forward_runs[0]
         self._place = {unit: place for place, unit in enumerate(units)}
         self._sweep = {index: sweep for sweep, index in enumerate(reversed(self.forward_runs))}
-        num_sweeps = len(self.forward_runs)
-        self.cursor = Cursor(backward_ops(len(units), prefetch=prefetch, gather=gather, num_sweeps=num_sweeps), take)
+        ops = backward_ops(len(units), prefetch=prefetch, gather=gather, num_sweeps=len(self.forward_runs))
+        self.cursor = Cursor([op for op in ops if op.action != "gather" or units[op.place].read_in_backward], take)
         self._run = weakref.ref(run)
         self._failed = False
         # Then a backward through this backward may follow, which begins with reading weights and tells nobody.

@@ -177,7 +177,8 @@ class Runtime:
         unit.active += 1
         if left == 0:
             backward.before_end(unit, forward_run)
-        self._weights.unshard(unit)
+        if unit.read_in_backward:
+            self._weights.unshard(unit)
 
     def backward_ends(self, unit: Unit, forward_run: int | None) -> None:
         """Reduce the unit's gradients, if no other call of it is still to come."""
@@ -254,7 +255,8 @@ class Runtime:
     def _hold_what_runs_again(self, backward: BackwardPass) -> None:
         """Gather what one forward called several times now, and keep it: its turns have no place in the schedule."""
         for unit in backward.units:
-            if self.shard_params and any(unit.calls.get(index, 0) > 1 for index in backward.forward_runs):
+            several = any(unit.calls.get(index, 0) > 1 for index in backward.forward_runs)
+            if several and self.shard_params and unit.read_in_backward:
                 self._weights.gather(unit)
                 unit.held = True
 

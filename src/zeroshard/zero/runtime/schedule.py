@@ -13,7 +13,8 @@ Backward::
 
     gather 3, gather 2 | reduce 3, gather 1 | reduce 2, gather 0 | reduce 1 | reduce 0, reduce root
 
-The gather of unit 3 finds its weights where forward left them, at every rank, and sends nothing.
+The gather of unit 3 finds its weights where forward left them, at every rank, and sends nothing. A unit whose backward
+reads no weights, an embedding, is not gathered for it (`Unit.read_in_backward`).
 
 Where two forwards share a backward, it goes through the second and then through the first::
 

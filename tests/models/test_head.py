@@ -1,0 +1,112 @@
+"""The head computes the loss inside of its own forward, so that it may be a unit; and which models have such units."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_models import hf_folder  # noqa: F401
+from zeroshard.comm import NullCommunicator, ObservedCommunicator, run_threads
+from zeroshard.lab import plan
+from zeroshard.models import build_model
+from zeroshard.models.adapters import Lora
+from zeroshard.models.base import next_token_loss
+from zeroshard.zero import STAGES, Zero
+
+SIZES = {"n_layer": 2, "n_head": 2, "n_kv_head": 2, "n_embd": 16}
+TOKENS = torch.arange(24).view(2, 12) % 61
+
+
+def _llama(**built):
+    overrides = {**SIZES, **built.pop("overrides", {})}
+    return build_model("llama-tiny", vocab_size=61, seq_len=12, overrides=overrides, **built)
+
+
+def _names(model):
+    names = {module: name for name, module in model.named_modules()}
+    return [names[unit] for unit in model.units]
+
+
+def test_a_matrix_that_embedding_and_head_share_stays_in_the_root():
+    assert _names(_llama()) == ["embed_tokens", "blocks.0", "blocks.1", "lm_head"]
+    assert _names(_llama(overrides={"tie_embeddings": True})) == ["blocks.0", "blocks.1"]
+    assert _names(build_model("gpt2-demo", overrides={"n_layer": 2})) == ["blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("qwen3", True), ("gpt_neox", True), ("qwen2", False), ("mixtral", True)])
+def test_a_model_of_transformers_is_cut_alike(kind, ends, hf_folder):  # noqa: F811
+    model = build_model(f"hf:{hf_folder(kind)}")
+    embedding, head = model.hf.get_input_embeddings(), model.hf.get_output_embeddings()
+    assert model.units == ([embedding, *model.blocks, head] if ends else list(model.blocks))
+    called = []
+    for module in (embedding, head):
+        module.register_forward_pre_hook(lambda module, args: called.append(module))
+    model(TOKENS, TOKENS).backward()
+    assert called == [embedding, head]
+
+
+def test_the_loss_of_a_head_that_adapters_have_wrapped_is_theirs_too():
+    pytest.importorskip("peft")
+    model = _llama(lora=Lora(2, targets=("lm_head",)))
+    with torch.no_grad():
+        model.lm_head.lora_B["default"].weight.normal_()
+    loss = model(TOKENS, TOKENS)
+    torch.testing.assert_close(loss, next_token_loss(model(TOKENS), TOKENS))
+    loss.backward()
+    assert model.lm_head.lora_A["default"].weight.grad.any()
+
+
+def test_every_stage_has_the_same_bits_and_the_losses_of_one_process():
+    def losses(comm, stage):
+        model = _llama(kernels="reference")
+        zero = Zero(model, stage, units=model.units, comm=comm)
+        optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-2)
+        found = []
+        for _ in range(3):
+            loss = model(TOKENS, TOKENS)  # the same on each rank
+            loss.backward()
+            found.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    alone = losses(NullCommunicator(1), 0)
+    found = {stage: run_threads(lambda comm, stage=stage: losses(comm, stage), 2) for stage in STAGES}
+    assert all(each == found[0] for each in found.values())
+    assert found[0][0] == pytest.approx(alone, rel=1e-5)
+
+
+def test_an_embedding_is_not_gathered_for_a_backward_that_reads_none_of_it():
+    model = _llama()
+    observed = ObservedCommunicator(NullCommunicator(2))
+    zero = Zero(model, 3, units=model.units, comm=observed)
+    model(TOKENS, TOKENS).backward()
+    gathered = [record.scope for record in observed.records if record.scope.endswith("/weights")]
+    names = ["root", "embed_tokens", "blocks.0", "blocks.1", "lm_head", "blocks.1", "blocks.0"]
+    assert gathered == [f"{name}/weights" for name in names]
+    zero.remove()
+    model.embed_tokens.register_forward_hook(lambda module, args, output: output * module.weight.sum())
+    observed.drain()
+    Zero(model, 3, units=model.units, comm=observed)
+    model(TOKENS, TOKENS).backward()
+    assert [record.scope for record in observed.records if record.scope.endswith("/weights")] == [
+        *gathered,
+        "embed_tokens/weights",
+    ]
+    assert model.embed_tokens.weight.grad.full_tensor().isfinite().all()
+
+
+def test_a_plan_has_less_memory_than_with_embedding_and_head_in_the_root():
+    """By the head's gradient in fp32, which stayed through backward; at stage 3 by the embedding's weights too."""
+    overrides = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_kv_head": 4, "vocab_size": 8192, "seq_len": 64}
+    with torch.device("meta"):
+        model = build_model("llama-tiny", overrides=overrides)
+
+    def peaks(**units):
+        rows = plan(model, world_size=8, gpu="h100-80gb", micro_batch=1, **units).rows
+        return {row.stage: row.step.peak.total for row in rows}
+
+    before, now = peaks(units=list(model.blocks)), peaks()
+    matrix = 8192 * 256
+    assert before[2] - now[2] > 0.8 * 4 * matrix
+    assert before[3] - now[3] > 0.8 * (4 + 2) * matrix
