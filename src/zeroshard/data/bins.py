@@ -3,6 +3,7 @@
 nanoGPT: uint16 ids and nothing else. llm.c: 256 int32 (magic, version, number of tokens, zeros), then uint16 ids
 (20240520, version 1: GPT-2's) or uint32 ids (20240801, version 7: Llama 3's). Both little-endian. A file validates that
 has ``val``, ``valid`` or ``validation`` as a word of its name: ``val.bin``, ``edu_val_000.bin``, not ``retrieval.bin``.
+Files whose ids are as wide as a prepared folder's are mapped where they lie, and nothing of their size is written.
 Beside its files nanoGPT may have ``meta.pkl``, which is a tokenizer (`zeroshard.data.character_meta`).
 
 https://github.com/karpathy/nanoGPT/tree/master/data, https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
@@ -12,18 +13,22 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zeroshard.data.documents import Fingerprint
 from zeroshard.data.files import FileFacts, facts_of
+from zeroshard.data.meta import SPLITS, MappedMeta, ShardMeta, SplitMeta
 from zeroshard.data.tables import corpus_identity
+from zeroshard.data.tokens import sha256_of
 from zeroshard.errors import UserError
 from zeroshard.regular_files import open_binary
 
@@ -41,6 +46,7 @@ class _Bin:
     facts: FileFacts
     dtype: str
     offset_bytes: int
+    modified_ns: int
 
     @property
     def validates(self) -> bool:
@@ -48,6 +54,12 @@ class _Bin:
 
     def ids(self) -> NDArray[np.unsignedinteger]:
         return np.memmap(self.facts.path, dtype=self.dtype, mode="r", offset=self.offset_bytes)
+
+    def mapped_from(self, start: int) -> MappedMeta:
+        """Where the tokens from ``start`` on lie."""
+        path = os.path.abspath(self.facts.path)
+        begin = self.offset_bytes + start * np.dtype(self.dtype).itemsize
+        return MappedMeta(path, begin, self.facts.num_bytes, self.modified_ns)
 
 
 class TokenBins:
@@ -88,18 +100,55 @@ class TokenBins:
 
     def split(self, val_fraction: float) -> Iterator[tuple[str, NDArray[np.unsignedinteger]]]:
         """``("train" | "val", ids)`` a block at a time; where no file validates, the last ``val_fraction`` does."""
+        for split, file, start, stop in self._ranges(val_fraction):
+            for block in _blocks(file.ids()[start:stop]):
+                yield split, block
+
+    def can_be_mapped(self, dtype: np.dtype[Any]) -> bool:
+        """Whether each file holds ids of ``dtype``, a prepared folder's."""
+        return all(np.dtype(file.dtype) == dtype for file in self._files)
+
+    def mapped(
+        self,
+        val_fraction: float,
+        limits: Mapping[str, int | None],
+        shard_tokens: int,
+        progress: Callable[[int], None] = lambda num_bytes: None,
+    ) -> dict[str, SplitMeta]:
+        """The splits as shards that lie where they are: the tokens of `split`, and of as many as a copy would have.
+
+        Args:
+            val_fraction: as of `split`.
+            limits: the most tokens of each split; None: no limit.
+            shard_tokens: in a shard; one of a file's end may have fewer.
+            progress: called with the bytes of each shard that was read, for its sha256.
+        """
+        found: dict[str, list[ShardMeta]] = {split: [] for split in SPLITS}
+        num_tokens = dict.fromkeys(SPLITS, 0)
+        for split, file, start, end in self._ranges(val_fraction):
+            limit = limits[split]
+            stop = end if limit is None else min(end, start + limit - num_tokens[split])
+            num_tokens[split] += stop - start
+            for first in range(start, stop, shard_tokens):
+                name = f"{split}/tokens-{len(found[split]):05d}.bin"
+                ids = file.ids()[first : min(first + shard_tokens, stop)]
+                found[split].append(ShardMeta(name, ids.size, sha256_of(ids), file.mapped_from(first)))
+                progress(ids.nbytes)
+        return {split: SplitMeta(num_tokens[split], tuple(found[split])) for split in SPLITS}
+
+    def _ranges(self, val_fraction: float) -> Iterator[tuple[str, _Bin, int, int]]:
+        """Tokens ``[start, stop)`` of a file, and their split, in order."""
+        sizes = [file.ids().size for file in self._files]
         if any(file.validates for file in self._files):
-            for file in self._files:
-                for block in _blocks(file.ids()):
-                    yield ("val" if file.validates else "train"), block
+            for file, size in zip(self._files, sizes, strict=True):
+                yield ("val" if file.validates else "train"), file, 0, size
             return
-        num_tokens = sum(file.ids().size for file in self._files)
-        left = num_tokens - int(num_tokens * val_fraction)
-        for file in self._files:
-            for block in _blocks(file.ids()):
-                yield "train", block[: max(left, 0)]
-                yield "val", block[max(left, 0) :]
-                left -= block.size
+        left = sum(sizes) - int(sum(sizes) * val_fraction)
+        for file, size in zip(self._files, sizes, strict=True):
+            cut = min(max(left, 0), size)
+            yield "train", file, 0, cut
+            yield "val", file, cut, size
+            left -= size
 
 
 def _blocks(ids: NDArray[np.unsignedinteger]) -> Iterator[NDArray[np.unsignedinteger]]:
@@ -122,6 +171,7 @@ def _files_of(path: str) -> list[Path]:
 
 def _look_at(facts: FileFacts) -> _Bin:
     with open_binary(facts.path) as file:
+        modified_ns = os.fstat(file.fileno()).st_mtime_ns
         start = file.read(4 * _HEADER_INTS)
     header = np.frombuffer(start, dtype="<i4") if len(start) == 4 * _HEADER_INTS else np.zeros(1, "<i4")
     if int(header[0]) in (magic for magic, _ in _LLM_C):
@@ -133,7 +183,7 @@ def _look_at(facts: FileFacts) -> _Bin:
         if facts.num_bytes != expected:
             what = f"{facts.path} has {facts.num_bytes:,} bytes where its header says {expected:,}"
             raise UserError("data.path", what, "copy it again")
-        return _Bin(facts, dtype, header.nbytes)
+        return _Bin(facts, dtype, header.nbytes, modified_ns)
     if facts.num_bytes % 2:
         raise UserError("data.path", f"{facts.path} has an odd number of bytes, and ids have two", "copy it again")
-    return _Bin(facts, "<u2", 0)
+    return _Bin(facts, "<u2", 0, modified_ns)

@@ -4,6 +4,7 @@
     DIR/train/tokens-00000.bin    token ids, little-endian uint16 (uint32 above 65,536 ids), nothing else
     DIR/val/tokens-00000.bin
     DIR/tokenizer.json            only where the tokenizer was trained on this source
+    (of files that hold such ids already, as nanoGPT's: no copies, but where they lie)
     DIR/train/counts.bin, ends.bin, DIR/chat_template.json   of examples, see `zeroshard.data.examples`
 
 The folder appears under its name in one rename, `meta.json` and all, so a folder that has one is complete.
@@ -33,13 +34,31 @@ DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtyp
 
 
 @dataclass(frozen=True)
+class MappedMeta:
+    """Somebody's own file that is read where it lies.
+
+    Attributes:
+        path: absolute.
+        offset_bytes: where the shard's tokens begin in it.
+        num_bytes, modified_ns: of the whole file, when its tokens were read; see `zeroshard.data.tokens.check_mapped`.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
+    path: str
+    offset_bytes: Count
+    num_bytes: Count
+    modified_ns: int
+
+
+@dataclass(frozen=True)
 class ShardMeta:
-    """One file of tokens: its path under the folder, and what it must hold."""
+    """One file of tokens: its path under the folder, and what it must hold; ``mapped``: it lies elsewhere."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
     file: str
     num_tokens: Count
     sha256: str
+    mapped: MappedMeta | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +132,9 @@ def write_meta(folder: Path, meta: DataMeta) -> None:
     facts = asdict(meta)
     if not meta.examples:
         del facts["examples"]  # earlier versions read plain text too
+    for shard in (shard for split in facts["splits"].values() for shard in split["shards"]):
+        if shard["mapped"] is None:
+            del shard["mapped"]
     (folder / META_NAME).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 

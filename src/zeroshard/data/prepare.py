@@ -8,7 +8,7 @@ difference is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -17,10 +17,20 @@ from typing import Any
 from zeroshard.data import bulk
 from zeroshard.data.bins import BIN_SPLIT, TokenBins
 from zeroshard.data.documents import Fingerprint
-from zeroshard.data.encode import encode_pieces, keep_for_workers, pieces_of, train_texts
+from zeroshard.data.encode import Piece, encode_pieces, keep_for_workers, pieces_of, train_texts
 from zeroshard.data.examples.prepare import prepare_examples
 from zeroshard.data.joining import put_around
-from zeroshard.data.meta import META_NAME, SPLITS, DataMeta, SourceMeta, dtype_for, read_meta, write_meta
+from zeroshard.data.meta import (
+    DTYPES,
+    META_NAME,
+    SPLITS,
+    DataMeta,
+    SourceMeta,
+    SplitMeta,
+    dtype_for,
+    read_meta,
+    write_meta,
+)
 from zeroshard.data.prepared import is_prepared, tables_fingerprint, warn_of_earlier_rules, without_rules
 from zeroshard.data.publish import draft_of, publish
 from zeroshard.data.registry import is_hub_name, source_entry
@@ -222,29 +232,57 @@ def _write(
         keep_for_workers(draft, tokenizer)
     dtype = dtype_for(vocab_size)
     limits = bulk.token_limits(spec.max_tokens, spec.val_fraction)
-    with ExitStack() as stack:
-        writers = {
-            split: stack.enter_context(TokenWriter(draft, split, dtype, shard_tokens, limits[split]))
-            for split in SPLITS
-        }
-        if isinstance(source, SyntheticTokens):
-            _write_synthetic(spec, source, writers, progress)
-        elif isinstance(source, TokenBins):
-            _write_bins(spec, source, fingerprint, writers, progress)
-        else:
-            assert tokenizer is not None
-            done, num_bytes = 0, fingerprint.num_bytes
-            pieces = pieces_of(source, holdout, writers)
-            for piece in encode_pieces(pieces, tokenizer, writers, draft, spec.tokenizer, dtype, num_workers):
-                done += len(piece.text.encode())
-                progress(min(done, num_bytes), num_bytes)
-        splits = {split: writer.finish() for split, writer in writers.items()}
+    if isinstance(source, TokenBins) and source.can_be_mapped(DTYPES[dtype]):
+        splits = _map_bins(spec, source, fingerprint, limits, progress, shard_tokens)
+    else:
+        with ExitStack() as stack:
+            writers = {
+                split: stack.enter_context(TokenWriter(draft, split, dtype, shard_tokens, limits[split]))
+                for split in SPLITS
+            }
+            if isinstance(source, SyntheticTokens):
+                _write_synthetic(spec, source, writers, progress)
+            elif isinstance(source, TokenBins):
+                _write_bins(spec, source, fingerprint, writers, progress)
+            else:
+                assert tokenizer is not None
+                pieces = pieces_of(source, holdout, writers)
+                encoded = encode_pieces(pieces, tokenizer, writers, draft, spec.tokenizer, dtype, num_workers)
+                _follow(encoded, fingerprint.num_bytes, progress)
+            splits = {split: writer.finish() for split, writer in writers.items()}
     _require_tokens({split: meta.num_tokens for split, meta in splits.items()}, spec.val_fraction)
     tokenizer_sha256 = write_tokenizer(draft, tokenizer) if isinstance(tokenizer, BpeTokenizer) else ""
     source_meta = SourceMeta(source.description, **asdict(fingerprint))
     eos_id = eos_id_of(name) if tokenizer is None else tokenizer.eos_id
     recorded = _recorded(spec, rule, None if isinstance(source, TokenBins) else tokenizer)
     write_meta(draft, DataMeta(recorded, source_meta, name, tokenizer_sha256, vocab_size, dtype, splits, eos_id))
+
+
+def _follow(encoded: Iterable[Piece], num_bytes: int, progress: Progress) -> None:
+    """Tell of each piece that was encoded and written."""
+    done = 0
+    for piece in encoded:
+        done += len(piece.text.encode())
+        progress(min(done, num_bytes), num_bytes)
+
+
+def _map_bins(
+    spec: DataSpec,
+    source: TokenBins,
+    fingerprint: Fingerprint,
+    limits: dict[str, int | None],
+    progress: Progress,
+    shard_tokens: int,
+) -> dict[str, SplitMeta]:
+    """The files as they lie, read once for their sha256."""
+    done = 0
+
+    def told(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress(min(done, fingerprint.num_bytes), fingerprint.num_bytes)
+
+    return source.mapped(spec.val_fraction, limits, shard_tokens, told)
 
 
 def _write_synthetic(

@@ -20,6 +20,7 @@ from zeroshard.errors import UserError
 from zeroshard.regular_files import open_binary
 
 DEFAULT_SHARD_TOKENS = 100_000_000
+_BLOCK = 1 << 22
 
 
 class TokenDataset:
@@ -42,7 +43,7 @@ class TokenDataset:
 
         Raises:
             UserError: the folder is not a prepared one, or a file is missing or not of the size that ``meta.json``
-                gives; the line names the file.
+                gives, or a mapped one was changed; the line names the file.
             ValueError: a split that is neither ``train`` nor ``val``.
         """
         if split not in SPLITS:
@@ -51,6 +52,11 @@ class TokenDataset:
         dtype = DTYPES[meta.dtype]
         shards: list[NDArray[np.unsignedinteger]] = []
         for shard in meta.splits[split].shards:
+            if shard.mapped is not None:
+                check_mapped(shard, dtype.itemsize)
+                path, begin = shard.mapped.path, shard.mapped.offset_bytes
+                shards.append(np.memmap(path, dtype, "r", begin, (shard.num_tokens,)))
+                continue
             path = Path(folder) / shard.file
             check_size(path, shard.num_tokens * dtype.itemsize)
             shards.append(np.memmap(path, dtype=dtype, mode="r"))
@@ -185,6 +191,9 @@ def verify(folder: Path | str) -> None:
     itemsize = DTYPES[meta.dtype].itemsize
     for split in meta.splits.values():
         for shard in split.shards:
+            if shard.mapped is not None:
+                check_mapped(shard, itemsize, read=True)
+                continue
             check_size(Path(folder) / shard.file, shard.num_tokens * itemsize)
             check_sha256(Path(folder) / shard.file, shard.sha256)
     for name, examples in meta.examples.items():
@@ -192,6 +201,33 @@ def verify(folder: Path | str) -> None:
         check_sha256(Path(folder) / name / "ends.bin", examples.ends_sha256)
     if meta.tokenizer_sha256:
         check_sha256(Path(folder) / "tokenizer.json", meta.tokenizer_sha256)
+
+
+def check_mapped(shard: ShardMeta, itemsize: int, *, read: bool = False) -> None:
+    """See that the tokens of a mapped shard are those that were prepared; else a UserError that names the file.
+
+    Args:
+        shard: with ``mapped``.
+        itemsize: bytes of an id.
+        read: read them in any case; else only where the file was written to since.
+    """
+    mapped = shard.mapped
+    assert mapped is not None
+    path = Path(mapped.path)
+    check_size(path, mapped.num_bytes)
+    if not read and path.stat().st_mtime_ns == mapped.modified_ns:
+        return
+    ids = np.memmap(path, np.uint8, "r", mapped.offset_bytes, (shard.num_tokens * itemsize,))
+    if sha256_of(ids) != shard.sha256:
+        raise _broken(path, "was changed since its tokens were prepared")
+
+
+def sha256_of(ids: NDArray[np.generic]) -> str:
+    """Of the bytes of a 1-D array, a block at a time."""
+    digest = hashlib.sha256()
+    for start in range(0, ids.size, _BLOCK):
+        digest.update(np.ascontiguousarray(ids[start : start + _BLOCK]).tobytes())
+    return digest.hexdigest()
 
 
 def check_sha256(path: Path, wanted: str) -> None:
