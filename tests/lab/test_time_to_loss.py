@@ -44,6 +44,7 @@ def racing(**kwargs) -> SweepConfig:
         ("none", {}),
         ("int8", {"wire.weights": "int8", "wire.grads": "int8"}),
         ("int8, int4", {"wire.weights": "int8", "wire.grads": "int4"}),
+        ("int4-delta,int4", {"wire.weights": "int4-delta", "wire.grads": "int4"}),
         ("bf16,block=64", {"wire.weights": "bfloat16", "wire.grads": "bfloat16", "wire.block": 64}),
         ("every=32,int8", {"replicas.every": 32, "replicas.wire": "int8"}),
         (
@@ -74,6 +75,7 @@ def test_a_remedy_is_settings_by_name(name, settings):
         ({"remedies": ["none"], "base": {"wire": {"grads": "int8"}}}, r"base\.wire\.grads: remedies set it"),
         ({"remedies": ["none"], "axes": {"replicas.every": [1, 2]}}, r"axes\.replicas\.every: remedies set it"),
         ({"remedies": ["none"], "axes": {"x": [{"node_copy": 2}]}}, r"axes\.node_copy: remedies set it"),
+        ({"axes": {"remedy": ["int8"]}}, r"axes\.remedy: there is no such setting; write remedies beside the table"),
         ({"remedies": ["none"], "crossover": ["zero2", "zero3"]}, r"remedies: a crossover compares two strategies"),
         ({"time_to_loss": True, "fit_memory": "1GiB"}, r"fit_memory: each stage has a micro-batch of its own"),
         ({"target_loss": 2.0}, r"target_loss: 2.0 is given, and nothing is timed; add --time-to-loss"),

@@ -71,6 +71,8 @@ def test_a_run_keeps_its_plan_and_logs_its_meetings(tiny_config, strategy, shard
     assert all(meetings[step]["sent"] == meeting["arrived"] for step, meeting in arrived.items())
     assert all(meeting["difference_norm"] > 0 and meeting["num_bytes"] > 0 for meeting in arrived.values())
     assert {meeting["num_replicas"] for meeting in meetings.values()} == {4 // shard_size}
+    # where differences only leave nobody talks: a word would wait for what is on its way
+    assert all(("loss" in meeting) == bool(meeting["arrived"]) for meeting in meetings.values())
 
 
 @pytest.mark.parametrize("given", [{"every": 3}, pytest.param(STREAMING, marks=SOAK)], ids=["diloco", "streaming"])

@@ -163,9 +163,10 @@ def cases_of(sweep: SweepConfig, extra_axes: Mapping[str, Sequence[Any]] | None 
     for name, values in axes.items():
         tables = all(isinstance(value, Mapping) for value in values)
         if not tables and name not in known and name not in SHORTHANDS:
-            raise UserError(
-                f"axes.{name}", "there is no such setting", nearest(name, known, "see zeroshard train --help")
-            )
+            todo = nearest(name, known, "see zeroshard train --help")
+            if name in (REMEDY, "remedies"):
+                todo = "write remedies beside the table [axes], or --remedies"
+            raise UserError(f"axes.{name}", "there is no such setting", todo)
     if sweep.remedies:
         axes[REMEDY] = [*sweep.remedies]
     found: dict[str, Case] = {}

@@ -4,7 +4,7 @@ A name is one of these, or several that go together, with commas between them:
 
     none                    all ranks at each step, in the type that computes
     int8                    weights and gradients on their way: bf16, fp16, e4m3, int8, int4, fp32
-    int8,int4               weights in the first, gradients in the second
+    int8,int4               weights in the first, gradients in the second; int4-delta,int4 at stages 1 and 2
     every=32                local steps: replicas meet every 32 steps
     every=32,int8           ... and their differences travel in a format
     every=32,fragments=4    ... in parts that meet at different steps; with overlap=2 while two steps compute
@@ -27,6 +27,7 @@ FORMATS = {
     "e4m3": "e4m3",
     "int8": "int8",
     "int4": "int4",
+    "int4-delta": "int4-delta",
 }
 # name of a number: the setting, and its type
 NUMBERS: Mapping[str, tuple[str, type[int] | type[float]]] = {
@@ -99,9 +100,7 @@ def check_alone(where: str, names: Sequence[str]) -> None:
     for name in names:
         if name.partition(".")[0] in _TABLES:
             what = "remedies set it, and none would not be none with it"
-            raise UserError(
-                f"{where}.{name}", what, "leave it out, and write it as a remedy: int8, every=32, outer-lr=1"
-            )
+            raise UserError(f"{where}.{name}", what, "leave it out, and write it as a remedy: int8, every=32")
 
 
 def _formats(name: str, formats: Sequence[str], *, local: bool) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What a step adds where replicas take local steps: a meeting now and then, and a word among all ranks at each.
 
 Between meetings replicas know nothing of each other: the loss, the norm and the verdict of a step are a replica's, and
-those that are recorded are the first one's. Whether to stop is agreed on where differences leave or arrive: a rank that
-is told to stop in between goes on until then.
+those that are recorded are the first one's. Whether to stop is agreed on where differences are taken in: a rank that is
+told to stop in between goes on until then. Where they only leave, a word among all ranks would wait for them to arrive,
+and nothing of their way would be hidden.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ def meet(run: Run, loss: float, stop: ExitStatus, *, taken: bool) -> tuple[dict[
         met = replicas.step(taken=taken)
     if not replicas.meets(replicas.num_steps):
         return {}, ExitStatus.OK
-    mean_loss, stop = _agree(run, loss, stop)
-    said = {
+    said: dict[str, Any] = {
         "sent": list(replicas.left),
         "arrived": [meeting.fragment for meeting in met],
         "num_bytes": sum(meeting.num_bytes for meeting in met),
         "difference_norm": sum(meeting.difference_norm**2 for meeting in met) ** 0.5,
         "num_replicas": replicas.comm.world_size,
-        "loss": mean_loss,
     }
+    if not replicas.takes_in(replicas.num_steps):
+        return said, ExitStatus.OK
+    said["loss"], stop = _agree(run, loss, stop)
     return said, stop
 
 

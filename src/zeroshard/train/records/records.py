@@ -41,8 +41,9 @@ class StepRecord:
         spans_s: seconds of this rank's step by part: "data", "forward", "backward", "clip", "update"; on CUDA as
             ``exposed_s``.
         meeting: of replicas that take local steps, where differences left or arrived: ``sent`` and ``arrived``
-            (fragments), ``num_bytes`` and ``difference_norm`` of what arrived, ``num_replicas``, and ``loss``, the mean
-            of this step over all replicas; empty elsewhere. The other numbers are then the first replica's.
+            (fragments), ``num_bytes`` and ``difference_norm`` of what arrived, ``num_replicas``, and, where something
+            arrived, ``loss``, the mean of this step over all replicas; empty elsewhere. The other numbers are then the
+            first replica's.
         hfu: as ``mfu``, with what activation checkpointing computes again; None where it is the same, or unknown.
     """
 

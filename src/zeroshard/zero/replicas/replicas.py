@@ -211,7 +211,11 @@ class Replicas:
     def meets(self, num_steps: int) -> bool:
         """Whether replicas talk to each other once so many steps are done: differences leave or are taken in."""
         settings = self.settings
-        return bool(settings.leaving(num_steps) or settings.leaving(num_steps - settings.overlap_steps))
+        return bool(settings.leaving(num_steps)) or self.takes_in(num_steps)
+
+    def takes_in(self, num_steps: int) -> bool:
+        """Whether differences are taken in once so many steps are done: nothing is on its way to be waited for."""
+        return bool(self.settings.leaving(num_steps - self.settings.overlap_steps))
 
     def _send(self, fragments: list[int]) -> None:
         with torch.no_grad():
