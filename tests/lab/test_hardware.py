@@ -34,7 +34,15 @@ def test_every_row_is_positive_has_a_source_and_a_link_of_the_table():
 
 
 @pytest.mark.parametrize(
-    ("text", "name"), [("h100-80gb", "h100-80gb"), ("H200", "h200-141gb"), ("rtx_4090", "rtx-4090-24gb")]
+    ("text", "name"),
+    [
+        ("h100-80gb", "h100-80gb"),
+        ("H200", "h200-141gb"),
+        ("rtx_4090", "rtx-4090-24gb"),
+        ("a6000", "rtx-a6000-48gb"),
+        ("4090-24gb", "rtx-4090-24gb"),
+        ("v5e", "tpu-v5e-16gb"),
+    ],
 )
 def test_a_device_is_found_by_its_name(text, name):
     assert find_device(text) == Calibration(DEVICES[name])

@@ -209,7 +209,7 @@ def this_machine(memory_bytes: int, device_type: str) -> Calibration:
 def find_device(text: str, field: str = "gpu") -> Calibration:
     """The device ``text`` names: a row of `DEVICES`, or the path of a file that `write_calibration` wrote.
 
-    A name may leave out its memory where that is unambiguous: ``h200``.
+    A name may leave out its memory where that is unambiguous, and ``rtx`` and ``tpu``: ``h200``, ``a6000``, ``v5e``.
 
     Raises:
         UserError: there is no such device or file; the nearest name is given.
@@ -219,7 +219,8 @@ def find_device(text: str, field: str = "gpu") -> Calibration:
     name = text.strip().lower().replace("_", "-")
     if name in DEVICES:
         return Calibration(DEVICES[name])
-    sizes = [known for known in DEVICES if known.rpartition("-")[0] == name]
+    names = (name, f"rtx-{name}", f"tpu-{name}")
+    sizes = [known for known in DEVICES if known in names or known.rpartition("-")[0] in names]
     if len(sizes) == 1:
         return Calibration(DEVICES[sizes[0]])
     if sizes:
