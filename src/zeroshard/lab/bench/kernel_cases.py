@@ -190,6 +190,7 @@ def adamw_cases(dtype: str) -> Iterator[Case]:
             return [*made, made[0].bfloat16()] if copies else made
 
         def call(who: Choice, *tensors: Tensor, kept: dict[int, Any] = kept) -> Any:
+            """One step; ``kept``: what a contestant keeps from step to step, by its parameter's address."""
             param, grad, m, v, scale, *copy = tensors
             if who == "triton":
                 pieces = kept.setdefault(param.data_ptr(), Pieces())

@@ -49,6 +49,7 @@ def refuser(app: Dash) -> Callable[[], None]:
     """What to call before each request: ends one whose body Dash or a callback of ``app`` would stumble over."""
 
     def refuse_what_fits_no_control() -> None:
+        """End the request that is being answered, where it is no update that a page of ours sends."""
         if request.path != UPDATE or request.method != "POST":
             return
         if (request.content_length or 0) > _MOST_BYTES:

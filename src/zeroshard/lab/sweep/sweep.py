@@ -148,6 +148,7 @@ class Runner:
         trial = {"max_steps": _TRIAL_STEPS, "warmup_steps": 0, "eval_interval": 0}
 
         def peak_bytes(micro_batch_size: int) -> int | None:
+            """The measured peak of a short run; None where it did not get to its end."""
             short = _watching_memory(config, {**trial, "micro_batch_size": micro_batch_size})
             target = run_folder(self.folder, case.name, 0).with_name(f"fit-{micro_batch_size}")
             failure = target.with_name(f"{target.name}.failed.json")

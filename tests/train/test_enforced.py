@@ -1,0 +1,94 @@
+"""Runs that are held to their plan, by what travels: each keeps it, and one that moves other bytes is stopped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from zeroshard.comm import run_threads
+from zeroshard.errors import ExitStatus
+from zeroshard.lab.planner.run_plan import predict
+from zeroshard.train.loop.loop import train
+from zeroshard.train.setup.build import build_run
+from zeroshard.zero import STAGES, LocalSteps
+
+CPU = torch.device("cpu")
+SOAK = pytest.mark.soak
+EXACT = {"wire": {}}  # what a run is planned as that has a wire format
+BLOCKS_OF_32 = {"wire": {"gather": "int8", "reduce": "int8", "block": 32}}
+
+
+def _wire(strategy, weights, grads, other=EXACT, **given):
+    return 2, {"strategy": strategy, "wire": {"weights": weights, "grads": grads}, **given}, other
+
+
+def _meetings(strategy, shard_size, **replicas):
+    other = torch.float32 if replicas.get("wire") == "bfloat16" else torch.float16
+    steps = LocalSteps(2, fragments=replicas.get("fragments", 1), wire=other)
+    given = {"strategy": strategy, "shard_size": shard_size, "replicas": {"every": 2, **replicas}}
+    return 4, given, {"local_steps": steps}
+
+
+NO_COPY = {"row": STAGES[3]}
+INT8 = {"weights": "int8", "grads": "int8"}
+CASES = {
+    "bfloat16 and float16": (*_wire("zero2", "bfloat16", "float16"), SOAK),
+    "float16 and bfloat16": (*_wire("zero3", "float16", "bfloat16"), SOAK),
+    "float32 and int8, bf16 computes": _wire("zero3", "float32", "int8", dtype="bfloat16"),
+    "int8 both ways": (*_wire("zero2", "int8", "int8", BLOCKS_OF_32), SOAK),
+    "int8 and e4m3": (*_wire("zero3", "int8", "e4m3", BLOCKS_OF_32), SOAK),
+    "e4m3 and int4": _wire("zero1", "e4m3", "int4", BLOCKS_OF_32),
+    "int4 and as it is": (*_wire("zero2", "int4", "as-is"), SOAK),
+    "differences in int4": (*_wire("zero2", "int4-delta", "int4", {"wire": {"gather": "int4", "block": 32}}), SOAK),
+    "int8 over two replicas": (*_wire("zero3", "as-is", "int8", shard_size=1), SOAK),
+    "copy": (4, {"strategy": "zero3", "node_copy": 2}, NO_COPY),
+    "copy, int8, several micro-batches": (
+        4,
+        {"strategy": "zero3", "node_copy": 2, "wire": INT8, "grad_accum_steps": 2},
+        NO_COPY,
+        SOAK,
+    ),
+    "local steps": (*_meetings("zero2", 2), SOAK),
+    "local steps in bfloat16": (*_meetings("zero3", 2, wire="bfloat16", fragments=2), SOAK),
+    "local steps in int8": _meetings("zero0", 2, wire="int8", overlap_steps=1),
+    "local steps in int4": (*_meetings("zero1", 1, wire="int4"), SOAK),
+    "local steps in e4m3": (*_meetings("zero3", 2, wire="e4m3"), SOAK),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_parameters_travel_so_too(monkeypatch):
+    monkeypatch.setattr("zeroshard.zero.precision.EXACT_NUMEL", 64)
+
+
+def _trained(comm, config, planner):
+    run = build_run(config, comm, CPU, predict=planner)
+    try:
+        return train(run), run.contract
+    finally:
+        run.close()
+
+
+def _moving(**other):
+    """A planner of what a run holds, and of what another would send."""
+
+    def planner(job):
+        sent = predict(replace(job, **other))
+        return replace(predict(job), messages=sent.messages, leaving=sent.leaving, arriving=sent.arriving)
+
+    return planner
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "given", "other"), [pytest.param(*each[:3], id=name, marks=each[3:]) for name, each in CASES.items()]
+)
+def test_a_run_is_held_to_what_it_sends(tiny_config, num_ranks, given, other):
+    config = tiny_config(plan={"enforce": True}, eval_interval=0, max_steps=4, warmup_steps=1, **given)
+    for status, contract in run_threads(lambda comm: _trained(comm, config, predict), num_ranks):
+        assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 3)
+    elsewhere = config.model_copy(update={"out": f"{config.out}-other"})
+    for status, contract in run_threads(lambda comm: _trained(comm, elsewhere, _moving(**other)), num_ranks):
+        assert status == ExitStatus.CHECK_FAILED
+        assert "message" in contract.difference
