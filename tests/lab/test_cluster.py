@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 
 from soak import examples
-from zeroshard.lab.predict.cluster import SWITCH_CALL_S, TREE_STEPS, Cluster, Fabric
-from zeroshard.lab.predict.hardware import LINKS, Link, find_link
+from zeroshard.lab.predict.cluster import SWITCH_CALL_S, Cluster, Fabric
+from zeroshard.lab.predict.hardware import LINKS, TREE_STEPS, Link, find_link
 
 WITHIN = Link("within", 1e-6, 100e9, "invented", call_s=0.0, share=1.0)
 BETWEEN = Link("between", 10e-6, 1e9, "invented", call_s=0.0, share=1.0)
@@ -112,6 +112,20 @@ def test_where_each_node_has_one_rank_all_gathers_go_by_pat():
     assert way.latency_s == pytest.approx(8e-6 + 64 * 2.8e-6 + 6 * 4e-6)
     assert alone.fastest("all_gather", 2**36, 64).algorithm == "ring"
     assert eight.fastest("all_gather", MIB, 64).algorithm == "ring"
+
+
+def test_over_infiniband_a_tree_has_shorter_levels_and_more_pieces_on_their_way():
+    ethernet, infiniband = (
+        Cluster(16, 8, LINKS["nvlink5"], find_link(name)) for name in ("400Gbit/s", "infiniband-ndr")
+    )
+    for num_bytes, measured_us in ((4 * MIB, 111.68), (64 * MIB, 346.14), (2**30, 3016.62)):
+        way = infiniband.fastest("all_reduce", num_bytes, 16)
+        assert way.algorithm == "tree"
+        assert way.seconds * 1e6 == pytest.approx(measured_us, rel=0.07)
+        assert ethernet.collective_s("all_reduce", num_bytes, 16) > way.seconds
+    depth_s, moved_s = 2 * 7 * 3.4e-6 + 2 * 9.6e-6, 2**30 / (8 * 50e9 * 0.955)
+    assert way.latency_s == pytest.approx(8.4e-6 + depth_s)
+    assert way.seconds == pytest.approx(8.4e-6 + depth_s + moved_s + 2 * (moved_s * depth_s / 8) ** 0.5)
 
 
 @pytest.mark.parametrize("network", ["ethernet-10g", "ethernet-1g"])

@@ -7,13 +7,14 @@ https://doi.org/10.1177/1094342005051521)::
     all-gather, reduce-scatter   ring   call + (n - 1) a + (n - 1) / n  B / b
                                  pat    call + n c + log2(n) l + (n - 1) / n  B / (0.75 b)   (a rank a node)
     all-reduce                   ring   call + 2 (n - 1) a + 2 (n - 1) / n  B / b
-                                 tree   call + (sqrt(2 B / b) + sqrt(2 (k - 1 + 4 log2 nodes) a))^2
+                                 tree   call + m + d + 2 sqrt(m d / w),  m = 2 B / b,  d = 2 (k - 1 + t log2 nodes) a
                                  nvls   call + (k + 1) / k  B / s                            (within a node)
 
 with n ranks, k of them in a node, a the latency of a step and b the bytes a second of the narrowest place: a link
 within the node, or the k network links of a node together. This is protocol Simple. Ranks of a ring step together, so
 over several nodes every step has a network's latency: published all-gathers among 16 to 256 ranks take the same time
-for a step of as many bytes (``benchmarks/published/collectives/``).
+for a step of as many bytes (``benchmarks/published/collectives/``). A level of a tree takes t such latencies, and w
+pieces are on their way at once: `Link.tree_steps`, `Link.window`.
 
 LL and LL128 send a flag with each 4 or 120 bytes of data, so that nobody waits for a step to be over: steps are
 shorter, and b is smaller (`zeroshard.lab.predict.hardware.Protocol`). Their ring and tree (without pieces that follow
@@ -42,8 +43,6 @@ from zeroshard.lab.predict.hardware import Link, Protocol
 Algorithm = Literal["auto", "ring", "tree", "nvls", "pat"]
 # Fitted, see docs/plan-accuracy.md: of computation, for each doubling of the nodes.
 STRAGGLING = 0.01
-# Of the latency of a ring's step, what one level of a tree over nodes takes; fitted to all-reduces on AWS.
-TREE_STEPS = 4
 # An all-reduce in the switches: what it takes however little it sends, and among how many ranks there are switches.
 SWITCH_CALL_S, SWITCHED_RANKS = 40e-6, 4
 # tuning.cc: seconds of a call, of a rank and of a level, and of a ring's rate.
@@ -187,11 +186,11 @@ class Cluster:
         """A chain in each node and two binary trees over nodes; of two nodes each sends the other all bytes once.
 
         Pieces follow each other through the tree: small ones wait for more latencies, large ones for the first to
-        arrive. With the best size it takes (sqrt(bytes / b) + sqrt(latencies))^2.
+        arrive. With the best size the two come to 2 sqrt(m d), divided by the root of how many pieces are on their way.
         """
         in_node, num_nodes = group.in_node, group.num_nodes
         depth_s = 2 * (in_node - 1) * self.within.latency_s
-        depth_s += 2 * math.log2(num_nodes) * TREE_STEPS * self.between.latency_s
+        depth_s += 2 * math.log2(num_nodes) * self.between.tree_steps * self.between.latency_s
         if self.within.in_switch and in_node >= SWITCHED_RANKS:
             moved_s = num_bytes / self._switched_bytes_per_s(in_node)
         else:
@@ -199,7 +198,8 @@ class Cluster:
         if num_nodes > 1:
             moved_s = max(moved_s, min(num_nodes - 1, 2) * num_bytes / self._outside_bytes_per_s(group))
         call_s = self.between.call_s if num_nodes > 1 else self.within.call_s
-        return Way("tree", "Simple", call_s + depth_s, call_s + (math.sqrt(moved_s) + math.sqrt(depth_s)) ** 2)
+        pieces_s = 2 * math.sqrt(moved_s * depth_s / (self.between.window if num_nodes > 1 else self.within.window))
+        return Way("tree", "Simple", call_s + depth_s, call_s + depth_s + moved_s + pieces_s)
 
     def _protocols(self, group: _Group) -> list[tuple[Protocol | None, Protocol | None]]:
         """Those for small messages that all of the group's links have: within a node, and between nodes."""

@@ -58,6 +58,10 @@ CALL_S = 8.4e-6
 # and what a call takes are round figures of ours.
 TORUS_CHIPS, HOP_S, XLA_CALL_S = 256, 1e-6, 10e-6
 NCCL_TUNING = "latency: NCCL src/graph/tuning.cc, ring, Simple"
+# Of the latency of a ring's step, what one level of a tree over nodes takes, and how many pieces are on their way at
+# once: fitted to all-reduces by EFA (AWS), and to those by InfiniBand (two HGX B200), which use all of NCCL's 8 slots.
+TREE_STEPS, WINDOW = 4, 1
+INFINIBAND_TREE_STEPS, INFINIBAND_WINDOW = 1, 8
 # Likewise of LL and LL128; what a call takes is 7 us more than there, which nccl-tests' tables show of any collective
 # of few bytes. Of LL the most that it passes, GB/s: on NVLink by generation (llMaxBws, one node); between nodes what
 # all-gathers among 16 ranks show, 15, where that table has 19 to 39.
@@ -109,6 +113,8 @@ class Link:
         falloff: by what part that share is smaller for each doubling of the nodes: a fabric with fewer links above.
         in_switch: of ``bytes_per_s``, what switches that reduce reach of it (NVLS); 0: none do.
         protocols: for small messages; none where it is not NCCL that sends, or it sends by sockets.
+        tree_steps: of ``latency_s``, what a level of a tree over nodes takes.
+        window: pieces of a message that are on their way through a tree at once.
         axes: directions of a torus; in each a ring is gone round.
         num_ranks: among how many ranks ``collectives`` were measured.
         collectives: by operation, the seconds that one takes with no bytes, and those of a byte of the whole buffer.
@@ -125,6 +131,8 @@ class Link:
     falloff: float = 0.0
     in_switch: float = 0.0
     protocols: tuple[Protocol, ...] = ()
+    tree_steps: float = TREE_STEPS
+    window: int = WINDOW
     axes: int = 1
     num_ranks: int = 0
     collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -141,6 +149,8 @@ def _link(name: str, gb_per_s: float, step_s: float, source: str) -> Link:
         share=NETWORK_SHARE if is_network else BANDWIDTH_SHARE,
         in_switch=IN_SWITCH.get(name, 0.0),
         protocols=_protocols(name, step_s),
+        tree_steps=INFINIBAND_TREE_STEPS if name.startswith("infiniband") else TREE_STEPS,
+        window=INFINIBAND_WINDOW if name.startswith("infiniband") else WINDOW,
     )
 
 
