@@ -9,21 +9,38 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.comm import run_threads
 from zeroshard.models import build_model
 from zeroshard.train.loop import loop
+from zeroshard.train.loop import step as step_module
+from zeroshard.train.loop.run import Run, Schedule
 from zeroshard.train.loop.step import moved
+from zeroshard.train.setup.assemble import sharded
 from zeroshard.zero import STAGES, Zero
 
 READS = ("item", "tolist", "__bool__", "__float__", "__int__", "numpy")
+WAITED_FOR = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero", "bincount")
 ON_THE_CPU_ALONE = {"grad_norm.clip_", "flat_params._require_untouched"}  # what lies on a device is not read there
+
+
+class _Places(defaultdict):
+    """Reads by thread.
+
+    Attributes:
+        own_checks: those of `ON_THE_CPU_ALONE`.
+    """
+
+    def __init__(self):
+        super().__init__(list)
+        self.own_checks = defaultdict(list)
 
 
 @pytest.fixture
 def reads(monkeypatch):
     """Where tensors were read, as ``file.function``, by thread."""
-    places = defaultdict(list)
+    places = _Places()
 
     def counting(name):
         whole = getattr(torch.Tensor, name)
@@ -33,8 +50,8 @@ def reads(monkeypatch):
             while frame and "zeroshard" not in frame.f_code.co_filename:
                 frame = frame.f_back
             place = f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}" if frame else "elsewhere"
-            if place not in ON_THE_CPU_ALONE:
-                places[threading.get_ident()].append(place)
+            kept = places.own_checks if place in ON_THE_CPU_ALONE else places
+            kept[threading.get_ident()].append(place)
             return whole(tensor, *args, **kwargs)
 
         return read
@@ -69,18 +86,64 @@ def test_a_step_of_the_library_reads_one_message_of_each_backward_that_reduces(s
         assert len(places) <= num_micro
 
 
-def test_the_trainer_reads_loss_norm_and_wishes_to_stop_at_once(tiny_config, reads, monkeypatch):
-    steps, take_step = [], loop.take_step
+class _Dispatched(TorchDispatchMode):
+    """Operations that give the host a number, or a shape that depends on values: the host waits for them."""
 
-    def took(*args):
-        reads[threading.get_ident()].clear()
-        taken = take_step(*args)
-        steps.append(list(reads[threading.get_ident()]))
-        return taken
+    def __init__(self):
+        super().__init__()
+        self.seen = []
 
-    monkeypatch.setattr(loop, "take_step", took)
-    assert loop.run_training(tiny_config()) == 0
-    assert steps[2:] == [["step._agree"]] * 4
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket._qualified_op_name.removeprefix("aten::") in WAITED_FOR:
+            self.seen.append(func.overloadpacket._qualified_op_name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_trainer_reads_loss_norm_and_wishes_to_stop_at_once(stage, tiny_config, reads, monkeypatch):
+    """From the beginning of one step to that of the next: its record, log and saves included."""
+    steps, take_step, here = [], loop.take_step, threading.get_ident()
+
+    def take(*args):
+        steps.append((list(reads[here]), list(reads.own_checks[here]), list(dispatched.seen)))
+        for seen in (reads[here], reads.own_checks[here], dispatched.seen):
+            seen.clear()
+        return take_step(*args)
+
+    monkeypatch.setattr(loop, "take_step", take)
+    with _Dispatched() as dispatched:
+        assert loop.run_training(tiny_config(strategy=f"zero{stage}", max_steps=8, eval_interval=100)) == 0
+    assert [places for places, *_ in steps[3:]] == [["step._agree"]] * 5  # of a list, which is no operation
+    assert [seen for *_, seen in steps[3:]] == [
+        ["aten::_local_scalar_dense"] * len(checks) for _, checks, _ in steps[3:]
+    ]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_read_one_message_each_of_the_engine_and_of_the_trainer(stage, tiny_config, reads):
+    """The engine's lies on the host where a group has a backend for that, as the trainer's has on a GPU."""
+
+    def on_rank(comm):
+        config = tiny_config(strategy=f"zero{stage}", grad_accum_steps=1)
+        _, strategy = sharded(config, 61, None, comm, torch.device("cpu"))
+        batch = [torch.arange(32).view(2, 16) % 61] * 2
+        run = Run(
+            strategy=strategy,
+            batches=lambda step, micro_step: batch,
+            eval_batches=(),
+            learning_rate=lambda step: 1e-3,
+            schedule=Schedule(4, 1, 1.0, 0, 0, 0),
+            observers=(),
+            folder=None,
+            device=torch.device("cpu"),
+            tokens_per_step=64,
+        )
+        for step in range(3):
+            reads[threading.get_ident()].clear()
+            step_module.take_step(run, step, lambda: 0)
+        return list(reads[threading.get_ident()])
+
+    assert run_threads(on_rank, 2) == [["collective_order._max", "step._agree"]] * 2
 
 
 def test_a_batch_goes_to_a_gpu_from_pinned_memory_which_alone_does_not_hold_the_host_up(monkeypatch):

@@ -28,9 +28,9 @@ from typing import Literal
 
 import torch
 
-from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.rates import SUSTAINED
 from zeroshard.lab.predict.work import Work, dtype_name
+from zeroshard.profiling.devices import Device
 from zeroshard.wire_formats import BlockFormat, Format
 
 Conversion = Literal["quantise", "quantise stochastically", "dequantise", "sum"]
