@@ -2,11 +2,12 @@
 
     python benchmarks/conformance.py
     python benchmarks/conformance.py --strategies zero3 fsdp2 --optimizers AdamW Muon --markdown m.md --json m.json
+    python benchmarks/conformance.py --strategies "zero3, node copy" --keep docs/conformance.json
 
-Writes Markdown and JSON. What a cell is, and what it is compared with, stands in `tests/conformance_cells.py`;
-here are the ranks that it runs on (gloo processes, which live on from cell to cell and are replaced where one leaves
-them in disorder) and the tables. Exit status 1 where a strategy of ours differs by more than `TOLERANCE`, fails or
-hangs.
+Writes Markdown and JSON; with ``--keep`` cells that are not trained now stay as they are in that file. What a cell is,
+and what it is compared with, stands in `tests/conformance_cells.py`; here are the ranks that it runs on (gloo
+processes, which live on from cell to cell and are replaced where one leaves them in disorder) and the tables. Exit
+status 1 where a strategy of ours differs by more than `TOLERANCE`, fails or hangs.
 """
 
 from __future__ import annotations
@@ -356,7 +357,7 @@ ABOUT = """\
 
 Does every strategy train as one process does? {num_cells} cells, each {num_steps} steps on gloo ranks (processes on
 one CPU), {worlds} of them. Written by `python benchmarks/conformance.py` with torch {torch} and Python {python} in
-{wall_s:.0f} s, {cpu_s:.0f} s of CPU time; `conformance.json` beside it has the same numbers and more.
+{wall_s:.0f} s, {cpu_s:.0f} s of CPU time{kept}; `conformance.json` beside it has the same numbers and more.
 
 **The reference** is one process with whole tensors and torch's own optimizer. It runs each rank's rows through the
 same model, adds the gradients rank after rank, and divides by the number of ranks. Clipping scales by a norm taken
@@ -381,6 +382,12 @@ given a closure. SparseAdam takes no dense gradients, in one process either.
 held against a reference of its own kind, but for frozen weights, which a strategy may keep in either dtype. Where
 parameters are unused, DDP is told to look for them.
 
+Three columns send less. `zero2, bf16 weights` has weights travel in bfloat16, and its reference rounds its matrices at
+each use. `zero3, node copy`, on 4 ranks, gathers weights again from two of them. In `zero1, local steps` each rank is a
+replica with steps of its own; its reference has a model and an optimizer for each, and torch's SGD with Nesterov
+momentum over the mean of what they have changed, every second step, which adds up otherwise than the engine's outer
+optimizer.
+
 What rounds otherwise than one process: a norm is a sum, so clipping scales by another last bit; and a fused kernel
 treats the last elements of a tensor, which fill no vector, otherwise than those in its middle, so that pieces of a
 tensor have other last bits than the whole (`ddp + ShardedOptimizer` keeps tensors whole).
@@ -392,7 +399,7 @@ Cells of all optimizers and world sizes; a number is the largest difference amon
 """
 
 
-def markdown(results: Sequence[Result], wall_s: float, cpu_s: float) -> str:
+def markdown(results: Sequence[Result], wall_s: float, cpu_s: float, num_kept: int) -> str:
     """The document: what is compared, a summary, a table for each feature, the reasons."""
     strategies = [name for name in CONTESTANTS if any(result.strategy == name for result in results)]
     features = [name for name in FEATURES if any(result.feature == name for result in results)]
@@ -406,9 +413,10 @@ def markdown(results: Sequence[Result], wall_s: float, cpu_s: float) -> str:
         num_cells=len(results),
         num_steps=NUM_STEPS,
         worlds=" and ".join(str(world_size) for world_size in world_sizes),
-        places=" / ".join(f"{world_size} ranks" for world_size in world_sizes),
+        places=" / ".join(f"{world_size} ranks" for world_size in WORLD_SIZES),
         wall_s=wall_s,
         cpu_s=cpu_s,
+        kept=f" ({num_kept} cells are of an earlier run)" if num_kept else "",
         torch=torch.__version__.partition("+")[0],
         python=platform.python_version(),
         tolerance=TOLERANCE,
@@ -446,13 +454,31 @@ def _escaped(text: str) -> str:
     return "".join(f"\\{char}" if char in "*_<>[]`" else char for char in text)
 
 
+def _with_kept(results: Sequence[Result], kept: Path | None) -> tuple[list[Result], int]:
+    """Results in the order of all cells, and how many of them are from the file."""
+    found = {} if kept is None else {_cell_of(each): each for each in _read(kept)}
+    new = {_cell_of(each): each for each in results}
+    ordered = [(found | new)[cell] for cell in cells() if cell in new or cell in found]
+    return ordered, len(ordered) - len(new)
+
+
+def _read(path: Path) -> list[Result]:
+    return [Result(**each) for each in json.loads(path.read_text())["cells"]]
+
+
+def _cell_of(result: Result) -> Cell:
+    return Cell(result.strategy, result.optimizer, result.world_size, result.feature)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field, choices in (("strategies", CONTESTANTS), ("optimizers", OPTIMIZERS), ("features", FEATURES)):
         parser.add_argument(f"--{field}", nargs="+", choices=choices, default=list(choices))
-    parser.add_argument("--worlds", nargs="+", type=int, choices=WORLD_SIZES, default=list(WORLD_SIZES))
+    worlds = sorted({cell.world_size for cell in cells()})
+    parser.add_argument("--worlds", nargs="+", type=int, choices=worlds, default=worlds)
     parser.add_argument("--markdown", type=Path, default=Path("docs/conformance.md"))
     parser.add_argument("--json", type=Path, default=Path("docs/conformance.json"))
+    parser.add_argument("--keep", type=Path, help="a JSON of before: cells that are not trained now are taken from it")
     args = parser.parse_args()
     chosen = [
         cell
@@ -465,7 +491,8 @@ def main() -> int:
     begin = time.perf_counter()
     results, cpu_s = measure_all(chosen)
     wall_s = time.perf_counter() - begin
-    args.markdown.write_text(markdown(results, wall_s, cpu_s))
+    results, num_kept = _with_kept(results, args.keep)
+    args.markdown.write_text(markdown(results, wall_s, cpu_s, num_kept))
     about = {
         "torch": torch.__version__,
         "python": platform.python_version(),

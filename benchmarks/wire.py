@@ -42,6 +42,7 @@ WIRES = {
     "int8": MixedPrecision(gather="int8", reduce="int8"),
     "int8, int4": MixedPrecision(gather="int8", reduce="int4"),
     "int4": MixedPrecision(gather="int4", reduce="int4"),
+    "int4-delta, int4": MixedPrecision(gather="int4-delta", reduce="int4"),
 }
 FLAGS = {
     "fp32": [],
@@ -49,6 +50,7 @@ FLAGS = {
     "int8": ["--wire.weights", "int8", "--wire.grads", "int8"],
     "int8, int4": ["--wire.weights", "int8", "--wire.grads", "int4"],
     "int4": ["--wire.weights", "int4", "--wire.grads", "int4"],
+    "int4-delta, int4": ["--wire.weights", "int4-delta", "--wire.grads", "int4"],
 }
 PORT = 29517  # in namespaces of its own
 SIZES = {"n_layer": 5, "n_head": 6, "n_embd": 384}  # 9 M
@@ -165,7 +167,7 @@ def loss(text: str, *, full: bool, wires: list[str]) -> dict[str, list[float]]:
                 if done.returncode:
                     raise SystemExit(done.stderr)
                 found[wire].append(float(read_run(out).summary["val_loss"]))
-                print(f"seed {seed}  {wire:12}  val_loss {found[wire][-1]:.4f}", flush=True)
+                print(f"seed {seed}  {wire:16}  val_loss {found[wire][-1]:.4f}", flush=True)
     return found
 
 
@@ -180,7 +182,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", nargs="+", default=["100Mbit/s", "1Gbit/s"])
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--wires", nargs="+", default=list(WIRES), choices=list(WIRES))
+    parser.add_argument("--wires", nargs="+", default=list(WIRES), choices=list(WIRES))  # int4-delta: stages 1 and 2
     parser.add_argument("--text", default="input.txt", help="the text that `loss` trains on")
     parser.add_argument("--full", action="store_true")
     args = parser.parse_args()
@@ -188,14 +190,14 @@ def main() -> None:
         found = loss(args.text, full=args.full, wires=args.wires)
         for wire, losses in found.items():
             mean = statistics.mean(losses)
-            print(f"{wire:12}  {mean:.4f}  {mean / statistics.mean(found[args.wires[0]]) - 1:+.2%}")
+            print(f"{wire:16}  {mean:.4f}  {mean / statistics.mean(found[args.wires[0]]) - 1:+.2%}")
         return
     for bandwidth in args.bandwidth:
         rows = links(bandwidth, args.stage, args.rounds, args.wires)
         first = rows[args.wires[0]]
         for wire, row in rows.items():
             print(
-                f"{bandwidth:>10}  {wire:12}  step {row['step_s']:7.3f} s  x {first['step_s'] / row['step_s']:.2f}  "
+                f"{bandwidth:>10}  {wire:16}  step {row['step_s']:7.3f} s  x {first['step_s'] / row['step_s']:.2f}  "
                 f"cpu {row['cpu_s']:.3f} s  "
                 f"sent {row['sent_bytes'] / 1e6:8.3f} MB, {row['sent_bytes'] / first['sent_bytes']:.4f} of "
                 f"{args.wires[0]}'s, {row['sent_bytes'] / row['planned_bytes']:.4f} of the plan's",

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+import conformance_remedies as remedies
+from conformance_remedies import COPY, LOCAL, MEETINGS, WIRE, WORLDS
 from zeroshard.comm import Communicator
 from zeroshard.parallel import STRATEGIES, Ddp, Setup, Strategy
 from zeroshard.zero import ShardedOptimizer
@@ -104,10 +107,13 @@ def _ddp_with_sharded_optimizer(setup: Setup) -> Strategy:
 SHARDED_OPTIMIZER = "ddp + ShardedOptimizer"
 CONTESTANTS: dict[str, Callable[[Setup], Strategy]] = {
     **{name: STRATEGIES[name] for name in ("zero0", "zero1", "zero2", "zero3")},
+    WIRE: remedies.with_wire,
+    COPY: remedies.with_copy,
+    LOCAL: remedies.with_local_steps,
     SHARDED_OPTIMIZER: _ddp_with_sharded_optimizer,
     **{name: STRATEGIES[name] for name in ("ddp", "zero1-torch", "fsdp2")},
 }
-OURS = ("zero0", "zero1", "zero2", "zero3", SHARDED_OPTIMIZER)
+OURS = ("zero0", "zero1", "zero2", "zero3", WIRE, COPY, LOCAL, SHARDED_OPTIMIZER)
 # Those compute under torch.autocast, with fp32 weights; the others cast weights and inputs.
 AUTOCAST = frozenset({SHARDED_OPTIMIZER, "ddp", "zero1-torch"})
 
@@ -126,10 +132,11 @@ def cells() -> list[Cell]:
     """All of them, those of one world size together."""
     return [
         Cell(strategy, optimizer, world_size, feature)
-        for world_size in WORLD_SIZES
+        for world_size in sorted({*WORLD_SIZES, *(size for sizes in WORLDS.values() for size in sizes)})
         for feature in FEATURES
         for optimizer in OPTIMIZERS
         for strategy in CONTESTANTS
+        if world_size in WORLDS.get(strategy, WORLD_SIZES)
     ]
 
 
@@ -139,6 +146,8 @@ class BuildError(Exception):
 
 def train(comm: Communicator, cell: Cell, *, on_grid: bool, each_step: bool = False) -> list[State]:
     """Train one cell on this rank: the whole model's weights at the end, or after each step, on the CPU. Collective.
+
+    Of replicas that take local steps: after each meeting.
 
     Raises:
         BuildError: the strategy refuses the cell.
@@ -163,6 +172,9 @@ def train(comm: Communicator, cell: Cell, *, on_grid: bool, each_step: bool = Fa
     except Exception as error:
         raise BuildError(str(error)) from error
 
+    def weights() -> State:
+        return compared(cell, net, strategy.state_dict())
+
     def backward(step: int) -> Tensor:
         for micro in range(feature.num_micro):
             with strategy.micro_batch(last=micro == feature.num_micro - 1):
@@ -172,7 +184,7 @@ def train(comm: Communicator, cell: Cell, *, on_grid: bool, each_step: bool = Fa
             strategy.clip_grad_norm_(MAX_NORM)
         return loss.detach()
 
-    return _steps(cell, strategy.optimizer, backward, lambda: compared(cell, net, strategy.state_dict()), each_step)
+    return _steps(cell, [strategy.optimizer], [backward], weights, each_step, lambda _: remedies.meet(strategy))
 
 
 def one_process(cell: Cell, *, on_grid: bool, each_step: bool = False) -> list[State]:
@@ -185,17 +197,20 @@ def one_process(cell: Cell, *, on_grid: bool, each_step: bool = False) -> list[S
     """
     feature = FEATURES[cell.feature]
     optimizer_cls, kwargs = OPTIMIZERS[cell.optimizer]
-    net = Net(cell, on_grid=on_grid)
-    optimizer = optimizer_cls(_groups(cell, net), **kwargs)
+    alone = [(rank,) for rank in range(cell.world_size)]
+    turns = alone if cell.strategy == LOCAL else [tuple(range(cell.world_size))]  # the ranks of each replica
+    nets = [Net(cell, on_grid=on_grid) for _ in turns]
+    net, replicas = nets[0], remedies.Replicas(nets) if cell.strategy == LOCAL else None
+    optimizers = [optimizer_cls(_groups(cell, each), **kwargs) for each in nets]
 
-    def backward(step: int) -> Tensor:
-        for rank in range(cell.world_size):
+    def backward(net: Net, ranks: tuple[int, ...], step: int) -> Tensor:
+        for rank in ranks:
             for micro in range(feature.num_micro):
                 loss = _loss(cell, net, rows(rank, step, micro), rank == 0) / feature.num_micro
                 loss.backward()
         grads = [param.grad for param in net.parameters() if param.grad is not None]
         for grad in grads:
-            grad /= cell.world_size
+            grad /= len(ranks)
         if feature.clip:
             norm = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
             for grad in grads:
@@ -205,7 +220,12 @@ def one_process(cell: Cell, *, on_grid: bool, each_step: bool = False) -> list[S
     def weights() -> State:
         return {name: value.clone() for name, value in compared(cell, net, net.state_dict()).items()}
 
-    return _steps(cell, optimizer, backward, weights, each_step)
+    def over(step: int) -> None:
+        if replicas is not None and (step + 1) % MEETINGS.every == 0:
+            replicas.meet()
+
+    backwards = [partial(backward, each, ranks) for each, ranks in zip(nets, turns, strict=True)]
+    return _steps(cell, optimizers, backwards, weights, each_step, over)
 
 
 def compared(cell: Cell, net: nn.Module, state: Mapping[str, Tensor]) -> State:
@@ -332,6 +352,11 @@ def _groups(cell: Cell, model: nn.Module) -> list[dict[str, Any]]:
 
 def _loss(cell: Cell, net: Net, x: Tensor, all_of_it: bool) -> Tensor:
     dtype = FEATURES[cell.feature].compute_dtype
+    if dtype == torch.float32 and cell.strategy == WIRE and cell.world_size > 1:
+        arrived = {
+            name: remedies.Rounded.apply(param) if param.dim() > 1 else param for name, param in net.named_parameters()
+        }
+        return torch.func.functional_call(net, cast("Any", arrived), (x, all_of_it))
     if dtype == torch.float32:
         return net(x, all_of_it)
     if cell.strategy in AUTOCAST:
@@ -343,27 +368,32 @@ def _loss(cell: Cell, net: Net, x: Tensor, all_of_it: bool) -> Tensor:
 
 def _steps(
     cell: Cell,
-    optimizer: Optimizer,
-    backward: Callable[[int], Tensor],
+    optimizers: Sequence[Optimizer],
+    backwards: Sequence[Callable[[int], Tensor]],
     weights: Callable[[], State],
     each_step: bool,
+    over: Callable[[int], None],
 ) -> list[State]:
-    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step)) if FEATURES[cell.feature].groups else None
+    """Each optimizer takes its steps by its own backward; ``over``: called with a step's number when all have."""
+    schedules = [LambdaLR(each, lambda step: 1 / (1 + step)) for each in optimizers if FEATURES[cell.feature].groups]
+    every = MEETINGS.every if cell.strategy == LOCAL else 1
     states: list[State] = []
     for step in range(NUM_STEPS):
-        if cell.optimizer in WITH_CLOSURE:
+        for optimizer, backward in zip(optimizers, backwards, strict=True):
+            if cell.optimizer in WITH_CLOSURE:
 
-            def closure(step: int = step) -> Tensor:
-                optimizer.zero_grad()
-                return backward(step)
+                def closure(step: int = step, optimizer: Optimizer = optimizer, backward: Any = backward) -> Tensor:
+                    optimizer.zero_grad()
+                    return backward(step)
 
-            cast("Any", optimizer).step(closure)
-        else:
-            backward(step)
-            cast("Any", optimizer).step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-        if each_step or step == NUM_STEPS - 1:
+                cast("Any", optimizer).step(closure)
+            else:
+                backward(step)
+                cast("Any", optimizer).step()
+            optimizer.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+        over(step)
+        if (each_step and (step + 1) % every == 0) or step == NUM_STEPS - 1:
             states.append(weights())
     return states

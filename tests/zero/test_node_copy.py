@@ -16,6 +16,13 @@ from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 
 WIRE = MixedPrecision(gather="int8", reduce="int8", block=32)
+WIRES = {
+    "as it is": None,
+    "int8": WIRE,
+    "bf16": MixedPrecision(gather=torch.bfloat16, reduce="int4"),
+    "bf16 computes": MixedPrecision(torch.bfloat16, gather="int4"),
+}
+AROUND = {"alone": {}, "evaluates": {"evaluates": True}, "writes": {"writes": True}}
 
 
 class _Net(nn.Module):
@@ -34,7 +41,7 @@ class _Net(nn.Module):
                 x = x + checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = x + block(x)
-        return x.square().mean()
+        return x.float().square().mean()
 
 
 def _drawn():
@@ -59,8 +66,9 @@ def _train(comm, num_micro=1, precision=None, *, evaluates=False, writes=False, 
                 zero.model.first.weight[0, 0] = 0.75
         for micro in range(num_micro):
             generator = torch.Generator().manual_seed(100 * step + 10 * micro + comm.rank)
-            loss = zero.model(torch.randn(3, 24, generator=generator))
-            loss.backward()
+            with zero.micro_batch(last=micro == num_micro - 1):
+                loss = zero.model(torch.randn(3, 24, generator=generator))
+                loss.backward()
             losses.append(loss.detach())
         losses.append(zero.clip_grad_norm_(1.0))
         optimizer.step()
@@ -74,26 +82,23 @@ def _same(one, other):
     )
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_micro": 2, "evaluates": True},
-        {"precision": WIRE, "num_micro": 2, "writes": True},
-        pytest.param({"prefetch": 3, "precision": MixedPrecision(torch.bfloat16)}, marks=pytest.mark.soak),
-        pytest.param({"prefetch": 0, "writes": True}, marks=pytest.mark.soak),
-    ],
-    ids=["accumulated", "wire", "bf16", "alone"],
-)
-def test_weights_from_the_node_have_the_bits_of_those_from_everywhere(settings):
-    """Under a communicator that delivers as late as it may and poisons what has not come: nothing is read early."""
-    whole = run_threads(lambda comm: _train(comm, **settings), 4)
-    near = run_threads(lambda comm: _train(late(comm), secondary_shard_size=2, **settings), 4)
-    assert all(_same(one, other) for one, other in zip(whole, near, strict=True))
+@pytest.mark.pairwise
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("world", [(4, None), (8, 4)], ids=["four", "eight, four shard"])
+@pytest.mark.parametrize("accumulation", [(1, None), (2, "local"), (2, "sharded")], ids=str)
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("around", AROUND)
+def test_weights_from_the_node_have_the_bits_of_those_from_everywhere(wire, world, accumulation, prefetch, around):
+    """Under a communicator that delivers as late as it may and poisons what has not come: nothing is read early.
 
-
-def test_with_replicas_the_copy_is_within_a_group_that_shards():
-    whole = run_threads(lambda comm: _train(comm, shard_size=4), 8)
-    near = run_threads(lambda comm: _train(comm, shard_size=4, secondary_shard_size=2), 8)
+    Of a model with a frozen block and one that is recomputed.
+    """
+    world_size, shard_size = world
+    num_micro, accumulate = accumulation
+    settings = {"precision": WIRES[wire], "shard_size": shard_size, "num_micro": num_micro, "accumulate": accumulate}
+    settings |= {"prefetch": prefetch, **AROUND[around]}
+    whole = run_threads(lambda comm: _train(comm, **settings), world_size)
+    near = run_threads(lambda comm: _train(late(comm), secondary_shard_size=2, **settings), world_size)
     assert all(_same(one, other) for one, other in zip(whole, near, strict=True))
 
 

@@ -126,6 +126,23 @@ def test_replicas_that_exchange_in_a_wire_format_have_the_same_bits(shard_size, 
             assert all(torch.equal(weight, each[2][name]) for each in ranks)
 
 
+@pytest.mark.parametrize("wire", ["int8", "delta"])
+def test_an_optimizer_of_whole_tensors_begins_with_what_travels(wire):
+    """Its layout is made after the engine, whose weights at stages 1 and 2 have arrived by then."""
+
+    def on_rank(comm, stage):
+        zero = Zero(_net().requires_grad_(False), stage, comm=comm, precision=WIRES[wire])
+        matrices = [param.requires_grad_() for param in zero.model.parameters() if param.dim() == 2]
+        optimizer = zero.optimizer(torch.optim.Muon, matrices, lr=1e-2)
+        return _steps(zero, optimizer, range(2)), zero.state_dict()
+
+    by_stage = [run_threads(lambda comm, stage=stage: on_rank(comm, stage), 2) for stage in _stages(WIRES[wire])]
+    for ranks in by_stage[1:]:
+        for (losses, state), (expected, expected_state) in zip(ranks, by_stage[0], strict=True):
+            assert all(torch.equal(a[0], b[0]) for a, b in zip(losses, expected, strict=True))
+            assert all(torch.equal(state[name], expected_state[name]) for name in expected_state)
+
+
 def test_every_rank_computes_with_what_the_owners_shards_come_to_and_masters_stay_exact():
     def on_rank(comm):
         zero = Zero(_net(), 2, comm=comm, precision=INT8)

@@ -236,6 +236,7 @@ class Stepping:
             raise RuntimeError("optimizer: it needs a new layout, and an average has the old one; make ema() after it")
         if moving:
             relayout.keep_whole(self._runtime, params)
+            self.show_what_travels()
             self._warn_of_padding()
             self._params.locate(self._runtime.groups())
         for known in affected:

@@ -1,0 +1,94 @@
+"""Columns of the conformance matrix for what sends less: a wire format, a second copy near by, local steps.
+
+    zero2, bf16 weights     weights travel in bfloat16, and every rank computes in fp32 with what arrives. The reference
+                            rounds its matrices at each use; gradients travel in fp32, by the exchange of wire formats.
+    zero3, node copy        four ranks, two of a node: weights are gathered again from the node. The plain reference.
+    zero1, local steps      each rank is a replica, which meet every second step. The reference has a model and an
+                            optimizer for each, and torch's SGD with Nesterov momentum over the mean of what they have
+                            changed (Douillard et al. 2023, https://arxiv.org/abs/2311.08105, algorithm 1).
+
+Block formats have no such reference: what they round depends on where shards begin. Their bits are held against each
+other, stage by stage, in `tests/zero/test_wire.py`, and their errors against bounds in `tests/kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.parallel import STRATEGIES, Setup, Strategy
+from zeroshard.zero import LocalSteps
+from zeroshard.zero import precision as zero_precision
+
+WIRE, COPY, LOCAL = "zero2, bf16 weights", "zero3, node copy", "zero1, local steps"
+WORLDS = {COPY: (4,)}  # of the others: every world of the matrix
+NODE = 2
+MEETINGS = LocalSteps(every=2)
+
+
+def with_wire(setup: Setup) -> Strategy:
+    """`WIRE`; of so small a model every matrix would travel as it is."""
+    zero_precision.EXACT_NUMEL = 1
+    return STRATEGIES["zero2"](replace(setup, wire={"gather": torch.bfloat16, "reduce": torch.float32}))
+
+
+def with_copy(setup: Setup) -> Strategy:
+    """`COPY`; one rank has nothing to copy."""
+    alone = setup.comm is None or setup.comm.world_size == 1
+    return STRATEGIES["zero3"](replace(setup, secondary_shard_size=None if alone else NODE))
+
+
+def with_local_steps(setup: Setup) -> Strategy:
+    """`LOCAL`."""
+    return STRATEGIES["zero1"](replace(setup, shard_size=1, replicas=MEETINGS))
+
+
+def meet(strategy: Strategy) -> None:
+    """Tell replicas that take local steps that a step is done."""
+    zero = getattr(strategy, "zero", None)
+    if zero is not None and zero.replicas is not None:
+        zero.replicas.step()
+
+
+class Rounded(torch.autograd.Function):
+    """A weight as it arrives in bfloat16; its gradient is that of what arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        """``weight``, rounded, in its own dtype."""
+        return weight.to(torch.bfloat16).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """The gradient as it is."""
+        return grads[0]
+
+
+class Replicas:
+    """Models that train apart and meet: the weights of all become the anchors.
+
+    Args:
+        nets: alike when they begin; ``nets[0]`` has the anchors' names.
+    """
+
+    def __init__(self, nets: Sequence[nn.Module]) -> None:
+        self._nets = nets
+        trained = [param for param in nets[0].parameters() if param.requires_grad]
+        self._anchors = [param.detach().clone().requires_grad_() for param in trained]
+        lr, momentum = MEETINGS.outer_lr, MEETINGS.outer_momentum
+        self._outer = torch.optim.SGD(self._anchors, lr=lr, momentum=momentum, nesterov=True)
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """One step of the outer optimizer with the mean difference, and everybody has the anchors."""
+        by_net = [[param for param in net.parameters() if param.requires_grad] for net in self._nets]
+        for anchor, *locals_ in zip(self._anchors, *by_net, strict=True):
+            anchor.grad = torch.stack([anchor - local for local in locals_]).sum(0) / len(locals_)
+        self._outer.step()
+        for anchor, *locals_ in zip(self._anchors, *by_net, strict=True):
+            for local in locals_:
+                local.copy_(anchor)
