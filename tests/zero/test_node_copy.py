@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -82,16 +83,23 @@ def _same(one, other):
     )
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("world", [(4, None), (8, 4)], ids=["four", "eight, four shard"])
-@pytest.mark.parametrize("accumulation", [(1, None), (2, "local"), (2, "sharded")], ids=str)
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(
+    ("wire", "world", "accumulation", "prefetch", "around"),
+    [
+        ("int8", (4, None), (2, "sharded"), 1, "writes"),
+        ("as it is", (8, 4), (2, "local"), 0, "evaluates"),
+        ("bf16", (4, None), (1, None), 3, "alone"),
+        ("bf16 computes", (4, None), (2, "sharded"), 1, "evaluates"),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in product(WIRES, [(4, None), (8, 4)], [(2, "sharded"), (2, "local")], [0, 1, 3], AROUND)
+        ),
+    ],
+)
 def test_weights_from_the_node_have_the_bits_of_those_from_everywhere(wire, world, accumulation, prefetch, around):
     """Under a communicator that delivers as late as it may and poisons what has not come: nothing is read early.
 
-    Of a model with a frozen block and one that is recomputed.
+    Of a model with a frozen block and one that is recomputed; within a group that shards, where there are replicas.
     """
     world_size, shard_size = world
     num_micro, accumulate = accumulation

@@ -340,10 +340,8 @@ class Runtime:
             self._forget_backward()
         for group in self.groups():
             chosen = {i for i, p in enumerate(group.params.params) if params is None or p in params}
-            if chosen and not set_to_none:
-                group.grads.zero(chosen)
-            elif chosen:
-                self.clear_slots(group, chosen)
+            if chosen:
+                self.clear_slots(group, chosen) if set_to_none else group.grads.zero(chosen)
         if set_to_none:
             self._grad_hooks.hide(params)
 
