@@ -171,7 +171,8 @@ def test_differences_take_the_bytes_of_int4_the_owner_s_copy_more_and_are_planne
     assert set(rows["int4"]) - set(rows["int4-delta"]) == {3}
     for stage in (1, 2):
         int4, delta = rows["int4"][stage], rows["int4-delta"][stage]
-        assert delta.messages_bytes == int4.messages_bytes
+        more = delta.messages_bytes["all_gather"] - int4.messages_bytes["all_gather"]
+        assert 0 < more < 0.01 * int4.messages_bytes["all_gather"]  # fingerprints
         assert delta.step.peak.total > int4.step.peak.total
     with pytest.raises(UserError, match=r"^wire.weights: int4-delta sends differences to weights that stage 3 does"):
         plan("gpt2-demo", stage=3, wire={"gather": "int4-delta"}, **CASE)

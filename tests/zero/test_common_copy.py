@@ -1,6 +1,7 @@
 """Weights that travel as differences: what every rank has stays the same bits, near the masters, and survives."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from late import late
 from zeroshard import checkpoint
 from zeroshard.comm import NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.zero import LocalSteps, MixedPrecision, Zero, loaded_later
+from zeroshard.zero.buffers.common_copy import HEADER_BYTES
 
 DELTA = MixedPrecision(gather="int4-delta", block=32)
 POLICIES = {"fp32": DELTA, "bf16": MixedPrecision(torch.bfloat16, gather="int4-delta", block=32)}
@@ -197,6 +199,24 @@ def test_what_is_written_reaches_the_masters_and_the_rest_keeps_its_digits(how):
         assert _same(shown, ranks[0][2])
 
 
+def test_what_is_written_on_one_rank_alone_is_an_error_and_not_two_models():
+    def on_rank(comm):
+        zero, optimizer = _made(comm)
+        _end(zero, optimizer, range(2))
+        if comm.rank == 0:
+            zero.model.first.weight.data[5, 3] = 0.625
+        with (
+            pytest.raises(RuntimeError, match=r"^root: weights of rank 0's shard are others here")
+            if comm.rank
+            else (nullcontext())
+        ):
+            _step(zero, optimizer, 2)
+            zero.model(torch.ones(1, 24))
+        return comm.rank
+
+    assert run_threads(on_rank, 2) == [0, 1]
+
+
 def test_a_block_with_nan_is_nan_on_every_rank_and_is_well_when_the_master_is():
     def on_rank(comm):
         zero, optimizer = _made(comm, lr=1e-3)
@@ -231,9 +251,9 @@ def test_bytes_are_those_of_int4_and_memory_has_the_owner_s_shard_more():
 
     delta, memory, zero = of("int4-delta")
     int4, less, _ = of("int4")
-    assert delta == int4
     shards = [g.params.layout.shard_numel for g in zero._runtime.groups() if g.params.common is not None]
     assert memory - less == 4 * sum(shards)
+    assert delta == int4 + 4 * HEADER_BYTES  # of the buffer that is trained
 
 
 def test_where_no_copy_outlives_a_step_it_is_refused_in_a_line():
@@ -253,5 +273,7 @@ def test_where_no_copy_outlives_a_step_it_is_refused_in_a_line():
         _made(comm, 2, shard_size=2, replicas=LocalSteps(every=2))
     with pytest.raises(ValueError, match=r"^reduce: int4-delta is of weights alone; choose int4 for gradients"):
         MixedPrecision(reduce="int4-delta")
+    with pytest.raises(ValueError, match=r"^gather: \['int4'\] is no format that travels"):
+        MixedPrecision(gather=["int4"])
     with pytest.raises(ValueError, match=r"^gather: 'int8-delta' is no format that travels; .* e4m3, int4-delta$"):
         MixedPrecision(gather="int8-delta")

@@ -1,6 +1,6 @@
 """What the engine queues on streams is ordered by streams and events alone: no race at any stage, and races are seen.
 
-Nineteen mistakes are planted, each of which a GPU would forgive in most steps, and none is missed.
+Twenty mistakes are planted, each of which a GPU would forgive in most steps, and none is missed.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def _train(case, monkeypatch, plant=lambda monkeypatch: None):
     comm = HazardCommunicator(device, 4, rank=1, inline=case.inline)
     model = Net(4, block=lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)), path=PATHS[case.path])
     dtype = torch.bfloat16 if case.bfloat16 else None
-    precision = MixedPrecision(param_dtype=dtype, gather=case.wire, reduce=case.wire)
+    reduce = "int8" if case.wire == "int4-delta" else case.wire
+    precision = MixedPrecision(param_dtype=dtype, gather=case.wire, reduce=reduce)
     monkeypatch.setattr(zero_precision, "EXACT_NUMEL", WIDTH)
     with device:
         zero = Zero(
@@ -174,6 +175,7 @@ AROUND = {  # whether the communicator computes on the caller's stream, evaluati
     "inline, saves at once": (True, False, "at once", None, None),
     "int8 travels": (False, False, "", "int8", 2),
     "int8 travels inline, evaluates": (True, True, "", "int8", None),
+    "differences travel, evaluates, saves at once": (False, True, "at once", "int4-delta", None),
 }
 
 
@@ -192,6 +194,8 @@ def test_nothing_is_touched_before_what_it_must_wait_for(
     case = Case(stage, prefetch, num_micro, accumulate, shard_size, bfloat16, path, *AROUND[around])
     if stage == 0:  # which knows neither
         case = replace(case, shard_size=None, wire=None)
+    if stage == 3 and case.wire == "int4-delta":
+        case = replace(case, wire="int8")
     if stage < 3 or case.shard_size is not None:  # which has no second copy, or too few ranks for it
         case = replace(case, secondary=None)
     _train(case, monkeypatch)
@@ -381,6 +385,7 @@ FAULTS = {
     ),
     "a shard is quantised before it is computed": (_forgets("reduce"), Case(2, wire="int8")),
     "weights are quantised before the step is over": (_forgets("copy_in"), Case(1, wire="int8")),
+    "differences are taken before the step is over": (_forgets("copy_in"), Case(2, wire="int4-delta")),
     "codes are read before they have come": (
         _replaces(FlatParams, "_finish", _reads_codes_early),
         Case(1, wire="int8"),

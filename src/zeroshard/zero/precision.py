@@ -129,7 +129,7 @@ def _check_travels(field: str, wire: torch.dtype | str | None) -> None:
     """Raise UserError, a ValueError, for what is neither a floating-point dtype nor a format that ``field`` has."""
     if wire is None or wire in FORMATS or (isinstance(wire, torch.dtype) and wire.is_floating_point):
         return
-    if wire in DIFFERENCES:
+    if isinstance(wire, str) and wire in DIFFERENCES:
         if field == "gather":
             return
         raise UserError(field, f"{wire} is of weights alone", f"choose {DIFFERENCES[wire]} for gradients")

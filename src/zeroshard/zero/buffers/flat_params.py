@@ -109,7 +109,7 @@ class FlatParams:
         self.node_copy = self._second_copy(strategy)
         self.common: CommonCopy | None = None
         if self.wire is not None and precision.gathers_differences:
-            self.common = CommonCopy(self.wire, self.full[own])
+            self.common = CommonCopy(name, self.wire, self.full[own])
         self._views = self.layout.views(self.full)
         self._storage_bytes = self.full.untyped_storage().nbytes()
         fill = float("nan") if compute_dtype.is_floating_point else 0
