@@ -50,20 +50,15 @@ Replaced = Literal["for good", "for now", "back", "by nothing"]
 class CommonCopy:
     """This rank's shard of what every rank has.
 
-        Args:
-            name: of the buffer.
-            form: what differences travel in.
-            own: ``[n]`` in the dtype that computes: its values now.
+    Args:
+        name: of the buffer.
+        form: what differences travel in.
+        own: ``[n]`` in the dtype that computes: its values now.
 
-        Attributes:
-            shard: ``[n]``.
-            behind: whether the masters have changed since.
-            whole_due: whether ranks may lack the copy: [Note: One copy]
-        Who writes into weights writes the same on every rank; nothing else could make the copies differ, and nothing would
-        make them alike again. So on a CPU an owner sends a fingerprint of its shard with its codes, 16 bytes, and a rank
-        that has another one raises.
-
-    [Note: The whole copy].
+    Attributes:
+        shard: ``[n]``.
+        behind: whether the masters have changed since.
+        whole_due: whether ranks may lack the copy: [Note: The whole copy].
     """
 
     def __init__(self, name: str, form: Format, own: Tensor) -> None:
