@@ -168,6 +168,21 @@ def test_last_steps_that_never_meet_are_told_of():
     assert not unmet_steps(config.replicas, 512)
 
 
+@pytest.mark.parametrize(
+    ("given", "max_steps", "words"),
+    [
+        ({"overlap_steps": 2}, 16, "up to 8 of the last steps; choose 10 or 18, which miss 2"),
+        ({"overlap_steps": 2}, 18, ""),
+        ({"fragments": 2}, 16, ""),
+        ({"fragments": 2}, 14, "up to 6 of the last steps; choose 12 or 16, which miss 4"),
+    ],
+)
+def test_what_leaves_and_does_not_arrive_before_the_end_is_told_of(given, max_steps, words):
+    config = validate(TrainConfig, {"replicas": {"every": 8, **given}, "shard_size": 1})
+    said = unmet_steps(config.replicas, max_steps)
+    assert said.endswith(words) if words else not said
+
+
 def test_a_run_that_goes_on_says_what_becomes_of_its_replicas():
     local, plain = {"replicas": {"every": 8}, "shard_size": 2}, {"shard_size": 2}
     assert other_replicas(local, 4, local, 4) == other_replicas(plain, 4, plain, 8) == []

@@ -173,6 +173,30 @@ def test_an_optimizer_that_keeps_weights_in_its_state_is_refused(cls):
         zero.optimizer(cls)
 
 
+class _Lookahead(torch.optim.SGD):
+    """Goes half way back to weights that it keeps for itself."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        self._slow = [param.detach().clone() for group in self.param_groups for param in group["params"]]
+        self._count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self._count += 1
+        if self._count % 5 == 0:
+            params = [param for group in self.param_groups for param in group["params"]]
+            for param, slow in zip(params, self._slow, strict=True):
+                param.copy_(slow.lerp_(param, 0.5))
+
+
+def test_an_optimizer_that_keeps_weights_for_itself_is_refused():
+    zero = Zero(Net(), 2, comm=LocalCommunicator(), shard_size=1, replicas=DILOCO)
+    with pytest.raises(ValueError, match="_Lookahead goes back to weights that it has kept"):
+        zero.optimizer(_Lookahead)
+
+
 @pytest.mark.parametrize(
     "name", ["AdamW", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "Rprop", "Adafactor", "Muon"]
 )
@@ -193,6 +217,53 @@ def test_who_never_calls_step_of_the_replicas_is_told():
         else:
             optim.step()
             optim.zero_grad()
+
+
+def test_a_step_that_replicas_do_not_know_of_is_not_saved():
+    net, zero, optim = engine_of(LocalCommunicator(), 2, DILOCO)
+    loss_of(net, 0, 0, 1).backward()
+    optim.step()
+    with pytest.raises(RuntimeError, match=r"named_shards: the optimizer has stepped, and zero.replicas.step\(\) was"):
+        list(zero.named_shards())
+    zero.replicas.step()
+    assert list(zero.named_shards())
+
+
+def test_ranks_with_other_settings_are_told_apart_before_they_miss_each_other():
+    def rank_main(comm):
+        with pytest.raises(ValueError, match=r"replicas: rank 0 has LocalSteps\(every=3.* rank 1 has .*every=4"):
+            engine_of(comm, 2, LocalSteps(every=3 + comm.rank))
+
+    run_threads(rank_main, 2)
+
+
+def test_what_is_trained_from_now_on_does_not_wait_for_a_difference_that_it_never_sent():
+    def rank_main(comm):
+        net, zero, _ = engine = engine_of(comm, 2, LocalSteps(every=4, overlap_steps=2))
+        net.blocks[0].requires_grad_(False)
+        met = train(comm, engine, range(5))
+        net.blocks[0].requires_grad_(True)
+        met += train(comm, engine, range(5, 12))
+        return [meeting.step for meeting in met], both(zero)
+
+    (steps, (anchors, _)), (_, (others, _)) = run_threads(rank_main, 2)
+    assert steps == [4, 8]
+    assert same(anchors, others)
+
+
+def test_loading_what_each_replica_has_alone_makes_the_first_ones_common():
+    def rank_main(comm):
+        _, zero, _ = engine = engine_of(comm, 2, DILOCO)
+        train(comm, engine, range(2))
+        mine = zero.state_dict()
+        zero.load_state_dict(mine)
+        return mine, *both(zero)
+
+    (first, anchors, _), (other, theirs, local) = run_threads(rank_main, 2)
+    assert not same(first, other)
+    assert same(first, anchors)
+    assert same(first, theirs)
+    assert same(first, local)
 
 
 def test_what_would_change_anchors_for_weights_is_refused():

@@ -9,6 +9,7 @@ from replica_runs import (
     ALL_KINDS,
     DILOCO,
     SOAK,
+    STREAMING,
     Net,
     both,
     engine_of,
@@ -17,8 +18,8 @@ from replica_runs import (
     train,
 )
 from zeroshard import checkpoint
-from zeroshard.comm import run_threads
-from zeroshard.zero import Zero
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.zero import LocalSteps, Zero
 
 
 def _saved(path, settings, at, stage=2, shard_size=1, world_size=2):
@@ -129,3 +130,39 @@ def test_replicas_may_begin_at_a_checkpoint_that_knows_of_none(tmp_path):
         assert same(expected, anchors)
         assert same(expected, local)
         assert num_met == 1
+
+
+@pytest.mark.parametrize(
+    ("now", "steps"),
+    [
+        (LocalSteps(every=4), [2, 4, 8]),
+        (LocalSteps(every=4, fragments=3, overlap_steps=1), [2, 2, 4, 5, 6, 8]),
+        (LocalSteps(every=3, overlap_steps=2), [2, 3, 6]),
+    ],
+    ids=["one", "three", "later"],
+)
+def test_other_fragments_take_in_what_was_on_its_way(now, steps, tmp_path):
+    def rank_main(comm):
+        before = engine_of(comm, 2, STREAMING)
+        train(comm, before, range(2))
+        checkpoint.save(tmp_path / "run", before[1], step=2)
+        engine = engine_of(comm, 2, now)
+        checkpoint.load(tmp_path / "run", engine[1])
+        assert all(same(*pair) for pair in zip(both(engine[1]), both(before[1]), strict=True))
+        met = train(comm, engine, range(2, 9))
+        return [meeting.step for meeting in met], both(engine[1])[0]
+
+    (met, anchors), (_, others) = run_threads(rank_main, 2)
+    assert met == steps
+    assert same(anchors, others)
+
+
+def test_replicas_that_begin_in_a_run_meet_where_they_would_have_from_its_start(tmp_path):
+    """So that checkpoints, evaluations and the last step fall on the same multiples of ``every``."""
+    net = Net()
+    zero = Zero(net, 2, comm=LocalCommunicator())
+    zero.optimizer(torch.optim.AdamW, lr=0.03)
+    checkpoint.save(tmp_path / "run", zero, step=4)
+    engine = engine_of(LocalCommunicator(), 2, DILOCO)
+    checkpoint.load(tmp_path / "run", engine[1])
+    assert [meeting.step for meeting in train(engine[1].comm, engine, range(4, 9))] == [6, 9]

@@ -251,7 +251,7 @@ class Zero:
         self._stepping.show_what_travels("by nothing")
 
     def resume_at(self, step: int) -> None:
-        """Round what travels as a run does that has made ``step`` steps; `zeroshard.checkpoint.load` calls it."""
+        """Round what travels, and have new replicas meet, as after ``step`` steps; `checkpoint.load` calls it."""
         self._stepping.resume_at(step)
 
     # -- whole state ------------------------------------------------------------------------------------------
@@ -278,12 +278,12 @@ class Zero:
 
         Equal to what ``model.state_dict()`` of the unsharded model would hold, buffers and tied names included, extra
         state (`nn.Module.get_extra_state`) not. One unit at a time is unsharded on the device. With ``rank0_only`` the
-        other ranks return an empty dict.
+        other ranks return an empty dict. Of replicas with local steps each returns its own, and inside `anchors` those.
         """
         return full_state.state_dict(self.model, self._runtime, keep=not rank0_only or self.comm.rank == 0)
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> Any:
-        """Load the model's full state, the same on every rank; optimizer states do not change.
+        """Load the full state, the same on every rank (replicas: the first's); optimizer states do not change.
 
         Returns:
             ``missing_keys`` and ``unexpected_keys``, as `nn.Module.load_state_dict`.

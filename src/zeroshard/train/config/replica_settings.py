@@ -98,11 +98,26 @@ def check_num_replicas(replicas: ReplicasConfig, shard_size: int, world_size: in
 
 
 def unmet_steps(replicas: ReplicasConfig, max_steps: int) -> str:
-    """What to say of last steps that no meeting follows; empty where there are none."""
-    every = replicas.every
-    if not replicas.on or max_steps % every == 0:
+    """What to say of last steps that no meeting follows, where another ``max_steps`` has fewer; empty elsewhere."""
+    every, overlap = replicas.every, replicas.overlap_steps
+    if not replicas.on:
         return ""
-    todo = f"choose a multiple, as {max_steps // every * every or every} or {(max_steps // every + 1) * every}"
-    return (
-        f"replicas.every: {every} does not divide max_steps = {max_steps}: the last steps' weights never meet; {todo}"
-    )
+    missed = _missed(replicas, max_steps)
+    least = min(_missed(replicas, max_steps + more) for more in range(every))
+    if missed == least:
+        return ""
+    near = [each for each in range(max(1, max_steps - every), max_steps + every) if _missed(replicas, each) == least]
+    below, above = ([each for each in near if (each > max_steps) == up] for up in (False, True))
+    choice = " or ".join(str(each) for each in (*below[-1:], *above[:1]))
+    if not overlap and replicas.fragments == 1:
+        what = f"{every} does not divide max_steps = {max_steps}: the last steps' weights never meet"
+        return f"replicas.every: {what}; choose a multiple, as {choice}"
+    what = f"at max_steps = {max_steps} what is saved misses up to {missed} of the last steps"
+    return f"replicas.every: {what}; choose {choice}, which miss{'es' if ' or ' not in choice else ''} {least}"
+
+
+def _missed(replicas: ReplicasConfig, max_steps: int) -> int:
+    """Steps after the last meeting that has arrived, of the fragment for which they are most."""
+    every, arrived = replicas.every, max_steps - replicas.overlap_steps
+    offsets = [(fragment + 1) * every // replicas.fragments for fragment in range(replicas.fragments)]
+    return max(replicas.overlap_steps + (arrived - offset) % every for offset in offsets)

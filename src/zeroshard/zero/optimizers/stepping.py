@@ -154,6 +154,8 @@ class Stepping:
         """See `Zero.resume_at`."""
         for group in self._runtime.groups():
             group.grads.rounding.resume_at(step)
+        if self.replicas is not None and not self.replicas.num_steps:  # of a checkpoint that has counted none for them
+            self.replicas.num_steps = step
 
     def weights_replaced(self) -> None:
         """All weights were replaced by others, the same on every rank."""
@@ -163,6 +165,8 @@ class Stepping:
 
     def named_shards(self, model: nn.Module) -> Iterator[NamedShard]:
         """See `Zero.named_shards`."""
+        if self.replicas is not None:
+            self.replicas.require_counted("named_shards")
         shards = training_state.named_shards(model, self._runtime, self.state_holders("named_shards"))
         yield from shards if self.replicas is None else of_replicas.named_shards(self.replicas, shards)
 

@@ -4,8 +4,9 @@ A meeting puts other weights in the place of those that an optimizer has stepped
 state that holds weights itself (an average of them, as torch's ASGD keeps, the iterate of a schedule-free method, the
 slow weights of Lookahead) would belong to weights that are gone, and the next steps would go on from them.
 
-So the class is tried on tiny tensors: twice, with the same gradients, from weights that differ by a constant. A state
-that differs as well is one that holds weights.
+So the class is tried on tiny tensors: twice, with the same gradients, where once a constant is added to the weights
+between two steps, as a meeting would. A state that differs by it afterwards holds weights, and an optimizer that has
+kept weights anywhere else (in its groups, in an attribute) goes back to them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-_SHIFT = 64.0  # far beyond what three steps move
+_SHIFT = 64.0  # far beyond what these steps move
 _TOLERANCE = 1.0
+_STEPS = 8  # Lookahead goes back after five or six
+_SHIFTED_AFTER = 2
 
 
 def require_no_weights_in_state(
@@ -33,12 +36,14 @@ def require_no_weights_in_state(
         groups: as it was given them; their parameters are replaced by tiny ones of as many dimensions.
     """
     try:
-        near, far = (_states(make, groups, shift) for shift in (0.0, _SHIFT))
+        (near, moved), (far, moved_far) = (_tried(make, groups, shift) for shift in (0.0, _SHIFT))
     except Exception as error:  # whatever a user's class raises
         raise ValueError(
             f"optimizer_cls: {name} could not be tried for local steps ({type(error).__name__}: {error}); "
             "give another class, or leave out replicas"
         ) from error
+    goes_back = any((one - other).abs().max() > _TOLERANCE for one, other in zip(moved, moved_far, strict=True))
+    todo = "give one that keeps moments of gradients alone, such as AdamW, or leave out replicas"
     for one, other in zip(near, far, strict=True):
         for kind, value in one.items():
             there = other.get(kind)
@@ -47,17 +52,21 @@ def require_no_weights_in_state(
             if value.shape == there.shape and (value - there).abs().max() > _TOLERANCE:
                 raise ValueError(
                     f"optimizer_cls: {name} keeps weights in its state ({kind!r}), which a meeting of replicas "
-                    "replaces; give one that keeps moments of gradients alone, such as AdamW, or leave out replicas"
+                    f"replaces; {todo}"
                 )
+    if goes_back:
+        raise ValueError(
+            f"optimizer_cls: {name} goes back to weights that it has kept, which a meeting of replicas replaces; {todo}"
+        )
 
 
-def _states(
+def _tried(
     make: Callable[[list[dict[str, Any]]], Optimizer], groups: Sequence[dict[str, Any]], shift: float
-) -> list[dict[str, Any]]:
-    """Of each tiny tensor after three steps from zeros plus ``shift``."""
+) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
+    """The states of each tiny tensor after `_STEPS` from zeros, and how far these moved it beside ``shift``."""
     generator = torch.Generator().manual_seed(0)
     stand_ins = [
-        [nn.Parameter(torch.full([4] * min(param.dim(), 2) or [4], shift)) for param in group["params"][:2]]
+        [nn.Parameter(torch.zeros([4] * min(param.dim(), 2) or [4])) for param in group["params"][:2]]
         for group in groups
     ]
     # Weight decay is a gradient that knows the weights, and moments of it stay right.
@@ -72,8 +81,10 @@ def _states(
         group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
         group.update({"lr": 1e-3} if isinstance(group.get("lr"), float) else {})
     params = [param for group in stand_ins for param in group]
-    for _ in range(3):
+    for step in range(_STEPS):
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator)
+            if step == _SHIFTED_AFTER:
+                param.data.add_(shift)
         optimizer.step()
-    return [dict(optimizer.state.get(param, {})) for param in params]
+    return [dict(optimizer.state.get(param, {})) for param in params], [param.detach() - shift for param in params]

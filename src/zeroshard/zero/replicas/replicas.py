@@ -27,6 +27,7 @@ from zeroshard.zero.replicas.local_steps import LocalSteps
 from zeroshard.zero.replicas.outer import Outer
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.sharded_optimizer.agreement import agreement
 from zeroshard.zero.transfer import as_bytes, put_bytes
 
 
@@ -73,6 +74,8 @@ class Replicas:
 
     def __init__(self, settings: LocalSteps, runtime: Runtime, levels: Levels, buffers: ModuleBuffers) -> None:
         settings.check_units(len(runtime.all_units()))
+        with agreement(levels.world, "replicas", "give every rank the same LocalSteps") as described:
+            described.append(str(settings))
         self.settings, self.comm, self.shard = settings, levels.replicas, levels.shard
         self._rank = levels.world.rank
         self._runtime, self._buffers = runtime, buffers
@@ -88,7 +91,7 @@ class Replicas:
     # -- what the engine tells ----------------------------------------------------------------------------------
 
     def begin_alike(self) -> None:
-        """Give every replica the weights and buffers of the first. Collective, before the first step."""
+        """Give every replica the weights and buffers of the first. Collective, before a step."""
         for group in self._runtime.groups():
             with scope(f"{group.params.name}/start"):
                 self.comm.broadcast(group.params.master, src=0).wait()
@@ -121,7 +124,8 @@ class Replicas:
         self.rests = False
 
     def begin_again(self) -> None:
-        """All weights were replaced, by the same on every rank: they are the anchors, without momentum."""
+        """All weights were replaced: the first replica's are everybody's anchors, without momentum. Collective."""
+        self.begin_alike()
         for key, group in self.groups():
             if key in self._outer:
                 self._outer[key].begin_again(group)
@@ -156,6 +160,14 @@ class Replicas:
                 "zero.replicas.meet()"
             )
 
+    def require_counted(self, what: str) -> None:
+        """Raise RuntimeError, in the name of ``what``, where a step of an optimizer was not followed by `step`."""
+        if self._stepped:
+            raise RuntimeError(
+                f"{what}: the optimizer has stepped, and zero.replicas.step() was not called since; call it first, or "
+                "a resumed run would count a step less and meet at others"
+            )
+
     def require_same_layout(self, moving: bool) -> None:
         """Raise RuntimeError where parameters are to move to other buffers and anchors have the old ones."""
         if moving and self._outer:
@@ -168,6 +180,8 @@ class Replicas:
 
     def step(self, *, taken: bool = True) -> list[Meeting]:
         """One more step is done, of all optimizers together: meet, if it is time. Collective.
+
+        Call it after each step of the optimizer, also one that a `GradScaler` has skipped, and not after each backward.
 
         Args:
             taken: False where this replica skipped its update; then too it must be called.
@@ -242,7 +256,7 @@ class Replicas:
         met = []
         with torch.no_grad():
             for fragment, norm in zip(fragments, norms, strict=True):
-                for group, outer in self._in(fragment):
+                for group, outer in self._under_way(fragment):
                     outer.step(self.settings)
                     outer.show(group, stays)
                     self._mark_stale([group])
@@ -350,11 +364,15 @@ class Replicas:
         return self._sent[fragment][0] if fragment in self._sent else None
 
     def _due(self, fragment: int) -> int:
-        dues = [outer.due for _, outer in self._in(fragment) if outer.due is not None]
+        dues = [outer.due for _, outer in self._under_way(fragment) if outer.due is not None]
         return max(dues, default=self.num_steps)
 
     def _in(self, fragment: int) -> list[tuple[FlatGroup, Outer]]:
         return [(group, outer) for (unit, _), group, outer in self.by_group() if self.fragment_of(unit) == fragment]
+
+    def _under_way(self, fragment: int) -> list[tuple[FlatGroup, Outer]]:
+        """Those of a fragment that sent something: others are trained since, or were in no fragment that did."""
+        return [(group, outer) for group, outer in self._in(fragment) if outer.due is not None]
 
     def groups(self) -> Iterator[tuple[tuple[Unit, int], FlatGroup]]:
         """Every group of floating-point parameters, with its unit and its place there."""

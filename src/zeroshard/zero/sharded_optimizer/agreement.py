@@ -20,8 +20,15 @@ _ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": Val
 
 
 @contextmanager
-def agreement(comm: Communicator) -> Generator[list[str]]:
+def agreement(
+    comm: Communicator, what: str = "params", todo: str = "give every rank the same parameters in the same order"
+) -> Generator[list[str]]:
     """Leave this block together: each rank describes its things in the list, in order. Collective.
+
+    Args:
+        comm: all ranks.
+        what: the argument that is described.
+        todo: what whoever has given different ones is told.
 
     Raises:
         Exception: what the block raised here; else what it raised on the first rank where it did (a TypeError or
@@ -32,12 +39,12 @@ def agreement(comm: Communicator) -> Generator[list[str]]:
     try:
         yield described
     except Exception as error:
-        _exchange(comm, described, error)
+        _exchange(comm, described, error, what, todo)
         raise
-    _exchange(comm, described, None)
+    _exchange(comm, described, None, what, todo)
 
 
-def _exchange(comm: Communicator, described: list[str], error: Exception | None) -> None:
+def _exchange(comm: Communicator, described: list[str], error: Exception | None, what: str, todo: str) -> None:
     if comm.world_size == 1:
         return
     failed, count, digest = _gather(comm, [error is not None, len(described), _digest("\n".join(described))])
@@ -50,16 +57,14 @@ def _exchange(comm: Communicator, described: list[str], error: Exception | None)
         raise _ERRORS.get(name, RuntimeError)(f"rank {first}: {text}")
     for rank, other in enumerate(zip(count, digest, strict=True)):
         if other != (count[0], digest[0]):
-            _raise_difference(comm, described, rank)
+            ours, theirs = _first_difference(comm, described, rank)
+            raise ValueError(f"{what}: rank 0 has {ours}, rank {rank} has {theirs}; {todo}")
 
 
-def _raise_difference(comm: Communicator, described: list[str], rank: int) -> None:
-    """Raise with the first difference between rank 0 and ``rank``; collective, on every rank."""
+def _first_difference(comm: Communicator, described: list[str], rank: int) -> tuple[str, str]:
+    """Where rank 0 and ``rank`` first differ, as they describe it; collective, on every rank."""
     lists = [send_bytes(comm, "\n".join(described).encode(), r).decode().split("\n") for r in (0, rank)]
-    ours, theirs = next(pair for pair in zip_longest(*lists, fillvalue="nothing more") if pair[0] != pair[1])
-    raise ValueError(
-        f"params: rank 0 has {ours}, rank {rank} has {theirs}; give every rank the same parameters in the same order"
-    )
+    return next((ours, theirs) for ours, theirs in zip_longest(*lists, fillvalue="nothing more") if ours != theirs)
 
 
 def _gather(comm: Communicator, numbers: list[int]) -> list[list[int]]:
