@@ -29,7 +29,20 @@ def write_page(folder: Path, page: Path) -> None:
     found = read(folder)
     if not found:
         raise SystemExit(f"error: out: {folder} has no result of a piece; run benchmarks/gpu_day.py first")
-    makers = (_tests, _bits, _training, _tax, _overlap, _graphs, _memory, _saving, _kernels, _float8, _strategies)
+    makers = (
+        _tests,
+        _bits,
+        _training,
+        _tax,
+        _overlap,
+        _graphs,
+        _memory,
+        _saving,
+        _kernels,
+        _compiled,
+        _float8,
+        _strategies,
+    )
     sections = [section for make in makers if (section := make(found))]
     page.parent.mkdir(parents=True, exist_ok=True)
     figures = draw(found, page.parent / "images")
@@ -155,6 +168,22 @@ def _graphs(found: Found) -> str:
     titles = ("", "launched one by one, ms", "one graph, ms", "same losses")
     what = f"{found['graphs']['model']}, a world of one, the whole step with its update."
     return f"\n## A step as a CUDA graph\n\n{what}\n\n{_table(titles, rows)}"
+
+
+def _compiled(found: Found) -> str:
+    """The most of each kernel's variants, on each device."""
+    if "compiled" not in found:
+        return ""
+    keys = ("registers", "spilled_bytes", "shared_bytes")
+    most: dict[str, dict[int, list[int]]] = {}
+    for row in found["compiled"]["rows"]:
+        seen = most.setdefault(f"{row['module']}.{row['name']}", {}).setdefault(row["capability"], [0, 0, 0])
+        seen[:] = [max(old, row[key]) for old, key in zip(seen, keys, strict=True)]
+    devices = sorted({device for each in most.values() for device in each})
+    titles = ["kernel", *(f"sm_{device}" for device in devices)]
+    rows = [[name, *(" / ".join(map(str, each.get(device, "-"))) for device in devices)] for name, each in most.items()]
+    what = "Registers of a thread / bytes spilled / bytes of shared memory: the most of a kernel's variants."
+    return f"\n## Kernels as compiled\n\n{what}\n\n{_table(titles, rows)}"
 
 
 def _float8(found: Found) -> str:

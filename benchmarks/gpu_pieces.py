@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import importlib.util
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from gpu_rank_pieces import strategies, two_ranks
 from gpu_setup import (
     DEVICE,
     MAIN_MODEL,
@@ -27,18 +26,16 @@ from gpu_setup import (
     Result,
     SkippedError,
     autocast_step,
-    batch_of,
     model_of,
     plain_step,
 )
 from gpu_step_pieces import float8, graphs, overlap
-from torch import Tensor, nn
+from torch import Tensor
 
-from zeroshard.comm import Communicator, LocalCommunicator, NullCommunicator, TorchCommunicator
+from zeroshard.comm import LocalCommunicator, NullCommunicator
 from zeroshard.lab.bench.kernel_cases import CASES, DTYPES
 from zeroshard.lab.bench.ranks import synchronise
 from zeroshard.lab.bench.report import spread_of
-from zeroshard.parallel import STRATEGIES
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 
 HERE = Path(__file__).parent
@@ -51,6 +48,7 @@ TRAINED = {  # sequences of 1,024 tokens in a step
 }
 WORLDS = (1, 8, 64)  # as if there were so many ranks
 GPUS = (2, 4, 8)
+CAPABILITIES = (80, 90, 100)  # A100, H100 and H200, B200
 
 # -------------------------------------------------------------------------------------------- other programs' results
 
@@ -106,6 +104,25 @@ def kernels(out: Path, operation: str) -> Result:
         content = json.loads(written.read_text(encoding="utf-8"))
     told = [line for line in targets.stdout.splitlines() if not line.startswith(("{", "open"))]
     return {"rows": content["rows"], "copy_bytes_per_s": content["copy_bytes_per_s"], "targets": told}
+
+
+def compiled(out: Path, capabilities: tuple[int, ...]) -> Result:
+    """What each kernel takes when it is compiled for a device, whether that is here or not; needs Triton's wheel."""
+    program, rows = HERE.parent / "tests" / "kernels" / "compile_for.py", []
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    for capability in capabilities:
+        with tempfile.TemporaryDirectory() as cache:
+            done = subprocess.run(
+                [sys.executable, str(program), str(capability)],
+                env={**environment, "TRITON_CACHE_DIR": cache},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        if done.returncode:
+            raise RuntimeError(done.stderr[-4000:])
+        rows += [{"capability": capability, **json.loads(line)} for line in done.stdout.splitlines()]
+    return {"rows": rows}
 
 
 def training(out: Path, model: str) -> Result:
@@ -287,84 +304,13 @@ def saving(out: Path) -> Result:
     return {"model": MAIN_MODEL, "num_bytes": num_bytes, **{key: spread_of(seen[1:]) for key, seen in found.items()}}
 
 
-# ---------------------------------------------------------------------------------------------------- several ranks
-
-
-def _digest(model: nn.Module, zero: Zero) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(zero.state_dict().items()):
-        digest.update(name.encode() + tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _train_stages(comm: Communicator, rank: int, precision: MixedPrecision | None) -> dict[str, str]:
-    """sha256 of the weights after three steps, by stage."""
-    found = {}
-    for stage in STAGES:
-        model = model_of("gpt2-demo")
-        zero = Zero(model, stage, units=model.units, comm=comm, precision=precision)
-        optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-3)
-        tokens, targets = batch_of(2, seed=rank)
-        for _ in range(3):
-            model(tokens, targets).backward()
-            zero.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        found[str(stage)] = _digest(model, zero)
-        zero.remove()
-    return found
-
-
-def _two_ranks_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    comm = TorchCommunicator()
-    policies = {"fp32": None, "bf16": MixedPrecision(param_dtype=torch.bfloat16)}
-    found = {name: _train_stages(comm, rank, policy) for name, policy in policies.items()}
-    Path(folder, f"rank-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def two_ranks(out: Path) -> Result:
-    """Two ranks on one device over gloo: each stage's weights, which are to have the same bits."""
-    import torch.multiprocessing as mp
-
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_two_ranks_main, args=(folder,), nprocs=2, start_method="spawn")
-        by_rank = [json.loads(Path(folder, f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
-    same = {policy: len({digest for rank in by_rank for digest in rank[policy].values()}) == 1 for policy in by_rank[0]}
-    return {"same_bits": same, "digests": by_rank[0]}
-
-
-def strategies(out: Path, world: int) -> Result:
-    """Every data-parallel strategy by the trainer, one after the other: tokens a second on ``world`` GPUs."""
-    if ON_GPU and torch.cuda.device_count() < world:
-        raise SkippedError(f"{world} GPUs are asked for and {torch.cuda.device_count()} are here")
-    if not ON_GPU:
-        raise SkippedError("there is no GPU")
-    return {"world": world, "strategies": {name: _by_trainer(out, name, world) for name in STRATEGIES}}
-
-
-def _by_trainer(out: Path, strategy: str, world: int) -> Result:
-    """Tokens a second of 30 steps of `zeroshard train`, or the last words of a run that failed."""
-    with tempfile.TemporaryDirectory(dir=out) as scratch:
-        words = f"""train --data synthetic --data.dir {scratch}/data --out {scratch}/run --model gpt2-350m
-            --strategy {strategy} --nproc {world} --dtype bfloat16 --seq-len 1024 --micro-batch-size 8 --max-steps 40
-            --eval-interval 0 --eval-batches 1 --warmup-steps 5""".split()
-        done = subprocess.run([sys.executable, "-m", "zeroshard", *words], capture_output=True, text=True, check=False)
-        if done.returncode:
-            return {"error": done.stderr[-500:]}
-        lines = Path(scratch, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rates = [event["tokens_per_s"] for event in map(json.loads, lines) if event["event"] == "step"]
-    return {"tokens_per_s": spread_of(rates[10:])}
-
-
 PIECES: dict[str, Piece] = {
     "tests": Piece("pytest -m gpu", 8, gpu_tests),
     "two-ranks": Piece("two ranks on one GPU over gloo: the same bits at each stage", 3, two_ranks),
     "tax": Piece("a step under the engine in a world of one, against the same loop without it", 3, tax),
+    "compiled": Piece(
+        "registers, spills and shared memory of each kernel", 4, compiled, {"capabilities": CAPABILITIES}
+    ),
     "overlap": Piece(
         "how much of collectives a step hides, by copies in their place; traces", 3, overlap, {"world": 8}
     ),

@@ -65,7 +65,7 @@ def _quantise_kernel(
     ROWS: tl.constexpr, INT4: tl.constexpr, E4M3: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    width = tl.minimum(numel - rows * BLOCK, BLOCK)[:, None]
+    width = tl.minimum(numel - rows * BLOCK, BLOCK).to(tl.int32)[:, None]  # of 32 bits, and so what follows
     half = (width + 1) // 2
     low = tl.arange(0, HALF)[None, :] + width * 0
     high = low + half
@@ -110,7 +110,7 @@ def _dequantise_kernel(
     INT4: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    width = tl.minimum(numel - rows * BLOCK, BLOCK)[:, None]
+    width = tl.minimum(numel - rows * BLOCK, BLOCK).to(tl.int32)[:, None]  # of 32 bits, and so what follows
     half = (width + 1) // 2
     low = tl.arange(0, HALF)[None, :] + width * 0
     high = low + half
