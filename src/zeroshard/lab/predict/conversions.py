@@ -5,7 +5,8 @@ computes::
 
     weights     before the gather       quantise n, to the nearest; of differences: and dequantise n
                 after it                dequantise W n; of differences: and add them up
-                                        at stages 1 and 2 on a CPU two fingerprints of n
+                                        at stages 1 and 2 on a CPU two fingerprints of n; of differences also
+                                        one of n before the gather, and of W n after it
                 from a second copy      dequantise W n
     gradients   before the exchange     quantise (W - 1) n, stochastically
                 after it                sum of W - 1 pieces of n that were received
@@ -87,7 +88,7 @@ class Wires:
         if self.differences:  # NaN is looked for, and they are added, in place
             after.append(Work(0, whole * numel * (4 * itemsize + WIDE), "float32", num_calls=2 * whole))
         if self.compared:
-            after.append(looked_at(numel, itemsize))
+            after.append(looked_at(numel, itemsize, 3 + whole if self.differences else 2))
         before = [converted("quantise", form, numel)] if num_ranks == whole else []
         before += [converted("dequantise", form, numel)] if self.differences else []
         return tuple(before), tuple(after)
@@ -112,9 +113,13 @@ def converted(kind: Conversion, form: Format, numel: int, num_calls: int = 1, it
     return Work(0, narrow + wide, "float32", conversion=name, numel=numel, num_calls=num_calls)
 
 
-def looked_at(numel: int, itemsize: int) -> Work:
-    """The fingerprints of a rank's own part of the weights, when it arrives and before it is written again."""
-    return Work(0, 2 * numel * itemsize, "float32", conversion=FINGERPRINT, numel=2 * numel, num_calls=2)
+def looked_at(numel: int, itemsize: int, times: int) -> Work:
+    """Fingerprints of a shard of the weights: of a rank's own when it arrives and before it is written again.
+
+    Of differences also of its own before they are taken, and of every shard before they are added.
+    """
+    numel *= times
+    return Work(0, numel * itemsize, "float32", conversion=FINGERPRINT, numel=numel, num_calls=times)
 
 
 def conversion_s(work: Work, device: Device) -> float:
