@@ -64,7 +64,8 @@ def _counted(stage, wire, kwargs, monkeypatch):
         return seen_here(values)
 
     seen_here = params_module.seen
-    monkeypatch.setattr(params_module, "seen", seen)
+    for module in (params_module, wire_module):
+        monkeypatch.setattr(module, "seen", seen)
     counts("quantise", quantised)
     counts("dequantise", lambda packed, values, form: ("dequantise", form, values.numel(), 1))
     counts("dequantised_sum", lambda rows, own, *rest: ("sum", rest[2], (len(rows) - 1) * own.numel(), len(rows) - 1))
