@@ -85,8 +85,13 @@ def _counted(stage, wire, kwargs, monkeypatch):
 
 @pytest.mark.parametrize(
     ("stage", "kwargs"),
-    [(2, {}), (3, {"shard_size": 2}), (3, {"secondary_shard_size": 2}), (1, {"shard_size": 1}), (1, {"gather": DELTA})],
-    ids=["flat", "replicas", "copy", "one shards", "differences"],
+    [
+        pytest.param(2, {}, id="flat"),
+        pytest.param(3, {"shard_size": 2}, id="replicas"),
+        pytest.param(3, {"secondary_shard_size": 2}, id="copy", marks=pytest.mark.soak),
+        pytest.param(1, {"shard_size": 1}, id="one shards", marks=pytest.mark.soak),
+        pytest.param(1, {"gather": DELTA}, id="differences"),
+    ],
 )
 def test_a_plan_has_the_conversions_that_an_engine_makes(stage, kwargs, monkeypatch):
     """Of a rank of four on two nodes: what is quantised to the nearest and stochastically, taken back, and added up."""
