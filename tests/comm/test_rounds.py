@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
-from zeroshard.launch import many_hosts
+from zeroshard.launch import elastic, many_hosts
 from zeroshard.launch.machines import Meeting
 from zeroshard.launch.many_hosts import ManyHosts
 from zeroshard.launch.rounds import (
@@ -194,3 +197,24 @@ def test_who_waits_hears_that_the_run_has_ended_or_that_nobody_comes(meet, monke
     first.set_closed()
     with pytest.raises(RendezvousClosedError):
         first.next_rendezvous()
+
+
+@pytest.mark.parametrize(
+    ("why", "ended"),
+    [
+        (MACHINE_CAME, [(signal.SIGTERM, elastic.SAVING_GRACE_S)]),  # replicas save at their next meeting
+        (MACHINE_SILENT, [(signal.SIGKILL, 30)]),  # nobody can save any more
+        (RANK_LOST, [(signal.SIGKILL, 30)]),
+    ],
+)
+def test_ranks_may_save_where_a_machine_comes_and_end_at_once_where_one_is_lost(why, ended, monkeypatch, capsys):
+    handler = object.__new__(ManyHosts)
+    monkeypatch.setattr(ManyHosts, "why_over", lambda self: why)
+    monkeypatch.setattr(elastic.LocalElasticAgent, "_restart_workers", lambda self, group: None)
+    monkeypatch.setattr(elastic, "count_restart", lambda: None)
+    agent, asked = object.__new__(elastic._Agent), []
+    monkeypatch.setattr(agent, "_shutdown", lambda number=signal.SIGTERM, timeout=30: asked.append((number, timeout)))
+    spec = SimpleNamespace(rdzv_handler=handler)
+    agent._restart_workers(SimpleNamespace(state=WorkerState.HEALTHY, spec=spec))
+    assert asked == ended
+    assert capsys.readouterr().err == f"started again: {why}\n"

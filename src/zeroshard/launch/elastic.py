@@ -47,6 +47,7 @@ from zeroshard.launch.one_host import OneHost
 from zeroshard.launch.rounds import MACHINE_CAME
 
 MONITOR_INTERVAL_S = 0.1
+SAVING_GRACE_S = 300  # that ranks have for a checkpoint when a machine comes; replicas take theirs where they meet next
 Fork = Callable[[Sequence[str], Mapping[str, str]], ForkedRank]
 WORTH_A_RESTART = frozenset({int(ExitStatus.FAILED), int(ExitStatus.PEER_LOST)})
 
@@ -216,7 +217,9 @@ class _Agent(LocalElasticAgent):
         if worker_group.state is WorkerState.HEALTHY and isinstance(handler, ManyHosts):
             why = handler.why_over()
             print(f"started again: {why}", file=sys.stderr, flush=True)
-            if why != MACHINE_CAME:  # [Note: A rank that was killed]
+            if why == MACHINE_CAME:
+                self._shutdown(timeout=SAVING_GRACE_S)
+            else:  # [Note: A rank that was killed]
                 self._shutdown(signal.SIGKILL)
         count_restart()
         super()._restart_workers(worker_group)
