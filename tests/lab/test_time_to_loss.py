@@ -216,6 +216,7 @@ def test_a_report_draws_loss_by_time_and_bytes_and_the_time_to_the_target(done):
     by_bytes = figures["loss-by-bytes"].series
     assert [line.x[0] for line in by_bytes[:3]] == pytest.approx([4 * 200e-6, 4 * 200e-6, 4 * 50e-6])
     assert by_bytes[-1].name == "target 1.4142"
+    assert figures["loss-by-bytes"].y.log
     assert [line.name for line in figures["loss"].series if line.mark == "line"] == [
         f"{n} (to the end)" for n in REMEDIES
     ]

@@ -46,7 +46,7 @@ def figures_of(material: Material) -> Drawn:
 def _rightly_scaled(figure: Figure) -> Figure:
     """A logarithmic y axis is for values that differ by multiples; others are read off a straight one."""
     values = [value for series in figure.series for value in series.y if math.isfinite(value)]
-    if not figure.y.log or figure.name.startswith("predicted"):
+    if not figure.y.log or figure.name.startswith(("predicted", "loss-by")):
         return figure
     if values and min(values) > 0 and max(values) / min(values) > _LOG_FROM:
         return figure
