@@ -11,7 +11,9 @@ from zeroshard.comm import RingCommunicator, SharedMemoryCommunicator, TwoLevelC
 from zeroshard.comm.two_level import two_level
 from zeroshard.comm.two_level.two_level import even_hosts
 from zeroshard.errors import UserError
+from zeroshard.train.config.sections import LinkConfig
 from zeroshard.train.setup import ranks
+from zeroshard.train.setup.links import Links
 
 
 @pytest.mark.parametrize(
@@ -144,5 +146,13 @@ def test_on_one_host_it_has_the_bits_of_shared_memory(gloo_ranks):
 def test_auto_takes_what_the_hosts_allow(hosts, chosen, monkeypatch):
     monkeypatch.setattr(ranks, "hosts_of_ranks", lambda: list(hosts))
     assert ranks.choose("zero2", torch.device("cpu")) == chosen
-    assert ranks.choose("zero2", torch.device("cpu"), in_kernel=True) == "ring"
+    assert ranks.choose("zero2", torch.device("cpu"), memory_goes_around=True) == "ring"
     assert ranks.choose("ddp", torch.device("cpu")) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("mode", "goes_around"), [("none", False), ("simulated", False), ("netns", False), ("tc", True)]
+)
+def test_nodes_in_namespaces_are_hosts_and_memory_goes_around_an_interface(mode, goes_around):
+    slowed = {"none": {}, "tc": {"device": "eth0", "bandwidth": "1Gbit/s"}}.get(mode, {"bandwidth": "1Gbit/s"})
+    assert Links.of(LinkConfig(mode=mode, **slowed)).memory_goes_around == goes_around

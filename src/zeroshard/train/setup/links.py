@@ -53,6 +53,11 @@ class Links:
         """Whether what slows these links is the kernel, and so sees what passes through it alone."""
         return self.mode in ("netns", "tc")
 
+    @property
+    def memory_goes_around(self) -> bool:
+        """Whether ranks that share memory would go around these links; nodes of ``netns`` are hosts, and do not."""
+        return self.mode == "tc"
+
     def enter(self, world: World) -> None:
         """Bring this process behind its link, before it connects to anybody.
 

@@ -71,8 +71,8 @@ def join(
         links.enter(world)
     store = _met(world, facts)
     init_process_group(world, device, store=store)
-    in_kernel = links is not None and links.in_kernel
-    comm = (named or COMMUNICATORS[choose(strategy, device, in_kernel=in_kernel)])()
+    around = links is not None and links.memory_goes_around
+    comm = (named or COMMUNICATORS[choose(strategy, device, memory_goes_around=around)])()
     close = getattr(comm, "close", None)
     if close is not None:
         stack.callback(close)
@@ -114,14 +114,14 @@ def _met(world: World, facts: Mapping[str, object] | None) -> dist.Store:
     return store
 
 
-def choose(strategy: str, device: torch.device, *, in_kernel: bool = False) -> str:
+def choose(strategy: str, device: torch.device, *, memory_goes_around: bool = False) -> str:
     """What ``auto`` stands for in an initialised world of several ranks. Collective.
 
-    ``in_kernel``: the kernel slows the network, which memory must not go around.
+    ``memory_goes_around``: the kernel slows an interface, and ranks that share memory would not use it.
     """
     if device.type != "cpu" or strategy_entry(strategy).over_torch:
         return "torch"
-    if in_kernel:
+    if memory_goes_around:
         return "ring"
     hosts = hosts_of_ranks()
     if len(set(hosts)) == 1:
