@@ -1,9 +1,11 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nets import Net, rows
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.zero import STAGES, FlatLayout, Levels, Zero
+from zeroshard.zero.buffers import flat_grads
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 
 SHAPES = [("a", (2, 2)), ("b", (3,))]
@@ -233,3 +235,83 @@ def test_widening_and_scaling_in_one_pass_as_on_a_gpu_has_the_bits_of_two(world_
             grads.accumulate(1, torch.ones(3, dtype=dtype))
         locals_.append(grads.buffers[0][:7].clone())
     assert torch.equal(*locals_)
+
+
+class _Operations(TorchDispatchMode):
+    """How many write into gradients' buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable and not func.is_view:
+            self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+BLOCK = [("matrix", (300, 300)), ("other", (256, 257)), *((f"small.{i}", (i + 5,)) for i in range(8))]
+
+
+def _block(stage, comm, dtypes):
+    param_dtype, reduce_dtype = dtypes
+    layout, device = FlatLayout.of(BLOCK, comm.world_size), torch.device("cpu")
+    settings = {"device": device, "reduced_dtype": torch.float32, "reduce_dtype": reduce_dtype}
+    grads = FlatGrads("unit", layout, STAGES[stage], Levels.of(comm), **settings)
+
+    def accumulate(seed, slots=range(10)):
+        drawn = torch.Generator().manual_seed(seed)
+        for slot in slots:
+            grads.accumulate(slot, torch.randn(BLOCK[slot][1], generator=drawn).to(param_dtype))
+
+    return grads, accumulate
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "each"),
+    [((torch.float32, torch.float32), ["mul"]), ((torch.bfloat16, torch.float32), ["copy_", "mul_"])],
+)
+def test_small_gradients_of_a_unit_are_copied_in_together(dtypes, each):
+    """As many operations for eight as for one of them in bfloat16; large ones come in as they are there."""
+    grads, accumulate = _block(2, NullCommunicator(4), dtypes)
+    with _Operations() as operations:
+        accumulate(0)
+    assert operations.names == [*each * 2, "_foreach_copy_", "_foreach_mul_"]
+    assert grads.waiting_bytes == 0
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_that_wait_for_each_other_have_the_same_bits(stage, world_size, dtypes, monkeypatch):
+    """Also where some never come, some are cleared or replaced while others wait, and a second micro-batch follows."""
+
+    def means(together):
+        monkeypatch.setattr(flat_grads, "LEAST_TOGETHER", 3 if together else 1000)
+
+        def go(comm):
+            grads, accumulate = _block(stage, comm, dtypes)
+            found = []
+            for slots in (range(10), (0, 3, 4), range(1, 9)):
+                accumulate(comm.rank, slots)
+                assert together == bool(grads.waiting_bytes) or len(slots) == 10
+                if len(slots) == 3:
+                    grads.clear({4})
+                accumulate(comm.rank + 7, slots[:2])
+                grads.reduce()
+                grads.settle()
+                found.append(grads.reduced.clone())
+                grads.clear(set(range(10)))
+                assert not grads.waiting_bytes
+            return found
+
+        return on_ranks(go, world_size)
+
+    for one, other in zip(means(True), means(False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_small_view_of_a_large_gradient_does_not_keep_it():
+    grads, _ = _block(2, NullCommunicator(4), (torch.float32, torch.float32))
+    grads.accumulate(2, torch.ones(300, 300)[0, :5])
+    assert grads.waiting_bytes == 0

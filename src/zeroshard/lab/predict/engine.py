@@ -292,6 +292,7 @@ class _Engine:
                 storage = group.params.full.untyped_storage()
                 log.freed[storage._cdata] = storage
         log.ignore(grad for _, _, grad in self._grads.values())
+        self._waiting_bytes = 0
 
     def micro_batch(self, events: Sequence[Event], *, sync: bool) -> list[list[Told | tuple[int, int]]]:
         """Tell of a forward and a backward; what the engine does at each event."""
@@ -329,7 +330,12 @@ class _Engine:
         self._runtime.clear_grads()
 
     def _take(self) -> list[Told | tuple[int, int]]:
-        return self.log.take([self._root, *self._units])
+        told = self.log.take([self._root, *self._units])
+        waiting = sum(group.grads.waiting_bytes for group in self._runtime.groups())
+        if waiting != self._waiting_bytes:  # the model has let go of them
+            told.append(Change("temporaries", waiting - self._waiting_bytes))
+            self._waiting_bytes = waiting
+        return told
 
 
 _IN_BACKWARD = ("backward_begins", "grad", "backward_over")

@@ -50,9 +50,11 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     packet = func._overloadpacket
     outputs = list(_tensors((result,)))
     inputs = list(_tensors((*args, *kwargs.values())))
+    mutable = func._schema.is_mutable
+    if not outputs and mutable:  # one over a list gives nothing back
+        outputs = list(_tensors(args[:1]))
     if not outputs:
         return None
-    mutable = func._schema.is_mutable
     given = {leaf.untyped_storage()._cdata for leaf in inputs}
     if not mutable and given and all(leaf.untyped_storage()._cdata in given for leaf in outputs):
         return None

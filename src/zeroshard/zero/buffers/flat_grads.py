@@ -16,6 +16,12 @@ Both go when gradients are cleared (``zero_grad()``), and stay where they are ma
     Where the factor is no power of two, the product is rounded before it is added to what is there: then gradients
     of two micro-batches that cancel leave exactly nothing, as they would unscaled.
 
+[Note: Small gradients]
+    A block of GPT-2 has 12 parameters, of which 8 are norms and biases. Where a buffer has three such or more, their
+    first gradients of a step wait for each other, and are copied in and scaled by two operations for all of them.
+    Large ones are copied as they come, so no gradient of a size to speak of is kept. Further micro-batches are added as
+    they come: autograd may hand over a tensor then that others have too.
+
 [Note: Two levels]
     Where there are replicas (see `levels`), the sum over this rank's own group is followed by one over replicas, of the
     shard alone. It can be issued only when the first is done, and every rank must issue it at the same place among
@@ -42,6 +48,9 @@ from zeroshard.zero.buffers.wire import AcrossReplicas, PackedReduce, Rounding
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import NO_STREAMS, Streams
+
+SMALL_NUMEL = 1 << 16  # of a gradient that waits for others
+LEAST_TOGETHER = 3  # fewer would take as many operations
 
 
 class FlatGrads:
@@ -82,6 +91,9 @@ class FlatGrads:
         self._local: Tensor | None = None
         self._views: list[Tensor] = []
         self._written = [False] * len(layout.slots)
+        self._waiting: dict[int, Tensor] = {}  # by slot: [Note: Small gradients]
+        small = sum(slot.numel <= SMALL_NUMEL for slot in layout.slots)
+        self._num_together = small if small >= LEAST_TOGETHER and reduce_dtype.is_floating_point else 0
         self._work: Work | None = None
         self._arriving: Tensor | None = None
         self._across = 0  # collectives of the sum over replicas that are yet to be issued
@@ -114,6 +126,14 @@ class FlatGrads:
             grad = grad.to_dense()
         self._vacate_local()
         view = self._local_views()[slot]
+        if self._may_wait(slot, grad):
+            self._waiting[slot] = grad
+            self._written[slot] = self.used[slot] = True
+            if len(self._waiting) == self._num_together:
+                self._copy_in()
+            return
+        if slot in self._waiting:
+            self._copy_in()
         if self._written[slot] and self._scale_is_exact:
             view.add_(grad, alpha=self._scale)
         elif self._written[slot]:
@@ -131,6 +151,27 @@ class FlatGrads:
             if self._scale != 1.0:
                 view.mul_(self._scale)
         self._written[slot] = self.used[slot] = True
+
+    def _may_wait(self, slot: int, grad: Tensor) -> bool:
+        """Whether the gradient is small, the first of its parameter, and memory of its own: [Note: Small gradients]."""
+        if not self._num_together or self.used[slot] or grad.numel() > SMALL_NUMEL or grad.layout != torch.strided:
+            return False
+        return grad.is_floating_point() and grad.untyped_storage().nbytes() <= 2 * max(grad.nbytes, 256)
+
+    def _copy_in(self) -> None:
+        """Copy what waits into the local sum, and scale it."""
+        if not self._waiting:
+            return
+        views = [self._views[slot] for slot in self._waiting]
+        torch._foreach_copy_(views, list(self._waiting.values()))
+        if self._scale != 1.0:
+            torch._foreach_mul_(views, self._scale)
+        self._waiting = {}
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of gradients that wait to be copied in."""
+        return sum(grad.nbytes for grad in self._waiting.values())
 
     def _scale_there(self) -> Tensor | None:
         """``[1]``: the scale in the dtype that travels, by which a narrower gradient is widened and scaled in one pass.
@@ -176,6 +217,7 @@ class FlatGrads:
         self._go_across()
         self._vacate_local()
         views = self._local_views()
+        self._copy_in()
         local = self._local
         assert local is not None
         for view, written in zip(views, self._written, strict=True):
@@ -276,6 +318,7 @@ class FlatGrads:
         """Replace this rank's part of a gradient by ``part``."""
         self.settle()
         self.apply_factor()
+        self._copy_in()
         if self.reduced is None:
             numel = self._held.stop - self._held.start
             self.reduced = torch.zeros(numel, dtype=self.reduced_dtype, device=self.device)
@@ -306,6 +349,7 @@ class FlatGrads:
         self.settle()
         self.rounding.end_step()
         self.apply_factor()  # a factor that is not finite would make NaN of the zeros
+        self._copy_in()
         for slot in slots:
             if self._written[slot]:
                 self._local_views()[slot].zero_()
@@ -322,7 +366,7 @@ class FlatGrads:
             self._written[slot] = self.used[slot] = False
         if not any(self.used):
             self.reduced = self.factor = self._local = None
-            self._views = []
+            self._views, self._waiting = [], {}
             return
         self.zero(slots)
 
