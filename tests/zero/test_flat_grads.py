@@ -297,7 +297,8 @@ def test_gradients_that_wait_for_each_other_have_the_same_bits(stage, world_size
                 assert together == bool(grads.waiting_bytes) or len(slots) == 10
                 if len(slots) == 3:
                     grads.clear({4})
-                accumulate(comm.rank + 7, slots[:2])
+                if len(slots) != 8:  # the last ones still wait when they are reduced
+                    accumulate(comm.rank + 7, slots[:2])
                 grads.reduce()
                 grads.settle()
                 found.append(grads.reduced.clone())
