@@ -176,6 +176,19 @@ def test_what_is_done_between_steps_leaves_no_trace(between):
         assert _same(found[1], state)
 
 
+def test_what_is_written_and_forgotten_before_a_step_leaves_no_trace():
+    def on_rank(comm):
+        zero, optimizer = _made(comm)
+        hook = optimizer.register_step_pre_hook(lambda *_: _reads(zero, 1))
+        found = _end(zero, optimizer, range(6))
+        hook.remove()
+        return found
+
+    for found, (shown, state) in zip(run_threads(on_rank, 2), run_threads(_whole, 2), strict=True):
+        assert _same(found[0], shown)
+        assert _same(found[1], state)
+
+
 @pytest.mark.parametrize("how", ["inside full_params", "through .data"])
 def test_what_is_written_reaches_the_masters_and_the_rest_keeps_its_digits(how):
     def on_rank(comm):
