@@ -8,8 +8,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from zeroshard.errors import UserError
+from zeroshard.lab.planner.fabric import require_fabric
 from zeroshard.lab.planner.price import parse_prices
-from zeroshard.lab.planner.wiring import require_fabric
 from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.train.config.replica_settings import ReplicasConfig
 from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig

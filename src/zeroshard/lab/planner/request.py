@@ -12,6 +12,7 @@ import torch
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.lab.planner import wiring
+from zeroshard.lab.planner.fabric import require_fabric
 from zeroshard.lab.predict.actions import Accumulate
 from zeroshard.lab.predict.cluster import Cluster, Fabric
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, find_device, find_link
@@ -153,7 +154,7 @@ class Request:
         _require_count("gpus_per_node", self.gpus_per_node, 1)
         _require_count("rails", self.rails, 0)
         _require_count("pod_nodes", self.pod_nodes, 0)
-        wiring.require_fabric(self.oversubscription, self.pod_nodes)
+        require_fabric(self.oversubscription, self.pod_nodes)
         _require_count("global_batch", 1 if self.global_batch is None else self.global_batch, 1)
         _require_count("seq_len", 1 if self.seq_len is None else self.seq_len, 1)
         _require_count("prefetch", self.prefetch, 0)

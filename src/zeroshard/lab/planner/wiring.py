@@ -15,19 +15,6 @@ from zeroshard.errors import UserError
 from zeroshard.lab.predict.cluster import Cluster, Fabric
 from zeroshard.lab.predict.hardware import LINKS, TORUS_CHIPS, Calibration, Link
 
-MOST_OVERSUBSCRIPTION = 1000.0
-
-
-def require_fabric(oversubscription: float, pod_nodes: int) -> None:
-    """Raise UserError for what no fabric is."""
-    number = isinstance(oversubscription, int | float) and not isinstance(oversubscription, bool)
-    if not number or not 1 <= oversubscription <= MOST_OVERSUBSCRIPTION:
-        what = f"{oversubscription!r} is no ratio of a pod's bandwidth to that of its way out"
-        todo = f"give 1 (none) to {MOST_OVERSUBSCRIPTION:g}, as 2 for 2 : 1"
-        raise UserError("oversubscription", what, todo)
-    if pod_nodes and oversubscription == 1:
-        what = f"{pod_nodes} changes nothing where each node has all of its bandwidth to all others"
-        raise UserError("pod_nodes", what, "give --oversubscription too, or leave it out")
 
 
 def with_rails(link: Link, rails: int, gpus_per_node: int) -> Link:

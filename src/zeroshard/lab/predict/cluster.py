@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from zeroshard.lab.predict.actions import Message
@@ -82,12 +82,17 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Way:
-    """One algorithm by one protocol: ``seconds`` in all, ``latency_s`` of them with no bytes."""
+    """One algorithm by one protocol: ``seconds`` in all, ``latency_s`` of them with no bytes.
+
+    ``held_s``: the latency by which ranks that are late hold up what is computed beside: the least of protocol Simple,
+    so that more bandwidth, which may choose another way, never costs computation more.
+    """
 
     algorithm: str
     protocol: str
     latency_s: float
     seconds: float
+    held_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -137,14 +142,15 @@ class Cluster:
             return Way("none", "", 0.0, 0.0)
         if num_ranks == self.within.num_ranks and op in self.within.collectives:
             constant_s, s_per_byte = self.within.collectives[op]  # measured among as many
-            return Way("measured", "", constant_s, constant_s + num_bytes * s_per_byte)
+            return Way("measured", "", constant_s, constant_s + num_bytes * s_per_byte, held_s=constant_s)
         group = self._group(num_ranks, replicas=replicas)
         if op == "all_to_all":
             return self._exchange(num_bytes, group)
         ways = list(self._ways(op, num_bytes, group))
         if self.algorithm != "auto":
             ways = [way for way in ways if way.algorithm == self.algorithm] or ways[:1]
-        return min(ways, key=lambda way: way.seconds)
+        held_s = min((way.latency_s for way in ways if way.protocol == "Simple"), default=0.0)
+        return replace(min(ways, key=lambda way: way.seconds), held_s=held_s)
 
     def num_nodes(self, num_ranks: int, *, replicas: bool = False) -> int:
         """Over how many nodes a collective goes; arguments as of `fastest`."""
@@ -258,7 +264,7 @@ class Cluster:
             beyond = max(group.num_ranks - group.in_node * self.fabric.pod_nodes, 0)
             moved_s = max(moved_s, part * beyond * self.fabric.oversubscription / link)
         latency_s = slowest.call_s + slowest.latency_s
-        return Way("exchange", "Simple", latency_s, latency_s + moved_s)
+        return Way("exchange", "Simple", latency_s, latency_s + moved_s, held_s=latency_s)
 
     def _bytes_per_s(self, group: _Group) -> float:
         """Of the narrowest place of a ring: a link within a node, or the network links of a node together."""

@@ -208,7 +208,7 @@ class _Clock:
 
     def _beside_s(self, way: Way) -> float:
         """What computation loses beside a collective; ranks that are late hold it up by its latency."""
-        return self._beside * way.seconds + LATENCY_HELD * way.latency_s if self._beside else 0.0
+        return self._beside * way.seconds + LATENCY_HELD * way.held_s if self._beside else 0.0
 
     def _wait(self, action: Wait) -> None:
         running = self._running.pop(action.number, None)
