@@ -16,7 +16,6 @@ from zeroshard.lab.predict.cluster import Cluster, Fabric
 from zeroshard.lab.predict.hardware import LINKS, TORUS_CHIPS, Calibration, Link
 
 
-
 def with_rails(link: Link, rails: int, gpus_per_node: int) -> Link:
     """What each of a node's GPUs has of ``rails`` cards; 0: ``link`` is what each GPU has."""
     if rails in (0, gpus_per_node):
