@@ -59,13 +59,17 @@ LINKS = ("10Mbit/s", "30Mbit/s", "100Mbit/s", "300Mbit/s", "1Gbit/s")
 ROUNDS = 4  # after one that warms up; a multiple of four, for whole rounds of streaming
 IDS = 1024  # of the tokenizer
 PORT = 29518  # in namespaces of its own
-WIRES = ("none", "bf16", "int8", "int8,int4", "int4")
+WIRES = ("none", "bf16", "int8", "int8,int4", "int4", "int4-delta,int4")
 STREAMING = "every=32,fragments=4,overlap=4"
 # Who takes turns, and its steps in a turn. Meetings do not depend on the stage where a replica is one rank.
 CONTESTANTS = {
-    **{f"{wire} at stage {stage}": (wire, stage, 1) for stage in (2, 3) for wire in WIRES},
-    "every=2": ("every=2", 2, 2),
-    "every=2,int8": ("every=2,int8", 2, 2),
+    **{
+        f"{wire} at stage {stage}": (wire, stage, 1)
+        for stage in (2, 3)
+        for wire in WIRES
+        if stage == 2 or "-" not in wire
+    },
+    **{every: (every, 2, 2) for every in ("every=2", "every=2,int8", "every=2,int4")},
     STREAMING: (STREAMING, 2, 8),
 }
 AVERAGED = "outer-lr=1,outer-momentum=0"
@@ -79,6 +83,8 @@ SHOWN = (
     f"every=8,{AVERAGED}",
     f"every=32,{AVERAGED}",
     f"every=8,int8,{AVERAGED}",
+    f"every=16,int8,{AVERAGED}",
+    f"every=16,int4,{AVERAGED}",
 )
 
 
@@ -188,19 +194,29 @@ def per_step(link: dict[str, Any], remedy: str, stage: int) -> tuple[float, floa
 
     Of steps that repeat the median is taken, of streaming the mean of its round.
     """
+    contestant = _turns(remedy, stage)
     found = []
     for what in ("s", "sent_bytes"):
+        turns = link[contestant][what]
         if remedy in WIRES:
-            found.append(statistics.median(link[f"{remedy} at stage {stage}"][what]))
+            found.append(statistics.median(turns))
         elif remedy == STREAMING:
-            found.append(statistics.fmean(link[remedy][what]))
+            found.append(statistics.fmean(turns))
         else:
-            settings = settings_of(remedy)
-            every, wire = settings["replicas.every"], settings.get("replicas.wire")
-            turns = link["every=2" + (f",{wire}" if wire else "")][what]
+            every = settings_of(remedy)["replicas.every"]
             alone, meeting = (statistics.median(turns[first::2]) for first in (0, 1))
             found.append(((every - 1) * alone + meeting) / every)
     return found[0], found[1]
+
+
+def _turns(remedy: str, stage: int) -> str:
+    """The contestant whose turns say how long the remedy's steps are."""
+    if remedy in WIRES:
+        return f"{remedy} at stage {stage}"
+    if remedy == STREAMING:
+        return remedy
+    wire = settings_of(remedy).get("replicas.wire")
+    return "every=2" + (f",{wire}" if wire else "")
 
 
 # -- the planner --------------------------------------------------------------------------------------------------
@@ -252,7 +268,7 @@ def rows_of(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
             steps = next((step for step, loss in curve if loss <= target), None)
             for bandwidth in _sorted(facts["links"]):
                 link = facts["links"][bandwidth]
-                if remedy == STREAMING and STREAMING not in link:
+                if _turns(remedy, stage) not in link:
                     continue
                 step_s, sent = per_step(link, remedy, stage)
                 row = {"stage": stage, "remedy": remedy, "bandwidth": bandwidth, "step_s": step_s, "sent_bytes": sent}

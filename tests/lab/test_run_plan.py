@@ -63,6 +63,14 @@ def test_clipping_takes_time():
     assert _step_s(1, link, clips=True) - _step_s(1, link) == pytest.approx(1.0, rel=0.01)  # an all-gather of the norms
 
 
+def test_on_a_cpu_the_engines_hooks_take_time_for_each_parameter():
+    link = replace(LINK, collectives=dict.fromkeys(OPS, (0.0, 0.0)))
+    num_params = len(list(_model().parameters()))
+    for stage in range(4):
+        hooked = _step_s(stage, link, replace(DEVICE, hook_s=1.0)) - _step_s(stage, link)
+        assert hooked == pytest.approx(num_params)
+
+
 def _job(**changes):
     job = Job(_model(), STAGES[2], 1, 2, 2, torch.float32, 2, 1, 8, uniform_order=True, device_type="cpu")
     return replace(job, **changes)

@@ -53,6 +53,7 @@ def test_on_a_cpu_a_products_factors_come_from_memory_and_a_gelu_takes_what_was_
     assert operation_s(replace(product, attention=True), cpu)[0] == pytest.approx(3 + 0.5)
     assert operation_s(Work(0, 10**9, "float32", num_gelus=4000), cpu)[0] == pytest.approx(4 + 0.5)
     assert operation_s(Work(0, 10**9, "float32", num_gelus=4000), DEVICE)[0] == pytest.approx(1)
+    assert operation_s(Work(0, 0, "float32", num_hooks=2), replace(cpu, hook_s=0.25))[0] == pytest.approx(0.5)
 
 
 def test_what_computation_covers_is_hidden_and_the_rest_exposed():

@@ -60,6 +60,7 @@ class Device:
         conversions: of what travels, as ``int8 quantise``: seconds of a call and of an element, as
             `zeroshard.lab.predict.conversions` reads them; others take their bytes over the memory's rate.
         gelu_s: what an element of a GELU by tanh takes on a CPU, forward or backward; 0: no longer than its bytes.
+        hook_s: what the engine's hooks take on a CPU for each parameter that has a gradient.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Device:
     sustained: str = ""
     clock_share: float = 1.0
     gelu_s: float = 0.0
+    hook_s: float = 0.0
     conversions: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 

@@ -36,9 +36,9 @@ def test_a_constant_is_never_negative():
 def _found():
     """Medians by hand: 6 GFLOP/s of products, half of it in attention, and collectives of 1 ms and 1 GB/s."""
     seconds = {"matmul float32 a": [1.0], "matmul float32 b": [2.0], "attention float32": [1.0]}
-    seconds |= {"copy": [1.0], "anew": [1.0], "gelu": [1.0], "kernel": [1.0]}
+    seconds |= {"copy": [1.0], "anew": [1.0], "gelu": [1.0], "kernel": [1.0], "hook": [1.5]}
     amounts = {"matmul float32 a": 4e9, "matmul float32 b": 14e9, "attention float32": 3e9}
-    amounts |= {"copy": 8e9, "anew": 6e9, "gelu": 5e8, "kernel": 1e5}
+    amounts |= {"copy": 8e9, "anew": 6e9, "gelu": 5e8, "kernel": 1e5, "hook": 1e4}
     for op in device.OPS:
         for size, num_bytes in device.SIZES.items():
             seconds[f"torch {op} {size}"] = [1e-3 + num_bytes / 1e9]
@@ -52,7 +52,7 @@ def test_the_calibration_has_rates_shares_and_a_link():
     measured, link = found.device, found.link
     assert measured.matmul_flops_per_s == {"float32": 6e9}
     assert (measured.attention_share, measured.bytes_per_s, measured.memory_share) == (0.5, 8e9, 0.75)
-    assert (measured.gelu_s, measured.kernel_s) == (2e-9, 1e-5)
+    assert (measured.gelu_s, measured.kernel_s, measured.hook_s) == (2e-9, 1e-5, 5e-5)
     assert link.num_ranks == 4
     for op in device.OPS:
         assert link.collectives[op] == pytest.approx((1e-3, 1e-9))
@@ -66,7 +66,16 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
     monkeypatch.setattr(conversions, "SIZES", {"cpu": (60, 300)})
     monkeypatch.setattr(conversions, "POOL", 900)
     report, calibration = device.run(1, [], 1, "cpu", 1)
-    assert {row["what"] for row in report.rows} == {"matmul", "attention", "copy", "anew", "gelu", "wire", "kernel"}
+    assert {row["what"] for row in report.rows} == {
+        "matmul",
+        "attention",
+        "copy",
+        "anew",
+        "gelu",
+        "wire",
+        "kernel",
+        "hook",
+    }
     device.write(report, calibration, tmp_path / "device.json")
     assert read_calibration(tmp_path / "device.json") == calibration
     quantising = {f"{form} {kind}" for form in FORMATS for kind in CONVERSIONS}

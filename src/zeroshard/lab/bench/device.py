@@ -9,6 +9,7 @@ reaches on two cores is what a step of it will have.
     gelu        on a CPU, the GELU by tanh, forward and backward: no other operation takes as long for its bytes
     wire        seconds of a call and of an element, of quantising what travels: `zeroshard.lab.bench.conversions`
     kernel      the least time of an operation: of a small module's, forward and backward, Python and autograd included
+    hook        on a CPU, the same with an engine, by parameter: what it takes longer are the engine's hooks
     link        seconds of a collective: a constant and bytes over a rate, fitted by least squares to medians over sizes
     beside      the seconds by which a collective slows the computation that it runs beside, fitted likewise: on a CPU
                 the same cores do both, and a rank that waits for its turn on a core has the others wait
@@ -33,12 +34,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeroshard.comm import Communicator, Work, all_to_all
+from zeroshard.comm import Communicator, NullCommunicator, Work, all_to_all
 from zeroshard.comm.registry import comm_entry
 from zeroshard.lab.bench import conversions
 from zeroshard.lab.bench.ranks import close, communicator, on_ranks, slowest, synchronise
 from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, environment, interleaved, spread_of
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
+from zeroshard.zero import Zero
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 WARM_S = 0.1  # how long a timing lasts at least, in calls
@@ -145,6 +147,19 @@ def _small_operations(device: torch.device) -> tuple[float, Callable[[], object]
     return 8.0 * (5 + 9), lambda: torch.autograd.grad(net(x), list(net.parameters()))
 
 
+def _with_engine() -> tuple[float, Callable[[], object]]:
+    """How many parameters, and the forward and backward of `_small_operations` where an engine takes gradients."""
+    net, x = _Tiny(torch.device("cpu")), torch.ones(2, 8)
+    zero = Zero(net, stage=1, units=list(net.layers), comm=NullCommunicator(2))
+    optimizer = zero.optimizer(torch.optim.SGD, lr=0.0)
+
+    def call() -> object:
+        net(x).backward()
+        return optimizer.zero_grad()
+
+    return float(len(list(net.parameters()))), call
+
+
 def _timer(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
     """Seconds a call, of as many as take `WARM_S`; how many is settled here, alike on every rank."""
     call()
@@ -194,6 +209,7 @@ def _measure(rank: int, device: torch.device, comms: list[str], num_rounds: int)
     add("anew", _anew(device))
     if device.type == "cpu":
         add("gelu", _gelu())
+        add("hook", _with_engine())
     add("kernel", _small_operations(device))
     for name, amount, call in conversions.cases(device):
         add(name, (amount, call))
@@ -307,6 +323,7 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
         memory_share=min(rate("anew") / rate("copy"), 1.0),
         kernel_s=middle["kernel"] / amounts["kernel"],
         gelu_s=middle["gelu"] / amounts["gelu"] if "gelu" in amounts else 0.0,
+        hook_s=max(middle["hook"] - middle["kernel"], 0.0) / amounts["hook"] if "hook" in amounts else 0.0,
         conversions=conversions.conversions_of(middle, amounts, fitted),
         device_type=device_type,
     )
@@ -354,7 +371,7 @@ def _rows(found: Mapping[str, Any], world: int) -> list[Row]:
             rates, unit = spread.inverse(amount / 1e9), "GB/s"
         elif what == "gelu" or what == "wire":
             rates, unit = spread.inverse(amount / 1e9), "Gelement/s"
-        elif what == "kernel":
+        elif what in ("kernel", "hook"):
             rates, unit = (
                 Spread(*(s / amount * 1e6 for s in (spread.median, spread.low, spread.high)), spread.num),
                 "us",

@@ -292,7 +292,7 @@ def read_calibration(path: str | Path, field: str = "gpu") -> Calibration:
     device, link = found.device, found.link
     facts = [device.memory_bytes, device.bytes_per_s, *device.matmul_flops_per_s.values()]
     facts += [device.matmul_share, device.attention_share, device.memory_share]
-    times = [device.kernel_s, device.gelu_s, *itertools.chain.from_iterable(device.conversions.values())]
+    times = [device.kernel_s, device.gelu_s, device.hook_s, *itertools.chain.from_iterable(device.conversions.values())]
     if link is not None:
         facts += [link.bytes_per_s, link.share, 1 - link.falloff]
         costs = (cost for table in (link.collectives, link.beside) for cost in table.values())

@@ -76,7 +76,7 @@ def step_of(
     syncs = tuple(each_reduces or micro == num_taken - 1 for micro in range(num_taken))
     events = tuple(span.event for span in trace.spans)
     told = recorded(events, trace.units, tuple(buffers), replace(settings, num_micro=1, accumulate=None), syncs)
-    ledger = _Ledger(resident, trace, frees_grads=settings.frees_grads)
+    ledger = _Ledger(resident, trace, frees_grads=settings.frees_grads, on_cpu=settings.device_type == "cpu")
     if settings.frees_grads:
         resident = {**resident, "grads": 0}
     parts = [ledger.micro_batch(trace.spans, told[micro]) for micro in range(num_taken)]
@@ -145,11 +145,15 @@ def _offloaded(resident: dict[str, int], buffers: Sequence[Buffer], settings: Se
 class _Ledger:
     """Writes down actions and memory."""
 
-    def __init__(self, resident: dict[str, int], trace: Trace, *, frees_grads: bool = False) -> None:
+    def __init__(
+        self, resident: dict[str, int], trace: Trace, *, frees_grads: bool = False, on_cpu: bool = False
+    ) -> None:
         """``resident``: what outlives a step; gradients come by themselves.
 
         ``frees_grads``: of two buffers of gradients the elder one goes when a third comes.
+        ``on_cpu``: nothing is computed while Python takes a gradient from autograd; a GPU is behind its host then.
         """
+        self._on_cpu = on_cpu
         self._grads: deque[int] | None = deque() if frees_grads else None
         self._bytes = dict.fromkeys(CATEGORIES, 0)
         for category in ("params", "master", "optimizer"):
@@ -180,6 +184,8 @@ class _Ledger:
             self._live += span.kept + span.temporary
             if span.work:
                 actions.append(Compute(self._place, self._phase, span.work))
+            if self._on_cpu and event.name == "grad":
+                actions.append(Compute(self._place, self._phase, (_HOOK,)))
         return actions
 
     def update(self, temporary: int) -> None:
@@ -217,6 +223,7 @@ class _Ledger:
 
 
 _LOSS_IS_THERE = Event("backward_begins", ROOT)
+_HOOK = Work(0, 0, "float32", num_hooks=1)
 _PHASES: dict[str, Phase] = {"forward_begins": "forward", "backward_begins": "backward"}
 
 

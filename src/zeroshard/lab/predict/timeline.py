@@ -104,6 +104,8 @@ def _on_cpu_s(work: Work, device: Device, flops_s: float, bytes_s: float) -> flo
     """Nobody issues the next operation while one runs; and a product's factors come from memory, where those of a
     calibration, which takes the same product again and again, lie in a cache.
     """
+    if work.num_hooks:
+        return work.num_hooks * device.hook_s
     busy_s = flops_s + bytes_s if work.shape and not work.attention else max(flops_s, bytes_s)
     return max(busy_s, work.num_gelus * device.gelu_s) + device.kernel_s
 

@@ -22,6 +22,8 @@ class Work:
             ``(batch x heads, queries, keys, width of a head)``; empty for all else.
         attention, backward: whether it is a fused attention kernel, and whether that one's backward.
         num_gelus: elements of which it takes the GELU by tanh, or its derivative; on a CPU that outlasts its bytes.
+        num_hooks: parameters whose gradients are handed to the engine, in Python: it is then no operation, and on a CPU
+            takes `Device.hook_s` for each.
         conversion: of what travels, as ``int8 quantise``: `zeroshard.lab.predict.conversions`; empty for all else.
         numel, num_calls: elements of a conversion, and in how many calls it is done.
     """
@@ -33,6 +35,7 @@ class Work:
     shape: tuple[int, ...] = ()
     backward: bool = False
     num_gelus: int = 0
+    num_hooks: int = 0
     conversion: str = ""
     numel: int = 0
     num_calls: int = 1
