@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -33,9 +32,9 @@ process.prepare_torch()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from two_nodes import result_of_ranks, sent_so_far  # noqa: E402
 
 from zeroshard.comm import RingCommunicator  # noqa: E402
-from zeroshard.lab.network import network  # noqa: E402
 from zeroshard.lab.planner.planner import planner_for  # noqa: E402
 from zeroshard.lab.report import png  # noqa: E402
 from zeroshard.lab.report.figure import CYCLE, GREY, MARKERS, Axis, Figure, Series, bandwidth_in_words  # noqa: E402
@@ -135,12 +134,6 @@ class Contestant:
             each.clear()
 
 
-def sent_so_far() -> int:
-    """Bytes that this process's network namespace has sent by its own interface."""
-    lines = [line for line in Path("/proc/self/net/dev").read_text().splitlines() if network.INTERFACE in line]
-    return int(lines[0].split(":")[1].split()[8])
-
-
 def rank_main(address: str, rank: int, names: list[str]) -> None:
     """One node: make the contestants of these names, take turns, and on rank 0 print what was measured."""
     torch.set_num_threads(1)
@@ -170,23 +163,8 @@ def _rounded(seconds: list[float]) -> list[float]:
 def measured(bandwidth: str, names: list[str]) -> dict[str, Any]:
     """Two namespaces with this link between them, a rank in each; seconds and bytes of each step by contestant."""
     load = os.getloadavg()[0]
-    with network.nodes(2, 1, parse_bandwidth("bandwidth", bandwidth)) as made:
-        words = [sys.executable, __file__, "rank", f"{made.address.rpartition('.')[0]}.1", *names]
-        own = {"GLOO_SOCKET_IFNAME": network.INTERFACE, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
-        ranks = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *words],
-                env={**os.environ, **own, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank, name in enumerate(made.names)
-        ]
-        told = [rank.communicate()[0] for rank in ranks]
-        if any(rank.returncode for rank in ranks):
-            raise SystemExit("a rank failed; see above")
-    line = next(line for line in told[0].splitlines() if line.startswith("RESULT "))
-    return {"load": [round(load, 1), round(os.getloadavg()[0], 1)], **json.loads(line.removeprefix("RESULT "))}
+    found = result_of_ranks(__file__, names, bandwidth)
+    return {"load": [round(load, 1), round(os.getloadavg()[0], 1)], **found}
 
 
 def per_step(link: dict[str, Any], remedy: str, stage: int) -> tuple[float, float]:

@@ -25,15 +25,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from two_nodes import result_of_ranks, sent_so_far
 
 from zeroshard import process
 from zeroshard.comm import RingCommunicator
-from zeroshard.lab.network import network
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.traffic import messages
 from zeroshard.lab.run_folders import read_run
 from zeroshard.models import build_model
-from zeroshard.train.config.sizes import parse_bandwidth
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 
 WIRES = {
@@ -66,12 +65,6 @@ class Ranked:
     seconds: list[float]
     cpu_s: list[float]
     sent_bytes: list[int]
-
-
-def sent_so_far() -> int:
-    """Bytes that this process's network namespace has sent by its own interface."""
-    lines = [line for line in Path("/proc/self/net/dev").read_text().splitlines() if network.INTERFACE in line]
-    return int(lines[0].split(":")[1].split()[8])
 
 
 def rank_main(address: str, rank: int, stage: int, rounds: int, wires: list[str]) -> None:
@@ -123,29 +116,7 @@ def planned_bytes(stage: int, precision: MixedPrecision) -> float:
 
 def links(bandwidth: str, stage: int, rounds: int, wires: list[str]) -> dict[str, dict[str, float]]:
     """Two namespaces with this link between them, a rank in each."""
-    with network.nodes(2, 1, parse_bandwidth("bandwidth", bandwidth)) as made:
-        address = f"{made.address.rpartition('.')[0]}.1"
-        words = [sys.executable, __file__, "rank", address, str(stage), str(rounds), *wires]
-        ranks = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *words],
-                env={
-                    **os.environ,
-                    "RANK": str(rank),
-                    "GLOO_SOCKET_IFNAME": network.INTERFACE,
-                    "OMP_NUM_THREADS": "1",
-                    "THP_MEM_ALLOC_ENABLE": "1",
-                },
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank, name in enumerate(made.names)
-        ]
-        told = [rank.communicate()[0] for rank in ranks]
-        if any(rank.returncode for rank in ranks):
-            raise SystemExit("a rank failed; see above")
-    line = next(line for line in told[0].splitlines() if line.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT "))
+    return result_of_ranks(__file__, [str(stage), str(rounds), *wires], bandwidth)
 
 
 def loss(text: str, *, full: bool, wires: list[str]) -> dict[str, list[float]]:

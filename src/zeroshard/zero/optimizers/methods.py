@@ -63,6 +63,7 @@ def _hear_of_steps(piecewise: PiecewiseOptimizer, grads: NarrowGrads) -> None:
     optimizer, listener = piecewise.optimizer, piecewise.listener
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Show the class pieces, and what clipping left to multiply; a closure does so after its backward."""
         itself, *given = args  # torch passes the optimizer along
         closure = given[0] if given else kwargs.get("closure")
         if closure is None:
@@ -78,6 +79,7 @@ def _hear_of_steps(piecewise: PiecewiseOptimizer, grads: NarrowGrads) -> None:
         return ((itself, wrapped, *given[1:]), kwargs) if given else (args, {**kwargs, "closure": wrapped})
 
     def after(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Show the user parameters again, and tell the engine."""
         grads.restore()
         piecewise.show_params()
         piecewise.has_state = True
@@ -105,6 +107,7 @@ def _once(piecewise: PiecewiseOptimizer, grads: NarrowGrads, closure: Callable[[
     called = False
 
     def run() -> Any:
+        """The user's closure, once."""
         nonlocal called
         if called:
             raise RuntimeError(
