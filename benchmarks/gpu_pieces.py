@@ -6,7 +6,6 @@ import gc
 import importlib.util
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from gpu_setup import (
     autocast_step,
     model_of,
     plain_step,
+    seconds_in_rounds,
 )
 from gpu_step_pieces import float8, graphs, overlap
 from torch import Tensor
@@ -162,25 +162,15 @@ def tax(out: Path) -> Result:
     """A step under the engine in a world of one, against the same loop without it; rounds in a shuffled order."""
     steps = _contestants(8 if ON_GPU else 1)
     num_rounds, num_steps = (9, 10) if ON_GPU else (2, 1)
-    times: dict[str, list[float]] = {name: [] for name in steps}
     losses = {name: step().item() for name, step in steps.items()}
-    order = random.Random(0)
-    for _ in range(num_rounds + 1):
-        for name in order.sample(list(steps), len(steps)):
-            synchronise(DEVICE)
-            began = time.perf_counter()
-            for _ in range(num_steps):
-                steps[name]()
-            synchronise(DEVICE)
-            times[name].append((time.perf_counter() - began) / num_steps)
+    times = seconds_in_rounds(steps, num_rounds, num_steps)
     ratios = {
-        name: spread_of([a / b for a, b in zip(seen[1:], times["plain"][1:], strict=True)])
-        for name, seen in times.items()
+        name: spread_of([a / b for a, b in zip(seen, times["plain"], strict=True)]) for name, seen in times.items()
     }
     return {
         "model": MAIN_MODEL,
         "ratio": ratios,
-        "step_s": {n: spread_of(s[1:]) for n, s in times.items()},
+        "step_s": {name: spread_of(seen) for name, seen in times.items()},
         "first_loss": losses,
     }
 

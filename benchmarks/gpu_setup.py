@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.lab.bench.ranks import synchronise
 from zeroshard.models import LanguageModel, build_model
 
 ON_GPU = torch.cuda.is_available()
@@ -43,6 +46,23 @@ class Piece:
     def run(self, out: Path) -> Result:
         """Measure."""
         return self.function(out, **self.options)
+
+
+def seconds_in_rounds(
+    functions: Mapping[str, Callable[[], object]], num_rounds: int, num_calls: int
+) -> dict[str, list[float]]:
+    """Seconds of a call of each function, by round: ``num_calls`` of each in a shuffled order, after one to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    order = random.Random(0)
+    for _ in range(num_rounds + 1):
+        for name in order.sample(list(functions), len(functions)):
+            synchronise(DEVICE)
+            began = time.perf_counter()
+            for _ in range(num_calls):
+                functions[name]()
+            synchronise(DEVICE)
+            times[name].append((time.perf_counter() - began) / num_calls)
+    return {name: seen[1:] for name, seen in times.items()}
 
 
 def model_of(name: str = MAIN_MODEL) -> LanguageModel:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import gzip
-import random
-import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_setup import DEVICE, MAIN_MODEL, ON_GPU, Result, SkippedError, autocast_step, model_of, plain_step
+from gpu_setup import (
+    DEVICE,
+    MAIN_MODEL,
+    ON_GPU,
+    Result,
+    SkippedError,
+    autocast_step,
+    model_of,
+    plain_step,
+    seconds_in_rounds,
+)
 from torch import Tensor
 
 from zeroshard.comm import CONTROL, LocalCommunicator, NullCommunicator, current_scope
@@ -26,18 +34,8 @@ ROUNDS, STEPS = (7, 10) if ON_GPU else (2, 1)
 
 
 def in_rounds(functions: Mapping[str, Callable[[], object]], num_calls: int = STEPS) -> dict[str, dict[str, Any]]:
-    """Seconds of a call of each, in rounds of ``num_calls`` in a shuffled order, the first of which does not count."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    order = random.Random(0)
-    for _ in range(ROUNDS + 1):
-        for name in order.sample(list(functions), len(functions)):
-            synchronise(DEVICE)
-            began = time.perf_counter()
-            for _ in range(num_calls):
-                functions[name]()
-            synchronise(DEVICE)
-            times[name].append((time.perf_counter() - began) / num_calls)
-    return {name: spread_of(seen[1:]) for name, seen in times.items()}
+    """The spread of the seconds of a call of each."""
+    return {name: spread_of(seen) for name, seen in seconds_in_rounds(functions, ROUNDS, num_calls).items()}
 
 
 # ---------------------------------------------------------------------------------------------- products in 8 bits

@@ -175,6 +175,8 @@ def test_flags_win_over_the_file(trained, tmp_path):
 def test_unknown_words_are_refused_and_the_nearest_known_one_is_named(capsys):
     assert refusal(capsys, "train", "--seq-lenn", "4").endswith("did you mean --seq-len?")
     assert refusal(capsys, "train", "--max-tokens", "4").endswith("did you mean --data.max-tokens?")
+    assert refusal(capsys, "train", "--stratgy", "zero2").endswith("did you mean --strategy?")
+    assert refusal(capsys, "plan", "--gpsu", "8").endswith("did you mean --gpus?")
     assert refusal(capsys, "trian").endswith("did you mean train?")
     assert refusal(capsys, "train", "fast").startswith("error: fast: belongs to no flag")
     assert refusal(capsys, "doctor", "now").startswith("error: now: `zeroshard doctor` does not know it")

@@ -1,4 +1,4 @@
-"""What is told of errors that are the machine's."""
+"""What is told of errors that are the machine's, and which name was probably meant."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from zeroshard.errors import is_of_storage, is_out_of_memory, memory_line, storage_line
+from zeroshard.errors import is_of_storage, is_out_of_memory, memory_line, nearest_name, storage_line
 
 
 def raised_by(allocate):
@@ -58,3 +58,22 @@ def test_a_disk_or_folder_that_failed_is_told_with_what_to_do(error, line):
 )
 def test_a_network_or_a_limit_of_the_process_is_no_disk(error):
     assert not is_of_storage(error)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--gpsu", "--gpus"),  # --gpu has more letters in the same order
+        ("--stratgy", "--strategy"),
+        ("--rl", "--lr"),
+        ("--gpuss", "--gpus"),
+        ("--gp", "--gpu"),
+        ("--optimiser", "--optimizer"),
+        ("--wieght-decay", "--weight-decay"),
+        ("--qqqqqqqq", None),
+    ],
+)
+def test_a_name_of_the_same_letters_in_another_order_is_nearer_than_any_other(given, meant):
+    known = ["--gpu", "--gpus", "--strategy", "--lr", "--optimizer", "--weight-decay"]
+    assert nearest_name(given, known) == meant
+    assert nearest_name(given, iter(reversed(known))) == meant

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import re
 import socket
+from collections.abc import Iterable
+from difflib import get_close_matches
 from enum import IntEnum
 
 # What a disk that is full or broken answers; any other refusal of a path is about the path.
@@ -65,6 +67,18 @@ def path_line(error: OSError) -> tuple[ExitStatus, str] | None:
     if error.filename is None:
         return None
     return ExitStatus.USAGE, f"{shortened(error.filename)}: {why}; name a path that can be used"
+
+
+def nearest_name(given: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The name in ``known`` that ``given`` was probably meant to be; None where none looks like it.
+
+    A name of the same letters in another order comes first: of ``--gpsu`` it is ``--gpus`` and not ``--gpu``, although
+    that one has more letters in the same order. ``cutoff``: as `difflib.get_close_matches` takes it.
+    """
+    known = list(known)
+    reordered = [name for name in known if sorted(name) == sorted(given)]
+    close = get_close_matches(given, reordered or known, n=1, cutoff=0.0 if reordered else cutoff)
+    return close[0] if close else None
 
 
 def shown(value: object, longest: int = 200) -> str:

@@ -68,15 +68,28 @@ class Failures:
 
 def main() -> None:
     """Answer on standard output until standard input ends."""
-    for name in PRELOAD:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    preload(PRELOAD)
     gc.freeze()  # pytest collects garbage several times a run, and need not look through torch
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     print(json.dumps("ready"), file=answers)
     for line in sys.stdin:
         run = json.loads(line)
         print(json.dumps(_run(run["args"], run["timeout_s"])), file=answers)
+
+
+def preload(names: list[str]) -> None:
+    """Import these modules, or those that are installed.
+
+    ``torch._dynamo`` imports Triton, whose own functions are compiled or interpreted by what the environment says at
+    that moment. So the environment says here already what the tests' conftest would.
+    """
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 def _run(args: list[str], timeout_s: float) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from mutants import server
 from mutants.__main__ import Copy, judged, main
 from mutants.catalogue import Mutant, catalogue
 
@@ -44,3 +47,15 @@ def test_names_choose_mutants_whole_or_by_their_beginnings(capsys):
     with pytest.raises(SystemExit):
         main(["--only", "nothing-of-the-kind"])
     assert "no mutant is called nothing-of-the-kind" in capsys.readouterr().err
+
+
+def test_triton_is_imported_for_interpreting_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    found = []
+    monkeypatch.setattr(server.importlib, "import_module", lambda name: found.append(os.environ["TRITON_INTERPRET"]))
+    server.preload(["torch._dynamo"])
+    assert found == ["1"]
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    server.preload(["torch._dynamo"])
+    assert found == ["1", "0"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, nearest_name
 
 
 def unknown_name(field: str, given: str, known: Sequence[str]) -> UserError:
     """The error for ``given``, which is not in ``known``: names the nearest, and all of them."""
-    near = get_close_matches(given, known, n=1, cutoff=0.5)
-    guess = f"did you mean {near[0]!r}? " if near else ""
+    near = nearest_name(given, known)
+    guess = "" if near is None else f"did you mean {near!r}? "
     return UserError(field, f"{given!r} is unknown", f"{guess}choose one of {', '.join(known)}")

@@ -12,14 +12,13 @@ Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", https://ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, nearest_name
 from zeroshard.models.adapters import ADAPTER, Lora, is_adapter
 from zeroshard.models.base import LanguageModel, materialize, shapes_only
 from zeroshard.models.head import Head
@@ -109,8 +108,8 @@ def _layers(model: LanguageModel, named: dict[str, nn.Module], targets: list[str
         found = [name for name in named if name == target or name.endswith(f".{target}")]
         if not found:
             known = _last_parts(_linear_in_blocks(model))
-            close = get_close_matches(target, known, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]}? " if close else ""
+            close = nearest_name(target, known)
+            hint = "" if close is None else f"did you mean {close}? "
             what = f"{target!r} is no layer of the model"
             raise UserError("lora.targets", what, f"{hint}known: {', '.join(known)}; or {ALL_LINEAR}")
         for name in found:

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, nearest_name
 from zeroshard.lazily import is_address, loaded, made_at
 from zeroshard.models.config import ModelConfig
 from zeroshard.models.hugging_face.folder import is_hugging_face
@@ -162,6 +161,6 @@ def _hugging_face() -> Any:
 
 
 def _nearest(word: str, known: Mapping[str, object] | list[str]) -> str:
-    close = get_close_matches(word, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}? " if close else ""
+    close = nearest_name(word, known)
+    hint = "" if close is None else f"did you mean {close}? "
     return f"{hint}known: {', '.join(known)}"

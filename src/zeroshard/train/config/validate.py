@@ -5,14 +5,13 @@ A refusal names the dotted field as the user wrote it (``data.max_tokens``), the
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from zeroshard.errors import UserError, shortened, shown
+from zeroshard.errors import UserError, nearest_name, shortened, shown
 from zeroshard.train.config.sizes import LARGEST
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
@@ -82,10 +81,11 @@ def by_dotted_name(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
     """What to do about a name that is not known: take the one that looks like it, if any does."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if not close:  # `max_tokens` where `data.max_tokens` was meant
-        close = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2].lstrip("-")]
-    return f"did you mean {close[0]}?" if close else otherwise
+    close = nearest_name(name, known, cutoff=0.6)
+    if close is None:  # `max_tokens` where `data.max_tokens` was meant
+        last_part = name.rpartition(".")[2].lstrip("-")
+        close = next((other for other in known if other.rpartition(".")[2] == last_part), None)
+    return otherwise if close is None else f"did you mean {close}?"
 
 
 def _explain(kind: type[BaseModel], error: ValidationError) -> UserError:

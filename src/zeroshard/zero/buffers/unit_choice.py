@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Literal
 
 from torch import nn
+
+from zeroshard.errors import nearest_name
 
 # Modules, or words for them: a class, a class's name, a path such as "transformer.h", or "auto".
 UnitChoice = str | type[nn.Module] | nn.Module | Iterable[str | type[nn.Module] | nn.Module]
@@ -143,8 +144,8 @@ def _no_such(model: nn.Module, path: str, came_to: str, children: dict[str, nn.M
     inside = _some(children) or "nothing"
     if came_to:
         return f"units: the path {path!r} leads to {came_to!r} and no further; {came_to!r} has {inside}"
-    close = difflib.get_close_matches(path, [*{type(module).__name__ for module in model.modules()}, *children], 1)
-    meant = f" did you mean {close[0]}?" if close else ""
+    close = nearest_name(path, [*{type(module).__name__ for module in model.modules()}, *children], cutoff=0.6)
+    meant = "" if close is None else f" did you mean {close}?"
     return (
         f"units: {path!r} is neither a class of the model's modules ({_classes(model)}) nor a path in it ({inside});"
         f"{meant or ' name one of these'}"

@@ -210,6 +210,7 @@ def _hook(taker_ref: weakref.ref[GradTaker], shown: _Shown) -> Callable[[Tensor]
     shown_ref = weakref.ref(shown)
 
     def take(param: Tensor) -> None:
+        """Move the gradient that autograd has left in ``param.grad`` into the flat buffer, and show it from there."""
         taker, shown = taker_ref(), shown_ref()
         assert taker is not None
         assert shown is not None

@@ -99,6 +99,7 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
     """Hook ``unit.module``; ``cast``: the dtype that floating-point inputs are cast to. Returns removable handles."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Before forward: the engine unshards weights; the inputs' gradients say when backward ends."""
         if in_transform():
             require_readable(unit)
             return _all_cast(args, kwargs, cast)
@@ -116,6 +117,7 @@ def attach(unit: Unit, listener: Listener, cast: torch.dtype | None) -> list[Any
         torch.autograd.Variable._execution_engine.queue_callback(lambda: listener.backward_ends(unit, None))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """After forward: the engine hears that the unit is done; the outputs' gradients say when backward begins."""
         if in_transform():
             return None
         returned, output = output, _outliving(listener, unit, output)
@@ -160,6 +162,7 @@ def attach_parts(units: Iterable[Unit], model: nn.Module, part_begins: Callable[
 
 def _tells(part_begins: Callable[[Unit], None], unit: Unit) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before the forward of a part that is called without its unit."""
         if in_transform():
             require_readable(unit)
         elif not torch.compiler.is_compiling() and not unit.inside:
