@@ -3,10 +3,11 @@
     python benchmarks/plan_step_time.py --json step_time.json           # measures, then predicts
     python benchmarks/plan_step_time.py --again step_time.json          # predicts anew from what was measured
 
-For each world the machine is calibrated with as many ranks at once, and every stage takes steps in interleaved rounds
-(`zeroshard.lab.bench.step`), over gloo. The prediction knows the calibration, shapes and the stage table; no step that
-is predicted was used to calibrate. It passes where every prediction is within 15 %, and where stages whose times differ
-by more than that come out in the right order.
+For each world the machine is calibrated with as many ranks at once, and every stage takes steps over gloo. A round has
+all of both in a shuffled order, for a machine that others use may be a tenth faster in one minute than in the next. The
+prediction knows the calibration, shapes and the stage table; no step that is predicted was used to calibrate. It passes
+where every prediction is within 15 %, and where stages whose times differ by more than that come out in the right
+order.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,14 +27,16 @@ from zeroshard import process
 
 process.prepare_torch()
 
+import torch  # noqa: E402
+
+from zeroshard.comm import Communicator  # noqa: E402
 from zeroshard.lab.bench import device, step  # noqa: E402
-from zeroshard.lab.bench.ranks import on_ranks  # noqa: E402
-from zeroshard.lab.bench.report import environment  # noqa: E402
+from zeroshard.lab.bench.ranks import close, communicator, on_ranks  # noqa: E402
+from zeroshard.lab.bench.report import environment, spread_of  # noqa: E402
 from zeroshard.lab.predict.hardware import read_calibration, write_calibration  # noqa: E402
 from zeroshard.zero import STAGES  # noqa: E402
 
 TOLERANCE = 0.15
-NAMES = [f"zero{stage}" for stage in STAGES]
 
 
 def measure(
@@ -40,20 +45,49 @@ def measure(
     """Adds calibrations and steps to ``found``, which is written whenever there is more in it."""
     comm = found["comm"]
     for world in worlds:
-        report, calibration = device.run(world, [comm], rounds, "cpu", 1)
+        seen = on_ranks(_round_by_round, world, comm, shapes, rounds, steps)
+        report, calibration = device.told(seen, world, [comm], "cpu", 1)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "device.json")
             write_calibration(file, calibration)
             found["calibrations"][str(world)] = {"file": json.loads(file.read_text()), "rows": report.rows}
-        for name in shapes:
-            args = (step.SHAPES[name], NAMES, rounds, steps, comm)
-            seen = on_ranks(step.measure, world, *args)
-            for row in step.rows_of(seen, NAMES):
-                stage = int(row["name"][-1])
-                found["steps"].append({"world": world, "shape": name, "stage": stage, "wall_s": row["wall_s"]})
-            print(f"measured {name} on {world} ranks", flush=True)
-            if path is not None:
-                path.write_text(json.dumps(found, indent=1))
+        for contestant, times in seen["others"].items():
+            name, stage = contestant.split()
+            found["steps"].append({"world": world, "shape": name, "stage": int(stage), "wall_s": spread_of(times)})
+        print(f"measured {world} ranks", flush=True)
+        if path is not None:
+            path.write_text(json.dumps(found, indent=1))
+
+
+def _round_by_round(
+    rank: int, cpu: torch.device, comm: str, shapes: list[str], rounds: int, num_steps: int
+) -> dict[str, Any]:
+    """What `device.measure` finds, steps of every shape and stage among it."""
+    made = communicator(comm)
+    steps = {
+        f"{name} {stage}": _steps(step.SHAPES[name], stage, made, rank, cpu, num_steps)
+        for name in shapes
+        for stage in STAGES
+    }
+    found = device.measure(rank, cpu, [comm], rounds, steps)
+    steps.clear()
+    close(made)
+    return found
+
+
+def _steps(
+    shape: step.Shape, stage: int, comm: Communicator, rank: int, cpu: torch.device, num_steps: int
+) -> Callable[[], float]:
+    """Median seconds of a few steps, after an untimed one."""
+    contestant = step.build(f"zero{stage}@", shape, {"": comm}, cpu)
+    tokens, targets = step.batch(shape, rank, cpu)
+
+    def seconds() -> float:
+        times = [step.take(contestant, tokens, targets)[0] for _ in range(num_steps + 1)]
+        return statistics.median(times[1:])
+
+    seconds()
+    return seconds
 
 
 def predict(found: dict[str, Any]) -> list[dict[str, Any]]:

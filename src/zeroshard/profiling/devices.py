@@ -61,6 +61,7 @@ class Device:
             `zeroshard.lab.predict.conversions` reads them; others take their bytes over the memory's rate.
         gelu_s: what an element of a GELU by tanh takes on a CPU, forward or backward; 0: no longer than its bytes.
         hook_s: what the engine's hooks take on a CPU for each parameter that has a gradient.
+        in_step: how much longer a CPU's operations take in a step than alone, caches, autograd and Python included.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Device:
     clock_share: float = 1.0
     gelu_s: float = 0.0
     hook_s: float = 0.0
+    in_step: float = 1.0
     conversions: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 

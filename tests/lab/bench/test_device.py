@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from zeroshard.errors import UserError
-from zeroshard.lab.bench import conversions, device
+from zeroshard.lab.bench import conversions, device, step, whole_step
+from zeroshard.lab.planner.run_plan import predicted_step
 from zeroshard.lab.predict.conversions import CONVERSIONS, FINGERPRINT
-from zeroshard.lab.predict.hardware import read_calibration
+from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration
 from zeroshard.wire_formats import FORMATS
+from zeroshard.zero import STAGES
 
 
 def test_a_constant_and_a_rate_are_fitted_to_sizes():
@@ -75,6 +77,7 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
         "wire",
         "kernel",
         "hook",
+        "step",
     }
     device.write(report, calibration, tmp_path / "device.json")
     assert read_calibration(tmp_path / "device.json") == calibration
@@ -105,3 +108,17 @@ def _slowed(comm):
 
 def test_ranks_that_talk_measure_what_computation_pays(gloo_ranks):
     assert gloo_ranks(2).run(_slowed) == [True, True]
+
+
+def test_a_step_says_how_much_longer_its_operations_take_than_alone():
+    """A step of 1.25 times the operations' sum; then a step that is planned takes 1.25 times as long."""
+    plain = Device("cpu", 1 << 30, {"float32": 1e11}, 1e10, "here", device_type="cpu", kernel_s=1e-5)
+    alone = Calibration(plain, Link("none", 0.0, 1e9, "here", num_ranks=2))
+    shape = whole_step.SHAPE
+    model = step.make_model(shape, "meta")
+    planned = predicted_step(model, STAGES[1], 2, shape.batch, shape.seq_len, alone).compute_s
+    slower = replace(plain, in_step=whole_step.in_step(1.25 * planned, plain))
+    assert slower.in_step == pytest.approx(1.25)
+    assert whole_step.in_step(1.25 * planned, slower) == pytest.approx(1.25)
+    again = predicted_step(model, STAGES[1], 2, shape.batch, shape.seq_len, replace(alone, device=slower))
+    assert again.compute_s == pytest.approx(1.25 * planned)

@@ -10,6 +10,7 @@ reaches on two cores is what a step of it will have.
     wire        seconds of a call and of an element, of quantising what travels: `zeroshard.lab.bench.conversions`
     kernel      the least time of an operation: of a small module's, forward and backward, Python and autograd included
     hook        on a CPU, the same with an engine, by parameter: what it takes longer are the engine's hooks
+    step        on a CPU, a step of a small model without collectives: how much longer than its operations alone
     link        seconds of a collective: a constant and bytes over a rate, fitted by least squares to medians over sizes
     beside      the seconds by which a collective slows the computation that it runs beside, fitted likewise: on a CPU
                 the same cores do both, and a rank that waits for its turn on a core has the others wait
@@ -20,27 +21,26 @@ spread.
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from zeroshard.comm import Communicator, NullCommunicator, Work, all_to_all
+from zeroshard.comm import Communicator, Work, all_to_all
 from zeroshard.comm.registry import comm_entry
-from zeroshard.lab.bench import conversions
+from zeroshard.lab.bench import conversions, operation_cases, whole_step
 from zeroshard.lab.bench.ranks import close, communicator, on_ranks, slowest, synchronise
 from zeroshard.lab.bench.report import Chart, Column, Report, Row, Spread, environment, interleaved, spread_of
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
-from zeroshard.zero import Zero
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 WARM_S = 0.1  # how long a timing lasts at least, in calls
@@ -48,7 +48,14 @@ WARM_S = 0.1  # how long a timing lasts at least, in calls
 
 def run(world: int, comms: Sequence[str], num_rounds: int, device: str, num_threads: int) -> tuple[Report, Calibration]:
     """Measure, on ``world`` ranks at once; the calibration has the first of ``comms`` as its link."""
-    found = on_ranks(_measure, world, list(comms), num_rounds, device=device, num_threads=num_threads)
+    found = on_ranks(measure, world, list(comms), num_rounds, device=device, num_threads=num_threads)
+    return told(found, world, comms, device, num_threads)
+
+
+def told(
+    found: Mapping[str, Any], world: int, comms: Sequence[str], device: str, num_threads: int
+) -> tuple[Report, Calibration]:
+    """What `measure` found, as `run` gives it."""
     rows = _rows(found, world)
     calibration = calibration_of(found, world, comms[0] if comms else "", device, num_threads)
     columns = [
@@ -69,95 +76,6 @@ def write(report: Report, calibration: Calibration, path: Path) -> None:
 
 
 # -- what is timed ----------------------------------------------------------------------------------------------
-
-
-def _products(device: torch.device, dtype: torch.dtype) -> list[tuple[int, int, int]]:
-    """Tokens, inputs, outputs: a small model's linear layers on a CPU, a large one's on a GPU."""
-    if device.type == "cuda":
-        return [(8192, 4096, 4096), (8192, 4096, 14336)]
-    return [(256, 384, 1536), (512, 512, 2048)] if dtype == torch.float32 else [(256, 384, 1536)]
-
-
-def _dtypes(device: torch.device) -> list[torch.dtype]:
-    return [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])
-
-
-def _matmul(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> tuple[float, Callable[[], object]]:
-    """FLOPs, and the three products that a linear layer makes."""
-    x, w, g = (torch.randn(*size, device=device).to(dtype) for size in ((m, k), (k, n), (m, n)))
-    return 6.0 * m * k * n, lambda: (x @ w, x.t() @ g, g @ w.t())
-
-
-def _attention(dtype: torch.dtype, device: torch.device) -> tuple[float, Callable[[], object]]:
-    batch, heads, length, width = (4, 16, 2048, 128) if device.type == "cuda" else (4, 8, 256, 64)
-    q, k, v = (
-        torch.randn(batch, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
-    )
-    grad = torch.randn_like(q)
-
-    def call() -> object:
-        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
-
-    # Two products forward and five backward, of which a causal mask leaves half.
-    return 14.0 * batch * heads * length * length * width / 2, call
-
-
-def _copy(device: torch.device) -> tuple[float, Callable[[], object]]:
-    source = torch.ones((256 if device.type == "cuda" else 16) * 2**20 // 4, device=device)
-    target = torch.empty_like(source)
-    return 2.0 * source.nbytes, lambda: target.copy_(source)
-
-
-def _anew(device: torch.device) -> tuple[float, Callable[[], object]]:
-    """An operation on tensors as large as a small model's activations, that makes its output anew."""
-    numel = (64 if device.type == "cuda" else 1) * 2**20 // 4
-    a, b = (torch.ones(numel, device=device) for _ in range(2))
-    return 3.0 * a.nbytes, lambda: a + b
-
-
-def _gelu() -> tuple[float, Callable[[], object]]:
-    """GELU by tanh and its derivative, of as many elements as a small model's activations have."""
-    x, grad = torch.randn(256, 1024), torch.randn(256, 1024)
-
-    def call() -> object:
-        return F.gelu(x, approximate="tanh"), torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
-
-    return 2.0 * x.numel(), call
-
-
-class _Tiny(nn.Module):
-    """Many operations that do next to nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(8)
-        )
-        self.to(device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.sum()
-
-
-def _small_operations(device: torch.device) -> tuple[float, Callable[[], object]]:
-    """How many operations (forward 5 a layer, backward 9), and a forward and backward of them."""
-    net, x = _Tiny(device), torch.ones(2, 8, device=device)
-    return 8.0 * (5 + 9), lambda: torch.autograd.grad(net(x), list(net.parameters()))
-
-
-def _with_engine() -> tuple[float, Callable[[], object]]:
-    """How many parameters, and the forward and backward of `_small_operations` where an engine takes gradients."""
-    net, x = _Tiny(torch.device("cpu")), torch.ones(2, 8)
-    zero = Zero(net, stage=1, units=list(net.layers), comm=NullCommunicator(2))
-    optimizer = zero.optimizer(torch.optim.SGD, lr=0.0)
-
-    def call() -> object:
-        net(x).backward()
-        return optimizer.zero_grad()
-
-    return float(len(list(net.parameters()))), call
 
 
 def _timer(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
@@ -191,8 +109,14 @@ SIZES = {"256KiB": 1 << 18, "2MiB": 1 << 21, "16MiB": 1 << 24}
 NUM_BESIDE = 4  # collectives that run beside computation at once
 
 
-def _measure(rank: int, device: torch.device, comms: list[str], num_rounds: int) -> dict[str, Any]:
-    """Seconds of each case by round, of the slowest rank."""
+def measure(
+    rank: int,
+    device: torch.device,
+    comms: list[str],
+    num_rounds: int,
+    others: Mapping[str, Callable[[], float]] | None = None,
+) -> dict[str, Any]:
+    """Seconds of each case by round, of the slowest rank; ``others`` take their turns among them and are told apart."""
     order = random.Random(0)  # the same on every rank
     amounts: dict[str, float] = {}
     calls: dict[str, Callable[[], float]] = {}
@@ -200,17 +124,18 @@ def _measure(rank: int, device: torch.device, comms: list[str], num_rounds: int)
     def add(name: str, case: tuple[float, Callable[[], object]]) -> None:
         amounts[name], calls[name] = case[0], _timer(case[1], device)
 
-    for dtype in _dtypes(device):
-        for m, k, n in _products(device, dtype):
-            add(f"matmul {str(dtype)[6:]} {m}x{k}x{n}", _matmul(m, k, n, dtype, device))
+    for dtype in operation_cases.dtypes(device):
+        for m, k, n in operation_cases.products(device, dtype):
+            add(f"matmul {str(dtype)[6:]} {m}x{k}x{n}", operation_cases.matmul(m, k, n, dtype, device))
     attention_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    add(f"attention {str(attention_dtype)[6:]}", _attention(attention_dtype, device))
-    add("copy", _copy(device))
-    add("anew", _anew(device))
+    add(f"attention {str(attention_dtype)[6:]}", operation_cases.attention(attention_dtype, device))
+    add("copy", operation_cases.copy(device))
+    add("anew", operation_cases.anew(device))
     if device.type == "cpu":
-        add("gelu", _gelu())
-        add("hook", _with_engine())
-    add("kernel", _small_operations(device))
+        add("gelu", operation_cases.gelu())
+        add("hook", operation_cases.with_engine())
+        add("step", whole_step.case())
+    add("kernel", operation_cases.small_operations(device))
     for name, amount, call in conversions.cases(device):
         add(name, (amount, call))
     made = {name: communicator(name) for name in comms if not (device.type == "cuda" and comm_entry(name).cpu_only)}
@@ -223,11 +148,15 @@ def _measure(rank: int, device: torch.device, comms: list[str], num_rounds: int)
                 if device.type == "cpu":
                     amounts[f"{name} {op} {size} beside"] = num_bytes
                     calls[f"{name} {op} {size} beside"] = _slowing(comm, op, num_bytes, device)
-    seconds = interleaved(calls, num_rounds, order)
+    gc.collect()
+    gc.freeze()  # as the trainer does: what lives from here on is not searched for garbage again and again
+    seconds = interleaved({**calls, **(others or {})}, num_rounds, order)
+    gc.unfreeze()
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     for comm in made.values():
         close(comm)
-    return {"seconds": seconds, "amounts": amounts, "memory_bytes": memory}
+    found = {"seconds": {name: seconds[name] for name in calls}, "amounts": amounts, "memory_bytes": memory}
+    return found | {"others": {name: seconds[name] for name in others or {}}}
 
 
 def _served(comm: Communicator) -> tuple[str, ...]:
@@ -237,8 +166,8 @@ def _served(comm: Communicator) -> tuple[str, ...]:
 
 def _slowing(comm: Communicator, op: str, num_bytes: int, device: torch.device) -> Callable[[], float]:
     """Seconds by which each of a few collectives slows computation that is longer than all of them."""
-    m, k, n = _products(device, torch.float32)[0]
-    _, product = _matmul(m, k, n, torch.float32, device)
+    m, k, n = operation_cases.products(device, torch.float32)[0]
+    _, product = operation_cases.matmul(m, k, n, torch.float32, device)
     issues = [_issue(comm, op, num_bytes, device) for _ in range(NUM_BESIDE)]
 
     def taken(num_products: int, beside: Sequence[Callable[[], Work]]) -> float:
@@ -327,6 +256,8 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
         conversions=conversions.conversions_of(middle, amounts, fitted),
         device_type=device_type,
     )
+    if "step" in middle:
+        device = replace(device, in_step=whole_step.in_step(middle["step"], device))
     if world == 1 or not comm:
         return Calibration(device)
     return Calibration(device, _link_of(middle, world, comm, device))
@@ -358,6 +289,16 @@ def _link_of(middle: Mapping[str, float], world: int, comm: str, device: Device)
     )
 
 
+RATES = {
+    "matmul": "GFLOP/s",
+    "attention": "GFLOP/s",
+    "copy": "GB/s",
+    "anew": "GB/s",
+    "gelu": "Gelement/s",
+    "wire": "Gelement/s",
+}
+
+
 def _rows(found: Mapping[str, Any], world: int) -> list[Row]:
     rows: list[Row] = []
     for name, times in found["seconds"].items():
@@ -365,22 +306,15 @@ def _rows(found: Mapping[str, Any], world: int) -> list[Row]:
         spread = Spread.of(times)
         row: Row = {"what": what, "case": " ".join(case), "time_s": spread_of(times), "rounds_s": times}
         amount = found["amounts"].get(name)
-        if what in ("matmul", "attention"):
-            rates, unit = spread.inverse(amount / 1e9), "GFLOP/s"
-        elif what in ("copy", "anew"):
-            rates, unit = spread.inverse(amount / 1e9), "GB/s"
-        elif what == "gelu" or what == "wire":
-            rates, unit = spread.inverse(amount / 1e9), "Gelement/s"
-        elif what in ("kernel", "hook"):
-            rates, unit = (
-                Spread(*(s / amount * 1e6 for s in (spread.median, spread.low, spread.high)), spread.num),
-                "us",
-            )
+        if what in RATES:
+            rates, unit = spread.inverse(amount / 1e9), RATES[what]
         else:
+            scale, unit = (1e6 / amount, "us") if what in ("kernel", "hook") else (1e3, "ms")
+            rates = Spread(*(s * scale for s in (spread.median, spread.low, spread.high)), spread.num)
+        if what not in (*RATES, "kernel", "hook", "step"):  # the name of a communicator
             alone = case[-1] != "beside"
             row |= {"what": "collective" if alone else "beside", "case": f"{what} {case[0]} {case[1]}"}
             row |= {"series": f"{what} {case[0]}", "size": case[1]}
-            rates, unit = Spread(*(s * 1e3 for s in (spread.median, spread.low, spread.high)), spread.num), "ms"
         row["rate"] = f"{rates.median:.3g} {unit}"
         row["spread"] = f"{rates.low:.3g}-{rates.high:.3g}"
         rows.append(row)

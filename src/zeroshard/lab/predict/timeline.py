@@ -96,7 +96,7 @@ def operation_s(work: Work, device: Device, attention: Attention = "flash-2") ->
     longest = max(flops_s, bytes_s, device.kernel_s)
     limit = "flops" if longest == flops_s else "bytes" if longest == bytes_s else "kernels"
     if device.device_type == "cpu":
-        return _on_cpu_s(work, device, flops_s, bytes_s), limit
+        return _on_cpu_s(work, device, flops_s, bytes_s) * device.in_step, limit
     return longest, limit
 
 
