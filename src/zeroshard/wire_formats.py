@@ -80,6 +80,13 @@ def check_block(name: str, block: int) -> None:
         raise UserError(name, what, f"give a multiple of {BLOCK_STEP} from {BLOCK_STEP} to {MOST_IN_BLOCK}")
 
 
+def check_has_range(name: str, wire: torch.dtype | str | None) -> None:
+    """Raise UserError, a ValueError, for a dtype of 8 bits or fewer, which is none without a scale."""
+    if wire is not None and not isinstance(wire, str) and wire.is_floating_point and wire.itemsize < 2:
+        what = f"{wire} has no scale, and most numbers are zero or too large in it"
+        raise UserError(name, what, "choose 'e4m3', which has one for each block, or torch.bfloat16")
+
+
 def rounding_key(seed: int, step: int, unit: str, rank: int, part: int = 0) -> int:
     """The key of the noise of one tensor, another for each (seed, step, unit, rank, part).
 

@@ -23,6 +23,7 @@ from zeroshard.wire_formats import (
     Format,
     FormatName,
     check_block,
+    check_has_range,
 )
 
 EXACT_NUMEL = 4096
@@ -71,6 +72,7 @@ class MixedPrecision:
             _check_travels(field, getattr(self, field))
         for field in ("param_dtype", "reduce_dtype"):
             dtype = getattr(self, field)
+            check_has_range(field, dtype)
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{field}: {dtype} is not a floating-point dtype; use torch.bfloat16 or torch.float32")
 
@@ -127,6 +129,8 @@ class MixedPrecision:
 
 def _check_travels(field: str, wire: torch.dtype | str | None) -> None:
     """Raise UserError, a ValueError, for what is neither a floating-point dtype nor a format that ``field`` has."""
+    if isinstance(wire, torch.dtype):
+        check_has_range(field, wire)
     if wire is None or wire in FORMATS or (isinstance(wire, torch.dtype) and wire.is_floating_point):
         return
     if isinstance(wire, str) and wire in DIFFERENCES:

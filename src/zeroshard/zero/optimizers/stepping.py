@@ -166,7 +166,7 @@ class Stepping:
     def named_shards(self, model: nn.Module) -> Iterator[NamedShard]:
         """See `Zero.named_shards`."""
         if self.replicas is not None:
-            self.replicas.require_counted("named_shards")
+            self.replicas.order.require_counted("named_shards")
         shards = training_state.named_shards(model, self._runtime, self.state_holders("named_shards"))
         yield from shards if self.replicas is None else of_replicas.named_shards(self.replicas, shards)
 
@@ -280,7 +280,7 @@ class Stepping:
         self.require_weights("step")
         self._runtime.take_changes()
         if self.replicas is not None:
-            self.replicas.before_update()
+            self.replicas.before_update(self._members(optimizer))
         buffers = self._reduced_buffers()
         factors = {id(buffer.factor): buffer.factor for buffer in buffers}
         if len(factors) == 1 and isinstance(optimizer, SavesPasses):
@@ -294,7 +294,7 @@ class Stepping:
         self._runtime.forget_calls()
         if self.replicas is not None:
             self.replicas.after_update(optimizer)
-        members = next((known.members for known in self._known if known.optimizer is optimizer), set())
+        members = self._members(optimizer)
         copied = isinstance(optimizer, SavesPasses)
         for group in self._runtime.groups():
             used = group.grads.used
@@ -302,6 +302,10 @@ class Stepping:
             if moved:
                 torch.autograd.graph.increment_version(moved)  # a graph from before must not be gone through any more
                 group.params.mark_stale(copied=copied)
+
+    def _members(self, optimizer: Optimizer | None) -> set[nn.Parameter]:
+        """The parameters that ``optimizer`` is over."""
+        return next((known.members for known in self._known if known.optimizer is optimizer), set())
 
     def weights_changed(self, members: set[nn.Parameter]) -> None:
         """The masters of these parameters have changed, whether they had gradients or not."""

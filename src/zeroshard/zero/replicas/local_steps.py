@@ -31,7 +31,7 @@ from typing import cast
 
 import torch
 
-from zeroshard.wire_formats import BLOCK, FORMATS, BlockFormat, FormatName, check_block
+from zeroshard.wire_formats import BLOCK, FORMATS, BlockFormat, FormatName, check_block, check_has_range
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class LocalSteps:
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"every: {self.every!r} steps between meetings; give 1 or more")
+        self._check_types()
         if not (isfinite(self.outer_lr) and self.outer_lr > 0):
             raise ValueError(f"outer_lr: {self.outer_lr} is not above 0; DiLoCo's is 0.7")
         if not 0 <= self.outer_momentum < 1:
@@ -85,11 +86,22 @@ class LocalSteps:
         if not 0 <= self.mixing < 1:
             raise ValueError(f"mixing: {self.mixing} is outside [0, 1); 0.5 is Streaming DiLoCo's")
         is_dtype = isinstance(self.wire, torch.dtype) and self.wire.is_floating_point
+        check_has_range("wire", self.wire)
         if self.wire is not None and not is_dtype and self.wire not in FORMATS:
             raise ValueError(
                 f"wire: {self.wire!r} is no format that travels; give a floating-point dtype, or {', '.join(FORMATS)}"
             )
         check_block("block", self.block)
+
+    def _check_types(self) -> None:
+        for fields, kinds, what in (
+            (("fragments", "overlap_steps", "rounding_seed"), int, "whole number"),
+            (("outer_lr", "outer_momentum", "mixing"), (int, float), "number"),
+        ):
+            for field in fields:
+                value = getattr(self, field)
+                if isinstance(value, bool) or not isinstance(value, kinds):
+                    raise ValueError(f"{field}: {value!r} is no {what}; give one")
 
     @property
     def form(self) -> BlockFormat | None:

@@ -137,6 +137,11 @@ class Outer:
             else:
                 local.copy_(common)
 
+    def is_shown(self, group: FlatGroup) -> bool:
+        """Whether this rank's shard of the weights has the anchor's values."""
+        own = own_master(group.params)
+        return torch.equal(own, self.anchor.to(own.dtype))
+
     @property
     def num_bytes(self) -> int:
         """Of anchor and momentum."""

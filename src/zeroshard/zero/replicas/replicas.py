@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm import CONTROL, scope
@@ -25,6 +25,7 @@ from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.replicas.local_steps import LocalSteps
 from zeroshard.zero.replicas.outer import Outer
+from zeroshard.zero.replicas.step_order import StepOrder
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.sharded_optimizer.agreement import agreement
@@ -76,12 +77,11 @@ class Replicas:
         settings.check_units(len(runtime.all_units()))
         with agreement(levels.world, "replicas", "give every rank the same LocalSteps") as described:
             described.append(str(settings))
-        self.settings, self.comm, self.shard = settings, levels.replicas, levels.shard
-        self._rank = levels.world.rank
+        self.settings, self.comm, self.shard, self._world = settings, levels.replicas, levels.shard, levels.world
         self._runtime, self._buffers = runtime, buffers
         self._outer: dict[tuple[Unit, int], Outer] = {}
         self._sent: dict[int, tuple[int, int]] = {}  # by fragment on its way: steps when it left, bytes
-        self._stepped: list[Optimizer] = []
+        self.order = StepOrder()
         self.num_steps = 0
         self.left: list[int] = []
         self.applied = False
@@ -102,12 +102,20 @@ class Replicas:
                 put_bytes(buffer, content)
         self._runtime.masters_replaced()
 
-    def before_update(self) -> None:
-        """Weights are about to change: those that nobody has trained before are anchors now."""
+    def before_update(self, members: set[nn.Parameter]) -> None:
+        """An optimizer is about to change ``members``: weights that nobody has trained before are anchors now.
+
+        Raises:
+            RuntimeError: `step` was called between their backward and this.
+        """
         self.require_local("step")
+        self.order.require_before(members)
+        self._begin_anchors()
+
+    def _begin_anchors(self) -> None:
         for key, group in self.groups():
-            if key not in self._outer and (group.trained or any(group.grads.used)):
-                self._outer[key] = Outer(group, self.settings, self._rank)
+            if group.trained or any(group.grads.used):
+                self.outer_of(key, group)
 
     def after_update(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped.
@@ -115,12 +123,7 @@ class Replicas:
         Raises:
             RuntimeError: it did so before, and `step` was not called in between.
         """
-        if any(optimizer is known for known in self._stepped):
-            raise RuntimeError(
-                "step: replicas take local steps and would never meet; call zero.replicas.step() after each step of "
-                "the optimizer"
-            )
-        self._stepped.append(optimizer)
+        self.order.stepped(optimizer)
         self.rests = False
 
     def begin_again(self) -> None:
@@ -160,14 +163,6 @@ class Replicas:
                 "zero.replicas.meet()"
             )
 
-    def require_counted(self, what: str) -> None:
-        """Raise RuntimeError, in the name of ``what``, where a step of an optimizer was not followed by `step`."""
-        if self._stepped:
-            raise RuntimeError(
-                f"{what}: the optimizer has stepped, and zero.replicas.step() was not called since; call it first, or "
-                "a resumed run would count a step less and meet at others"
-            )
-
     def require_same_layout(self, moving: bool) -> None:
         """Raise RuntimeError where parameters are to move to other buffers and anchors have the old ones."""
         if moving and self._outer:
@@ -194,7 +189,8 @@ class Replicas:
         """
         self.require_local("replicas.step")
         self._runtime.require_unpinned("replicas.step")
-        self._stepped.clear()
+        self.order.ends((group for _, group in self.groups()), taken=taken)
+        self._begin_anchors()  # of a replica whose first step was skipped
         self.num_steps += 1
         if not taken:
             self._mark_stale(group for _, group in self.groups())
@@ -309,7 +305,7 @@ class Replicas:
         Where local weights are the anchors already, nothing is done. Else this rank holds a copy of its local masters.
         """
         self.require_local("anchors")
-        if self.rests:
+        if self.still_rests():
             yield
             return
         self._runtime.take_changes()
@@ -327,6 +323,18 @@ class Replicas:
                     group.params.master.copy_(master)
             self._runtime.masters_replaced()
             self.applied = False
+
+    def still_rests(self) -> bool:
+        """Whether local weights are the anchors: not any more where some were written into since. Collective."""
+        if not self.rests:
+            return False
+        self._runtime.take_changes()
+        written = any(not outer.is_shown(group) for _, group, outer in self.by_group())
+        flag = torch.tensor([written], dtype=torch.uint8, device=self._world.control_device)
+        with scope(CONTROL):
+            self._world.all_reduce(flag, "max").wait()
+        self.rests = not flag.item()
+        return self.rests
 
     @property
     def num_bytes(self) -> int:
@@ -347,12 +355,12 @@ class Replicas:
     def loaded(self, num_steps: int, sent: dict[int, tuple[int, int]], *, rests: bool) -> None:
         """Go on as of a checkpoint, whose anchors are there already."""
         self.num_steps, self._sent, self.rests = num_steps, sent, rests
-        self._stepped.clear()
+        self.order.forget()
 
     def outer_of(self, key: tuple[Unit, int], group: FlatGroup) -> Outer:
         """What a group keeps for meetings, begun if need be."""
         if key not in self._outer:
-            self._outer[key] = Outer(group, self.settings, self._rank)
+            self._outer[key] = Outer(group, self.settings, self._world.rank)
         return self._outer[key]
 
     def fragment_of(self, unit: Unit) -> int:

@@ -38,6 +38,7 @@ def named_shards(replicas: Replicas, written: Iterator[NamedShard]) -> Iterator[
     """What this rank writes; ``written``: what it would write if its replica were the whole world."""
     number = replicas.comm.rank
     replicas.arrive()
+    rests = replicas.still_rests()
     anchors = {
         (slot, piece.interval): (group, outer, piece)
         for _, group, outer in replicas.by_group()
@@ -48,7 +49,7 @@ def named_shards(replicas: Replicas, written: Iterator[NamedShard]) -> Iterator[
             group, outer, piece = anchors[shard.name, shard.interval]
             if number == 0:
                 yield from _common(replicas, shard, group, outer, piece)
-            if not replicas.rests:
+            if not rests:
                 yield replace(shard, name=of_replica(shard.name, number), kind=LOCAL)
         elif number == 0:
             yield shard
