@@ -88,8 +88,9 @@ class Popen(subprocess.Popen):
         assert words[0] in (sys.executable, PYTHON), f"{words[0]} is no Python: use subprocess"
         refused = [shell, preexec_fn, pass_fds]
         assert not any(refused), "a forked program takes no shell, preexec_fn or pass_fds: use subprocess"
-        self._server = connect()  # which says in the environment where the server is
-        variables = os.environ if env is None else env
+        self._server = connect()
+        # a copy of the environment may be older than the server; what the program starts asks it where that is
+        variables = {**(os.environ if env is None else env), ADDRESS: os.environ[ADDRESS]}
         request = {
             "args": words[1:],
             "env": {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()},
