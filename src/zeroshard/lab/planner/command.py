@@ -29,10 +29,11 @@ from zeroshard.lab.planner.planner import Planner, planner_for
 from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.planner.remedy import remedies
 from zeroshard.lab.planner.show import seconds, size, text
-from zeroshard.lab.predict.dry_run import dry_run
+from zeroshard.lab.predict.dry_run import Measured, dry_run
 from zeroshard.lab.predict.hardware import find_device, this_machine
 from zeroshard.lab.predict.on_meta import serves_step
 from zeroshard.lab.predict.plan_only import PlanOnly
+from zeroshard.lab.predict.step import Step
 from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.models import LanguageModel
 from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides
@@ -205,28 +206,33 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
         device=device,
         record=device.type != "cuda",
     )
-    lines: dict[str, tuple[int, int]] = {"peak": (again.step.peak.total, measured.peak_bytes)}
-    for name in ("params", "master", "grads", "optimizer"):
-        lines[name] = (again.step.before_update[name], measured.before_update[name])
-    for name, num_bytes in measured.peak_by_category.items():
-        ours = again.step.peak.by_category.get(name, 0)
-        if ours or num_bytes:
-            lines[f"peak: {name}"] = (ours, num_bytes)
-    predicted = again.step.messages()
-    lines["messages"] = (len(predicted), len(measured.messages))
-    lines["message bytes"] = (
-        sum(each.num_bytes for each in predicted),
-        sum(each.num_bytes for each in measured.messages),
-    )
     return {
         "row": describe(row, planner.cluster.world_size),
         "device": str(device),
         "compared": {
             name: {"predicted": ours, "measured": theirs, "ratio": ours / theirs if theirs else None}
-            for name, (ours, theirs) in lines.items()
+            for name, (ours, theirs) in _predicted_and_measured(again.step, measured).items()
         },
         "step_s": min(measured.step_s, default=None),
     }
+
+
+def _predicted_and_measured(step: Step, measured: Measured) -> dict[str, tuple[int, int]]:
+    """By name what was predicted and what was measured: bytes, and how many messages."""
+    lines = {"peak": (step.peak.total, measured.peak_bytes)}
+    for name in ("params", "master", "grads", "optimizer"):
+        lines[name] = (step.before_update[name], measured.before_update[name])
+    for name, num_bytes in measured.peak_by_category.items():
+        predicted = step.peak.by_category.get(name, 0)
+        if predicted or num_bytes:
+            lines[f"peak: {name}"] = (predicted, num_bytes)
+    messages = step.messages()
+    lines["messages"] = (len(messages), len(measured.messages))
+    lines["message bytes"] = (
+        sum(each.num_bytes for each in messages),
+        sum(each.num_bytes for each in measured.messages),
+    )
+    return lines
 
 
 def _device_of(config: PlanConfig, model: nn.Module) -> torch.device:

@@ -39,48 +39,11 @@ def predict(job: Job) -> Planned:
         UserError: the calibration that was named is not there, or is none, or knows no link where ranks talk.
     """
     calibration = _calibration(job) if job.calibration else None
-    param_dtype = job.compute_dtype if job.compute_dtype != torch.float32 else None
-    precision = MixedPrecision(param_dtype, job.reduce_dtype, **job.wire)
-    each_reduces = (job.accumulate or ("sharded" if job.row.grads is SHARD else "local")) == "sharded"
-    num_reductions = job.num_micro if each_reduces else 1
-    buffers = buffers_of(job.model, job.shard_size, job.model.units, precision=precision)
-    rank = job.rank % job.shard_size
-    optimizer = OPTIMIZER_STATES["AdamW"]
-    num_replicas = job.world_size // job.shard_size if job.local_steps is None else 1  # each takes its steps alone
-    kind = job.device_type
-    held = state_bytes(buffers, job.row, rank, optimizer, precision, num_reductions=num_reductions, device_type=kind)
-    if job.keeps_ema:
-        held["ema"] = ema_bytes(buffers, job.row, rank)
-    if job.local_steps is not None:
-        held["outer"] = outer_bytes(buffers)
-    found = messages(
-        buffers,
-        job.row,
-        precision,
-        num_micro=job.num_micro,
-        accumulate=job.accumulate,
-        prefetch=job.prefetch,
-        uniform_order=job.uniform_order,
-        num_replicas=num_replicas,
-        flows=None if job.model.lora is None else flows_of(buffers),
-    )
-    leaving, arriving = _meetings(job, buffers)
-    planned = Planned(held, _sent(job, found), leaving=leaving, arriving=arriving)
+    settings = _settings(job)
+    buffers = buffers_of(job.model, job.shard_size, job.model.units, precision=settings.precision)
+    planned = _exact(job, buffers, settings)
     if not job.estimates:
         return planned
-    settings = Settings(
-        job.row,
-        precision,
-        num_micro=job.num_micro,
-        accumulate=job.accumulate,
-        prefetch=job.prefetch,
-        num_replicas=num_replicas,
-        uniform_order=job.uniform_order,
-        device_type=job.device_type,
-        fused_copies=job.saves_passes and job.compute_dtype != torch.float32,
-        rank=rank,
-        agrees=True,
-    )
     try:
         step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings)
         step = with_rates(step, PlanOnly(fp8=job.fp8), getattr(job.model.config, "vocab_size", 0))
@@ -88,14 +51,70 @@ def predict(job: Job) -> Planned:
         if calibration is not None:
             raise
         return replace(planned, why_no_peak=error.what)
-    if calibration is not None and calibration.link is not None and job.links is not None:
-        calibration = replace(calibration, link=behind(calibration.link, job.links))
-    alone = job.shard_size if job.local_steps is not None else job.world_size
-    step_s = None if calibration is None else _timing(step, calibration, alone).step_s
-    if step_s is not None and calibration is not None and job.local_steps is not None:
-        step_s += _meeting_s(job, buffers, leaving, calibration) / job.local_steps.every
-    beside = held.get("ema", 0) + held.get("outer", 0)
+    beside = planned.memory_bytes.get("ema", 0) + planned.memory_bytes.get("outer", 0)
+    step_s = None if calibration is None else _step_s(job, buffers, step, planned.leaving, calibration)
     return replace(planned, peak_bytes=step.peak.total + beside, step_s=step_s)
+
+
+def _settings(job: Job) -> Settings:
+    """The engine's, in this run."""
+    param_dtype = job.compute_dtype if job.compute_dtype != torch.float32 else None
+    return Settings(
+        job.row,
+        MixedPrecision(param_dtype, job.reduce_dtype, **job.wire),
+        num_micro=job.num_micro,
+        accumulate=job.accumulate,
+        prefetch=job.prefetch,
+        # with local steps each replica takes its own
+        num_replicas=job.world_size // job.shard_size if job.local_steps is None else 1,
+        uniform_order=job.uniform_order,
+        device_type=job.device_type,
+        fused_copies=job.saves_passes and job.compute_dtype != torch.float32,
+        rank=job.rank % job.shard_size,
+        agrees=True,
+    )
+
+
+def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
+    """Resident bytes and collectives, which a run must equal."""
+    resident = state_bytes(
+        buffers,
+        job.row,
+        settings.rank,
+        OPTIMIZER_STATES["AdamW"],
+        settings.precision,
+        num_reductions=settings.num_reductions,
+        device_type=job.device_type,
+    )
+    if job.keeps_ema:
+        resident["ema"] = ema_bytes(buffers, job.row, settings.rank)
+    if job.local_steps is not None:
+        resident["outer"] = outer_bytes(buffers)
+    found = messages(
+        buffers,
+        job.row,
+        settings.precision,
+        num_micro=job.num_micro,
+        accumulate=job.accumulate,
+        prefetch=job.prefetch,
+        uniform_order=job.uniform_order,
+        num_replicas=settings.num_replicas,
+        flows=None if job.model.lora is None else flows_of(buffers),
+    )
+    leaving, arriving = _meetings(job, buffers)
+    return Planned(resident, _sent(job, found), leaving=leaving, arriving=arriving)
+
+
+def _step_s(
+    job: Job, buffers: list[Buffer], step: Step, leaving: Mapping[int, Sequence[Sent]], calibration: Calibration
+) -> float:
+    """Seconds of a step on the device that was measured; with local steps, its part of a meeting too."""
+    if calibration.link is not None and job.links is not None:
+        calibration = replace(calibration, link=behind(calibration.link, job.links))
+    if job.local_steps is None:
+        return _timing(step, calibration, job.world_size).step_s
+    meeting_s = _meeting_s(job, buffers, leaving, calibration)
+    return _timing(step, calibration, job.shard_size).step_s + meeting_s / job.local_steps.every
 
 
 def _sent(job: Job, found: Iterable[Message]) -> list[Sent]:

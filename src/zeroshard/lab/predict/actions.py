@@ -7,6 +7,7 @@ from typing import Literal
 
 from zeroshard.lab.predict.work import Work
 from zeroshard.zero import MixedPrecision, ShardingStrategy
+from zeroshard.zero.strategy import SHARD
 
 CATEGORIES = (
     "params",
@@ -172,3 +173,14 @@ class Settings:
     agrees: bool = False
     frees_grads: bool = False
     offloads: bool = False
+
+    @property
+    def reduces_each_backward(self) -> bool:
+        """Whether every micro-batch's backward reduces gradients; else the last one does, for all of the step."""
+        by_column: Accumulate = "sharded" if self.strategy.grads is SHARD else "local"
+        return (self.accumulate or by_column) == "sharded"
+
+    @property
+    def num_reductions(self) -> int:
+        """Backwards of a step that reduce gradients."""
+        return self.num_micro if self.reduces_each_backward else 1

@@ -93,27 +93,25 @@ def dry_run(
     if device.type == "meta":
         optimizer = _prepare_without_values(model, optimizer)
     comm = ObservedCommunicator(NullCommunicator(world_size, rank))
-    meta = any(param.is_meta for param in model.parameters())
-    with _laid_out_as_on_cpu() if device.type == "meta" else nullcontext():
-        zero = Zero(
-            model,
-            strategy,
-            units=units,
-            comm=comm,
-            precision=precision,
-            init=loaded_later if meta else None,
-            prefetch=prefetch,
-            accumulate=accumulate,
-            device=device,
-            shard_size=shard_size,
-        )
-    if meta and device.type != "meta":
-        _fill(zero)
+    how = {"units": units, "precision": precision, "prefetch": prefetch, "accumulate": accumulate}
+    zero = _engine(model, strategy, comm, device, shard_size=shard_size, **how)
     make = optimizer or (lambda zero: [zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)])
     optimizers = make(zero)
     given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs(micro_batch))
     recorder = _recorder(zero, model, optimizers[0], device) if record else None
     return _measured(zero, comm, model, optimizers, given, num_micro, num_steps, device, recorder)
+
+
+def _engine(
+    model: nn.Module, strategy: ShardingStrategy, comm: ObservedCommunicator, device: torch.device, **how: Any
+) -> Zero:
+    """The engine around ``model``, whose weights have values unless ``device`` is the meta device."""
+    unset = any(param.is_meta for param in model.parameters())
+    with _laid_out_as_on_cpu() if device.type == "meta" else nullcontext():
+        zero = Zero(model, strategy, comm=comm, device=device, init=loaded_later if unset else None, **how)
+    if unset and device.type != "meta":
+        _fill(zero)
+    return zero
 
 
 def _measured(

@@ -127,29 +127,45 @@ def state_bytes(
     precision = precision or MixedPrecision()
     total = {"params": 0, "grads": 0, "master": 0, "optimizer": 0}
     for buffer in buffers:
-        layout, world_size = buffer.layout, buffer.layout.world_size
-        shard_params = strategy.params is SHARD and world_size > 1
-        shard_optim = strategy.optim is SHARD and world_size > 1
-        seen = layout.own_numel(rank) if shard_optim else layout.padded_numel  # by the optimizer
-        compute = precision.compute_dtype(buffer.dtype)
-        master = buffer.dtype if buffer.trained else compute
-        if not shard_params:
-            total["params"] += layout.padded_numel * compute.itemsize
-        elif strategy.secondary_shard_size is not None:
-            total["params"] += _copy_bytes(buffer, precision) // strategy.secondary_shard_size
-        if shard_optim and _has_format(buffer, precision) and precision.gathers_differences:
-            total["params"] += layout.own_numel(rank) * compute.itemsize
-        if compute != master:
-            total["master"] += seen * master.itemsize
-        elif shard_params or (shard_optim and _has_format(buffer, precision)):
-            total["params"] += layout.own_numel(rank) * master.itemsize
+        weights, masters = _weight_bytes(buffer, strategy, rank, precision)
+        total["params"] += weights
+        total["master"] += masters
         if buffer.trained:
-            total["grads"] += _grad_bytes(
-                layout.padded_numel, seen, strategy, world_size, buffer, precision, num_reductions
-            )
-            kept = optimizer if layout.longest is None or whole_optimizer is None else whole_optimizer
-            total["optimizer"] += _optimizer_bytes(buffer, rank if shard_optim else None, kept, device_type)
+            total["grads"] += _grad_bytes(buffer, strategy, rank, precision, num_reductions)
+            kept = optimizer if buffer.layout.longest is None or whole_optimizer is None else whole_optimizer
+            owner = rank if _shards_optim(buffer, strategy) else None
+            total["optimizer"] += _optimizer_bytes(buffer, owner, kept, device_type)
     return total
+
+
+def _weight_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precision: MixedPrecision) -> tuple[int, int]:
+    """Of a buffer's weights, and of its masters where these have another dtype than the weights."""
+    layout = buffer.layout
+    shard_params, shard_optim = strategy.params is SHARD and layout.world_size > 1, _shards_optim(buffer, strategy)
+    compute = precision.compute_dtype(buffer.dtype)
+    master = buffer.dtype if buffer.trained else compute
+    own_numel, weights = layout.own_numel(rank), 0
+    if not shard_params:
+        weights += layout.padded_numel * compute.itemsize
+    elif strategy.secondary_shard_size is not None:
+        weights += _copy_bytes(buffer, precision) // strategy.secondary_shard_size
+    if shard_optim and _has_format(buffer, precision) and precision.gathers_differences:
+        weights += own_numel * compute.itemsize
+    if compute != master:
+        return weights, _updated_numel(buffer, strategy, rank) * master.itemsize
+    if shard_params or (shard_optim and _has_format(buffer, precision)):
+        weights += own_numel * master.itemsize
+    return weights, 0
+
+
+def _shards_optim(buffer: Buffer, strategy: ShardingStrategy) -> bool:
+    return strategy.optim is SHARD and buffer.layout.world_size > 1
+
+
+def _updated_numel(buffer: Buffer, strategy: ShardingStrategy, rank: int) -> int:
+    """Elements of a buffer, with padding, that the optimizer of ``rank`` updates."""
+    layout = buffer.layout
+    return layout.own_numel(rank) if _shards_optim(buffer, strategy) else layout.padded_numel
 
 
 def _has_format(buffer: Buffer, precision: MixedPrecision) -> bool:
@@ -177,20 +193,14 @@ def ema_bytes(buffers: Iterable[Buffer], strategy: ShardingStrategy, rank: int) 
 
 
 def _grad_bytes(
-    padded: int,
-    seen: int,
-    strategy: ShardingStrategy,
-    world_size: int,
-    buffer: Buffer,
-    precision: MixedPrecision,
-    num_reductions: int,
+    buffer: Buffer, strategy: ShardingStrategy, rank: int, precision: MixedPrecision, num_reductions: int
 ) -> int:
     reduce_dtype, reduced_dtype = precision.gradient_dtype(buffer.dtype), precision.reduced_dtype(buffer.dtype)
-    if strategy.grads is SHARD and world_size > 1:
-        return seen * reduced_dtype.itemsize
-    whole = padded * reduce_dtype.itemsize
+    reduced = _updated_numel(buffer, strategy, rank) * reduced_dtype.itemsize
+    if strategy.grads is SHARD and buffer.layout.world_size > 1:
+        return reduced
     own_memory = num_reductions > 1 or reduce_dtype != reduced_dtype
-    return whole + (seen * reduced_dtype.itemsize if own_memory else 0)
+    return buffer.layout.padded_numel * reduce_dtype.itemsize + (reduced if own_memory else 0)
 
 
 def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState, device_type: str) -> int:

@@ -20,7 +20,6 @@ from dataclasses import replace
 from zeroshard.comm import CONTROL
 from zeroshard.lab.predict.actions import (
     CATEGORIES,
-    Accumulate,
     Action,
     Compute,
     Issue,
@@ -57,23 +56,9 @@ def step_of(
         settings: of the engine.
         whole_optimizer: as `zeroshard.lab.predict.memory.state_bytes` takes it.
     """
-    by_column: Accumulate = "sharded" if settings.strategy.grads is SHARD else "local"
-    each_reduces = (settings.accumulate or by_column) == "sharded"
-    resident = state_bytes(
-        buffers,
-        settings.strategy,
-        settings.rank,
-        optimizer,
-        settings.precision,
-        whole_optimizer=whole_optimizer,
-        num_reductions=settings.num_micro if each_reduces else 1,
-        device_type=settings.device_type,
-    )
-    host_bytes = 0
-    if settings.offloads:
-        resident, host_bytes = _offloaded(resident, buffers, settings)
+    resident, host_bytes = _resident(buffers, optimizer, settings, whole_optimizer)
     num_taken = min(settings.num_micro, 3)
-    syncs = tuple(each_reduces or micro == num_taken - 1 for micro in range(num_taken))
+    syncs = tuple(settings.reduces_each_backward or micro == num_taken - 1 for micro in range(num_taken))
     events = tuple(span.event for span in trace.spans)
     told = recorded(events, trace.units, tuple(buffers), replace(settings, num_micro=1, accumulate=None), syncs)
     ledger = _Ledger(resident, trace, frees_grads=settings.frees_grads, on_cpu=settings.device_type == "cpu")
@@ -109,22 +94,32 @@ def least_bytes(
 
     Weights, masters, states, and the activations: what is gathered and reduced comes on top.
     """
-    held = state_bytes(
+    resident, _ = _resident(buffers, optimizer, settings, whole_optimizer)
+    live = fullest = 0
+    for span in trace.spans:
+        fullest = max(fullest, live + span.peak_kept + span.peak_temporary)
+        live += span.kept + span.temporary
+    return resident["params"] + resident["master"] + resident["optimizer"] + trace.input_bytes + fullest
+
+
+def _resident(
+    buffers: Sequence[Buffer],
+    optimizer: OptimizerState,
+    settings: Settings,
+    whole_optimizer: OptimizerState | None,
+) -> tuple[dict[str, int], int]:
+    """Bytes that outlive a step: on the device by category, and those that a plan offloads to the host."""
+    resident = state_bytes(
         buffers,
         settings.strategy,
         settings.rank,
         optimizer,
         settings.precision,
         whole_optimizer=whole_optimizer,
+        num_reductions=settings.num_reductions,
         device_type=settings.device_type,
     )
-    if settings.offloads:
-        held, _ = _offloaded(held, buffers, settings)
-    live = fullest = 0
-    for span in trace.spans:
-        fullest = max(fullest, live + span.peak_kept + span.peak_temporary)
-        live += span.kept + span.temporary
-    return held["params"] + held["master"] + held["optimizer"] + trace.input_bytes + fullest
+    return _offloaded(resident, buffers, settings) if settings.offloads else (resident, 0)
 
 
 def _offloaded(resident: dict[str, int], buffers: Sequence[Buffer], settings: Settings) -> tuple[dict[str, int], int]:

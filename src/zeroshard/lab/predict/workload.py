@@ -280,40 +280,32 @@ def workload_of(
             autocast=autocast,
         )
     _require_trainable(model)
-    if weights is not None:
-        raise UserError("master_weights", "a module is what it is", "give it to plan in the dtype of its weights")
-    if document_mask:
-        raise UserError("document_mask", "a module is what it is", "set its eos_id, or give a preset's name")
-    if lora is not None:
-        raise UserError("lora", "a module is what it is", "give it adapters with peft, or give a preset's name")
-    if overrides:
-        raise UserError("overrides", "a module is what it is", "build it so, or give a preset's name")
+    changes = {"master_weights": weights, "document_mask": document_mask, "lora": lora, "overrides": overrides}
+    for change, asked in changes.items():
+        if asked:
+            raise UserError(change, "a module is what it is", _INSTEAD[change])
     chosen = None if units is None else choose_units(model, units)
+    name, optimizer = type(model).__name__, known_optimizer(optimizer)
     if isinstance(model, LanguageModel):
-        length = model.config.seq_len if seq_len is None else seq_len
-        model.check_seq_len(length)
+        seq_len = model.config.seq_len if seq_len is None else seq_len
+        model.check_seq_len(seq_len)
         chosen = model.units if chosen is None else chosen
         ours = inputs is None and chosen in (model.units, list(model.blocks))
-        make, known = inputs or tokens_and_targets(length), known_optimizer(optimizer)
-        return Workload(
-            model,
-            type(model).__name__,
-            chosen,
-            make,
-            length,
-            precision,
-            known,
-            model.kernels,
-            ours=ours,
-            autocast=autocast,
-        )
-    if inputs is None:
-        what = f"a {type(model).__name__} is no language model of ours"
+        inputs, kernels = inputs or tokens_and_targets(seq_len), model.kernels
+    elif inputs is None:
+        what = f"a {name} is no language model of ours"
         raise UserError("inputs", what, "give inputs=lambda rows: (tensor, ...), the arguments of one micro-batch")
-    known = known_optimizer(optimizer)
-    return Workload(
-        model, type(model).__name__, chosen, inputs, seq_len or 1, precision, known, kernels, autocast=autocast
-    )
+    else:
+        seq_len, ours = seq_len or 1, False
+    return Workload(model, name, chosen, inputs, seq_len, precision, optimizer, kernels, ours=ours, autocast=autocast)
+
+
+_INSTEAD = {  # what changes a preset and not a module that is given: what to do with the module
+    "master_weights": "give it to plan in the dtype of its weights",
+    "document_mask": "set its eos_id, or give a preset's name",
+    "lora": "give it adapters with peft, or give a preset's name",
+    "overrides": "build it so, or give a preset's name",
+}
 
 
 def _require_trainable(model: object) -> None:
