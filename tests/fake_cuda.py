@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hazards import HazardDevice
 from zeroshard.comm import current_scope
@@ -109,6 +110,28 @@ def backward_events(zero):
         grads_of(runtime.root)
 
     _Inside.apply(torch.zeros((), requires_grad=True), inside).backward()
+
+
+class Waits(TorchDispatchMode):
+    """Copies between host and device inside of this block for which the host waits until the device is there.
+
+    Either way: of what it takes from the device, and of what it gives it out of memory that is not pinned, a list of
+    numbers say. Where the host reads a number of the device, torch's fake tensors raise.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+            target, source = result.device.type, (args[1] if len(args) > 1 else args[0]).device.type
+            ahead = target == "cuda" and kwargs.get("non_blocking", args[2:] == (True,))
+            if target != source and not ahead:
+                self.seen.append(f"{source} to {target}")
+        return result
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fake_cuda import CUDA, Peers, backward_events, device, guarded, reads  # noqa: F401 -- fixtures
+from fake_cuda import CUDA, Peers, Waits, backward_events, device, guarded, reads  # noqa: F401 -- fixtures
 from zeroshard.comm import ObservedCommunicator
 from zeroshard.kernels.launch import traced
 from zeroshard.optim import FusedAdamW
@@ -112,7 +112,7 @@ def test_a_step_of_the_trainer_on_a_gpu_reads_one_message(
     launched = []
     module = import_module("zeroshard.kernels.adamw")  # its launcher reads addresses, which is no node of a graph
     monkeypatch.setattr(module, "_launch", lambda pieces, given, *rest: launched.append(("adamw", given[0] + given[1])))
-    with FakeTensorMode(), traced(lambda kernel, args: launched.append((kernel, args))):
+    with FakeTensorMode(), traced(lambda kernel, args: launched.append((kernel, args))), Waits() as waits:
         run = taking(
             strategy=f"zero{stage}", model=MODELS[name], dtype=dtype, kernels=kernels, grad_accum_steps=num_micro
         )
@@ -126,7 +126,7 @@ def test_a_step_of_the_trainer_on_a_gpu_reads_one_message(
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
         for step in range(2):
-            for seen in (losses, host.read, host.moved, host.pinned, launched):
+            for seen in (losses, host.read, host.moved, host.pinned, launched, waits.seen):
                 seen.clear()
             record, _ = take_step(run, step, lambda: 0)
         optimizer = run.strategy.optimizer
@@ -135,7 +135,8 @@ def test_a_step_of_the_trainer_on_a_gpu_reads_one_message(
     assert [(loss.device, loss.dtype) for loss in losses] == [(CUDA, torch.float32)] * num_micro
     assert all(tensor.device == CUDA and tensor.dtype == torch.float32 for tensor in state)
     assert host.read == [4]  # loss, two wishes, norm
-    assert Counter(host.moved) == {("cpu to cuda", True, True): 2 * num_micro, ("cuda to cpu", False, None): 1}
+    assert waits.seen == []
+    assert Counter(host.moved) == {("cpu to cuda", True, True): 2 * num_micro + 1}  # batches, and the wishes
     assert all(each.device == CUDA for _, args in launched for each in args if isinstance(each, torch.Tensor))
     assert {"adamw", "linear_cross_entropy"} <= {kernel for kernel, _ in launched} or kernels == "reference"
     assert (record.loss, record.grad_norm) == (1.0, 0.5)  # of four ranks

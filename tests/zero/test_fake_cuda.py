@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fake_cuda import CUDA, Peers, backward_events, device, guarded, reads  # noqa: F401 -- fixtures
+from fake_cuda import CUDA, Peers, Waits, backward_events, device, guarded, reads  # noqa: F401 -- fixtures
 from nets import WIDTH
-from zeroshard.comm import CONTROL
+from zeroshard.comm import CONTROL, LocalCommunicator
+from zeroshard.optim import LossScaler
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 
 PRECISIONS = {
@@ -31,7 +32,7 @@ def test_a_step_on_a_gpu_reads_nothing_of_it_and_all_that_it_moves_lies_there(
     reads,  # noqa: F811
 ):
     policy = PRECISIONS[precision]
-    with FakeTensorMode():
+    with FakeTensorMode(), Waits() as waits:
         comm = Peers(4, device)
         with CUDA:
             model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)])
@@ -39,17 +40,24 @@ def test_a_step_on_a_gpu_reads_nothing_of_it_and_all_that_it_moves_lies_there(
         optim = zero.optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
         for _ in range(2):
             reads.clear()
+            waits.seen.clear()
             del comm.issued[:]
             for micro in range(num_micro):
                 with zero.micro_batch(last=micro == num_micro - 1):
                     model(torch.empty(2, WIDTH, device=CUDA)).sum()
                     backward_events(zero)
+            # What `torch.amp.GradScaler.unscale_` does.
+            found_inf, inverse_scale = torch.zeros(1, device=CUDA), torch.ones(1, device=CUDA)
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                [param.grad for param in model.parameters()], found_inf, inverse_scale
+            )
             norm = zero.clip_grad_norm_(1.0)
             optim.step()
             optim.zero_grad()
         assert norm.device == CUDA
         assert all(state["exp_avg"].device == CUDA for state in optim.state.values())
         assert all(group.params.master.dtype == torch.float32 for group in zero._runtime.groups())
+    assert waits.seen == []
     num_reducing = num_micro if zero.accumulate == "sharded" else 1
     assert len(reads) == num_reducing * (2 if shard_size else 1)
     policy = policy or MixedPrecision()
@@ -63,3 +71,12 @@ def test_a_step_on_a_gpu_reads_nothing_of_it_and_all_that_it_moves_lies_there(
             assert {tensor.dtype for tensor in tensors} == {dtypes[kind]}, (op, label)
             assert stream.startswith("lane"), (op, label)
     assert seen == {"grads", *(["weights", CONTROL] if stage else [])}
+
+
+def test_a_loss_scale_on_a_gpu_reads_one_flag(guarded, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(FakeTensor, "item", lambda flag: 0.0)
+    with FakeTensorMode(), Waits() as waits:
+        param = torch.nn.Parameter(torch.empty(4, device=CUDA))
+        param.grad = torch.empty(4, device=CUDA)
+        assert LossScaler(LocalCommunicator()).unscale_(torch.optim.SGD([param]))
+    assert waits.seen == ["cuda to cpu"]

@@ -79,7 +79,8 @@ class LossScaler:
         for (device, _), grads in by_kind.items():
             found = torch.zeros(1, device=device)
             # The fused check and multiplication that torch's own scaler is made of.
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.full((1,), 1 / self.scale).to(device))
+            inverse = torch.full((1,), 1 / self.scale, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
             overflowed = torch.maximum(overflowed, found.to(overflowed.device))
         with scope(CONTROL):
             self.comm.all_reduce(overflowed, "max").wait()

@@ -3,6 +3,14 @@
 Two facts about gloo shape this file. Its reduce-scatter is an all-reduce of a copy followed by two copies; we
 make the same all-reduce in the caller's own input, which our contract allows, and so have the same bits with none of
 the copies. And it moves only some dtypes, so gathers and broadcasts travel as bytes.
+
+[Note: Messages of the host]
+    What ranks agree on decides which collectives come next and what the optimizer is shown, so the host reads it before
+    it goes on. Over NCCL it would wait until the device has done all that was queued before. Reading it a step later
+    would not do: a rank cannot know whether another one has gone another way this time, and would have stepped without
+    its gradients. gloo takes such messages from host to host, and no device waits. A group of NCCL alone, which
+    ``init_process_group("nccl")`` makes, has none, so one of gloo is made beside it, of the same ranks, at the first
+    message of CPU tensors; communicators over the same group share it.
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -39,6 +48,8 @@ _OPS = {
 # torch 2.13 renames these two; the old names stay, with a warning.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_beside: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by group without a CPU backend: gloo's of the same ranks
 
 
 class _TorchWork:
@@ -81,12 +92,15 @@ class TorchCommunicator:
 
     Args:
         group: a process group that this rank belongs to; None: the default group.
+        host_messages: whether a group without a backend for CPU tensors gets one of gloo beside it, at the first of
+            them: [Note: Messages of the host]. False: messages lie on the device, and the host waits for it at each.
 
     Raises:
-        RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
+        RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``; at the first message
+            of CPU tensors: ranks cannot meet over gloo.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, host_messages: bool = True) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialised; call torch.distributed.init_process_group() first, "
@@ -98,21 +112,48 @@ class TorchCommunicator:
         if self.rank < 0:
             raise RuntimeError("this process is no member of the group; build the communicator on its members only")
         backends = dist.get_backend_config(self.group)
-        self._cpu_backend = "gloo" if "gloo" in backends else ""
+        self._host_messages = host_messages
+        self._backends = backends  # as ``cuda:nccl``
+        self._needs_beside = "cpu:" not in backends and host_messages and dist.is_gloo_available()
         # gloo reduces and then scatters the same way; NCCL picks its algorithm by operation and size.
         self.uniform_order = "nccl" not in backends
+        has_gloo = "gloo" in backends
+        self._gloo_takes_cpu = has_gloo or self._needs_beside
+        self._gloo_takes_all = has_gloo and self.uniform_order
         cuda = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        self.control_device = torch.device("cpu") if self._cpu_backend else cuda
+        self.control_device = torch.device("cpu") if self._gloo_takes_cpu else cuda
 
     def _is_gloo(self, tensor: Tensor) -> bool:
-        return bool(self._cpu_backend) and (tensor.device.type == "cpu" or self.uniform_order)
+        return self._gloo_takes_all or (self._gloo_takes_cpu and tensor.device.type == "cpu")
+
+    def _group_for(self, tensor: Tensor) -> Any:
+        """The process group that ``tensor`` travels by: [Note: Messages of the host]. Collective at the first of them.
+
+        Raises:
+            RuntimeError: ranks cannot meet over gloo.
+        """
+        if tensor.device.type != "cpu" or not self._needs_beside:
+            return self.group
+        if self.group not in _beside:
+            _beside[self.group] = self._made_beside()
+        return _beside[self.group]
+
+    def _made_beside(self) -> Any:
+        ranks = dist.get_process_group_ranks(self.group)
+        try:
+            return dist.new_group(ranks, self._timeout(), "gloo", use_local_synchronization=True)
+        except RuntimeError as error:
+            cause = str(error).splitlines()[0]
+            what = f"a group of {self._backends} takes no CPU tensors, and its ranks cannot meet over gloo ({cause})"
+            todo = "set GLOO_SOCKET_IFNAME to the network interface that they share"
+            raise RuntimeError(f"{what}; {todo}, or give comm=TorchCommunicator(host_messages=False)") from error
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce in place; asynchronous."""
         check_op(op)
         if tensor.numel() == 0 or self.world_size == 1:
             return DONE
-        return _TorchWork(dist.all_reduce(tensor, _OPS[op], group=self.group, async_op=True))
+        return _TorchWork(dist.all_reduce(tensor, _OPS[op], group=self._group_for(tensor), async_op=True))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce and keep this rank's slice; asynchronous. Over gloo, ``input`` is overwritten."""
@@ -123,10 +164,10 @@ class TorchCommunicator:
         own = input.view(-1)[self.rank * output.numel() : (self.rank + 1) * output.numel()]
         in_place = own.data_ptr() == output.data_ptr()
         if not self._is_gloo(input):
-            return _TorchWork(_reduce_scatter(output, input, _OPS[op], group=self.group, async_op=True))
+            return _TorchWork(_reduce_scatter(output, input, _OPS[op], group=self._group_for(input), async_op=True))
         handle = None
         if self.world_size > 1:
-            handle = dist.all_reduce(input, _OPS[op], group=self.group, async_op=True)
+            handle = dist.all_reduce(input, _OPS[op], group=self._group_for(input), async_op=True)
         elif not in_place:
             output.view(-1).copy_(own)
         return _TorchWork(handle, None if in_place else (output.view(-1), own))
@@ -139,7 +180,7 @@ class TorchCommunicator:
         whole, shard = output.view(-1), input.view(-1)
         if self._is_gloo(input):
             whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
-        return _TorchWork(_all_gather(whole, shard, group=self.group, async_op=True))
+        return _TorchWork(_all_gather(whole, shard, group=self._group_for(input), async_op=True))
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
         """Take every rank's part for this one; asynchronous."""
@@ -152,7 +193,7 @@ class TorchCommunicator:
             return DONE
         if self._is_gloo(input):
             whole, parts = whole.view(torch.uint8), parts.view(torch.uint8)
-        return _TorchWork(dist.all_to_all_single(whole, parts, group=self.group, async_op=True))
+        return _TorchWork(dist.all_to_all_single(whole, parts, group=self._group_for(input), async_op=True))
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Take rank ``src``'s tensor; asynchronous."""
@@ -160,7 +201,7 @@ class TorchCommunicator:
         if tensor.numel() == 0 or self.world_size == 1:
             return DONE
         message = tensor.view(-1).view(torch.uint8) if self._is_gloo(tensor) else tensor
-        return _TorchWork(dist.broadcast(message, group=self.group, group_src=src, async_op=True))
+        return _TorchWork(dist.broadcast(message, group=self._group_for(tensor), group_src=src, async_op=True))
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -181,10 +222,10 @@ class TorchCommunicator:
             )
             for ranks in groups
         ]
-        return TorchCommunicator(made[index])
+        return TorchCommunicator(made[index], host_messages=self._host_messages)
 
     def _timeout(self) -> timedelta | None:
         """How long the group waits for a peer; None: as torch likes, where this version does not tell."""
-        device = torch.device("cpu") if self._cpu_backend else self.control_device
+        device = torch.device("cpu" if "cpu:" in self._backends else self._backends.partition(":")[0])
         group: Any = self.group
         return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)

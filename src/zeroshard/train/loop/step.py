@@ -1,6 +1,13 @@
 """One optimizer step: forward and backward over the micro-batches, a message about how it went, clip, update.
 
 All randomness of a step is a pure function of (seed, step, rank), so that a resumed run has nothing of it to restore.
+
+[Note: The one read]
+    On a GPU the host waits for the device once in a step, after backward and before the update: for the mean loss, the
+    norm and the wishes to stop, which are summed over ranks on the device. Whether the step is taken depends on them,
+    and on that the update, its step counts and the average, the next learning rate, a meeting of replicas and what the
+    plan expects to travel. A record has the numbers of its own step, then; to read them a step later for the log would
+    save no wait.
 """
 
 from __future__ import annotations
@@ -143,14 +150,12 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def _agree(run: Run, loss: Tensor, grad_norm: Tensor, stop: int) -> _Health:
     """The mean loss over the ranks that take this step together, and whether any of them wants to stop and why.
 
-    One message of 24 bytes.
-
-    The norm, which all ranks have, is read with it: the host waits for the device once.
+    One message of 24 bytes. The norm, which all ranks have, is read with it: [Note: The one read].
     """
     preempted = stop == signal.SIGUSR1
-    wishes = loss.new_tensor([float(preempted), float(bool(stop) and not preempted)])
+    wishes = torch.tensor([float(preempted), float(bool(stop) and not preempted)], dtype=loss.dtype)
     comm = run.together
-    report = torch.cat([loss.view(1), wishes, grad_norm.detach().to(loss).view(1)]).to(comm.control_device)
+    report = torch.cat([loss.view(1), moved(wishes, loss.device), grad_norm.detach().to(loss).view(1)])
     with scope(CONTROL):
         comm.all_reduce(report[:3]).wait()
     *sums, norm = report.tolist()

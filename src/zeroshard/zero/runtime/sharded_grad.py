@@ -368,7 +368,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     func([grad._home.local() for grad in grads], found_inf, inverse_scale)
     home = grads[0]._home
     if home.sharded:
-        told = found_inf.to(home.comm.control_device).reshape(1)
+        told = found_inf.reshape(1)  # where the gradients are: on a GPU the host would have to wait for it
         with scope(CONTROL):
             home.comm.all_reduce(told, "max").wait()
         found_inf.copy_(told.view(found_inf.shape))

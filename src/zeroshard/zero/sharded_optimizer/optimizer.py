@@ -50,8 +50,7 @@ class ShardedOptimizer(Optimizer):
     To build one, `add_param_group`, `step` and `consolidate_state_dict` are collective. As with DDP, training starts
     from rank 0's weights. Before `step` a parameter's gradient must be averaged on its owner at least; one without
     gradient there is skipped, and neither it nor a frozen one is sent. A step's control message is one byte for each
-    parameter; it travels on the CPU where the group has a CPU backend (``"cpu:gloo,cuda:nccl"``), and otherwise costs
-    one synchronisation of the GPU.
+    parameter, which travels from host to host: see `TorchCommunicator`.
 
     Args:
         params: parameters, named or not, or group dicts of them, as for any optimizer.
