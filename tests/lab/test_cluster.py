@@ -32,6 +32,16 @@ def test_between_nodes_the_network_links_of_a_node_work_together():
     assert cluster.collective_s("all_gather", 10**9, 16) == pytest.approx(steps + 15 / 16 * 1e9 / 4e9)
 
 
+def test_a_last_node_that_is_not_full_is_reached_by_the_links_that_it_has():
+    for ranks, links in ((9, 1), (12, 4), (16, 8), (20, 4)):
+        cluster = Cluster(ranks, 8, WITHIN, BETWEEN, "ring")
+        moved_s = (ranks - 1) / ranks * 1e9 / (links * 1e9)
+        assert cluster.collective_s("all_gather", 10**9, ranks) == pytest.approx((ranks - 1) * 10e-6 + moved_s)
+    # Of an exchange a rank of the last node sends most: its parts for the 8 ranks of the other node.
+    seconds = Cluster(9, 8, WITHIN, BETWEEN).collective_s("all_to_all", 9 * 10**6, 9)
+    assert seconds == pytest.approx(10e-6 + 8e6 / 1e9)
+
+
 def test_replicas_have_the_network_links_of_their_own_ranks():
     cluster = Cluster(16, 4, WITHIN, BETWEEN, "ring")
     # Groups of 4 shard, so one rank of each node is a replica of the others: one link each.

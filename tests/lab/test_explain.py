@@ -2,6 +2,7 @@ import pytest
 
 from zeroshard.lab.planner.explain import explain
 from zeroshard.lab.planner.planner import planner_for
+from zeroshard.lab.planner.show import size
 from zeroshard.lab.predict.hardware import Device
 
 SMALL = {"n_layer": 6, "n_head": 4, "n_embd": 64, "vocab_size": 512, "seq_len": 64}
@@ -47,6 +48,10 @@ def test_rates_are_told_with_their_sources_and_how_sure_they_are(gpu, words):
     told = explain(planner, planner.row(3, 2))
     for word in words:
         assert word in told
+
+
+def test_less_than_nothing_is_told_with_its_sign_and_unit():
+    assert [size(n) for n in (-(2**29), -1536, -3, 3 * 2**30)] == ["-512.0 MiB", "-1.5 KiB", "-3 B", "3.0 GiB"]
 
 
 def test_of_a_measured_device_no_range_is_told():

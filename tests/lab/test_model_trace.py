@@ -6,16 +6,17 @@ from zeroshard.errors import UserError
 from zeroshard.lab.predict.model_spans import repeat_blocks
 from zeroshard.lab.predict.model_trace import tokens_and_targets, trace_language_model, trace_model
 from zeroshard.models import build_model
+from zeroshard.models.adapters import Lora
 from zeroshard.zero import MixedPrecision
 
 FP32, BF16 = MixedPrecision(), MixedPrecision(param_dtype=torch.bfloat16)
 SEQ_LEN = 32
 
 
-def _model(name="llama-tiny", **overrides):
+def _model(name="llama-tiny", lora=None, **overrides):
     sizes = {"n_layer": 3, "n_head": 4, "n_embd": 32, **({"n_kv_head": 2} if name.startswith("llama") else {})}
     with torch.device("meta"):
-        return build_model(name, vocab_size=97, seq_len=SEQ_LEN, overrides={**sizes, **overrides})
+        return build_model(name, vocab_size=97, seq_len=SEQ_LEN, overrides={**sizes, **overrides}, lora=lora)
 
 
 def _whole(model, micro_batch, precision, device_type="cpu"):
@@ -50,6 +51,12 @@ def test_a_few_blocks_tell_all_of_a_deep_model(name, recomputed, device_type, nu
     model = _model(name, activation_checkpointing=recomputed, n_layer=num_layers)
     few = trace_language_model(model, 2, SEQ_LEN, BF16, device_type=device_type)
     assert few == _whole(model, 2, BF16, device_type)
+
+
+def test_a_few_blocks_tell_all_of_a_deep_model_whose_embedding_is_frozen():
+    model = _model("llama-tiny", n_layer=5, lora=Lora(4))
+    assert len(model.units) > len(model.blocks)  # embedding and head are units; no gradient reaches the embedding
+    assert trace_language_model(model, 2, SEQ_LEN, BF16, device_type="cuda") == _whole(model, 2, BF16, "cuda")
 
 
 def test_blocks_that_differ_are_not_repeated():

@@ -1,5 +1,7 @@
 """What a plan says of ways to train that zeroshard has no code for, and of weights kept in other ways."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,11 +12,12 @@ from zeroshard.flags import flags_of, read_flags
 from zeroshard.lab import plan
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
-from zeroshard.lab.planner.show import notes
+from zeroshard.lab.planner.show import heading, notes
 from zeroshard.lab.predict.actions import Compute
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES
-from zeroshard.lab.predict.plan_only import FP8_TIME
+from zeroshard.lab.predict.plan_only import FP8_TIME, PlanOnly
 from zeroshard.models import build_model
+from zeroshard.profiling.devices import DEVICES
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import validate
 
@@ -33,8 +36,11 @@ def _row(model="llama-tiny", **changes):
 
 
 def _flops(row, *, attention=False):
-    works = [work for action in row.step.last if isinstance(action, Compute) for work in action.work]
-    return sum(work.flops for work in works if work.attention == attention)
+    return sum(work.flops for work in _works(row) if work.attention == attention)
+
+
+def _works(row):
+    return [work for action in row.step.last if isinstance(action, Compute) for work in action.work]
 
 
 def _padded(bytes_each, row, num_params):
@@ -134,6 +140,58 @@ def test_a_pipeline_idles_while_it_fills():
     assert kept == pytest.approx(2 * one, rel=1e-3)  # as many micro-batches under way as stages
 
 
+def test_a_tensor_of_two_nodes_sends_between_them():
+    sizes = {**SMALL, "n_head": 16, "n_kv_head": 16}
+    inside, across = (
+        _plan(stage=0, world_size=16, tensor_parallel=16, gpus_per_node=size, overrides=sizes) for size in (16, 8)
+    )
+    assert across.rows[0].timing.exposed_by["tensor_parallel"] > inside.rows[0].timing.exposed_by["tensor_parallel"]
+    assert across.as_dict()["gpus_per_node"] == 8
+    assert "\n8 in a node over nvlink4" in heading(across)
+    assert "nodes over 50 GB/s" in heading(across)
+    assert "micro-batch 2, one replica:" in across.advice
+
+
+def test_ranks_of_a_context_are_in_other_nodes_where_a_tensor_fills_one():
+    def took(**changes):
+        return _row(stage=0, world_size=16, gpus_per_node=8, **changes).timing.exposed_by["context_parallel"]
+
+    whole = took(context_parallel=2, tensor_parallel=1, overrides={**SMALL, "n_head": 8, "n_kv_head": 8})
+    # An eighth of the keys and values, over a link that is slower by more than that.
+    assert took(context_parallel=2, tensor_parallel=8, overrides={**SMALL, "n_head": 8, "n_kv_head": 8}) > whole
+
+
+def test_the_host_of_a_node_keeps_the_states_of_all_its_gpus():
+    found = _plan(offload="optimizer", stage=0, world_size=16, tensor_parallel=4, gpus_per_node=8)
+    total = 8 * found.rows[0].step.host_bytes / 2**30
+    assert f"The host of a node holds {total:,.1f} GiB" in " ".join(notes(found))
+
+
+def test_compiled_code_is_fused_under_autocast_and_from_the_reference():
+    plain, compiled = _row(autocast=True), _row(autocast=True, impl="compile")
+    assert sum(a.num_bytes for a in _works(compiled)) < 0.8 * sum(a.num_bytes for a in _works(plain))
+    ours, reference = (_row(impl="compile", kernels=kernels) for kernels in ("auto", "reference"))
+    assert (ours.needed_bytes, ours.timing.step_s) == (reference.needed_bytes, reference.timing.step_s)
+
+
+def test_a_module_of_others_is_issued_operation_by_operation():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    given = {"world_size": 2, "inputs": lambda rows: (torch.zeros(rows, 8),), "stage": 1, "micro_batch": 1}
+    assert plan(model, **given).software.impl == "eager"
+    assert plan(model, impl="compile", **given).software.impl == "compile"
+    assert _plan().software.impl == "kernels"
+
+
+def test_a_device_computes_in_8_bits_under_its_driver_s_name():
+    for name, serves in (("NVIDIA H100 80GB HBM3", True), ("NVIDIA L4", True), ("NVIDIA A100-SXM4-40GB", False)):
+        device = replace(DEVICES["h100-80gb"], name=name)
+        if serves:
+            PlanOnly(fp8=True).check(1, device)
+        else:
+            with pytest.raises(UserError, match="no products of 8-bit"):
+                PlanOnly(fp8=True).check(1, device)
+
+
 def test_whole_tensors_on_many_gpus_are_said_to_be_padding():
     found = _plan(optimizer="muon", world_size=16)
     assert found.rows[0].padding > 2
@@ -179,6 +237,13 @@ def test_what_zeroshard_does_not_do_is_said():
         ("--gpu a100-80gb,l40s --explain", "gpu", "explain is of one device"),
         ("--gpu a100-80gb,nothing", "gpu", "not a known device"),
         ("--price 2/h --ask fewest-gpus", "price", "takes the place of"),
+        ("--gpu a100-80gb --attention flash-3", "attention", "no rate of flash-3 on a100-80gb is known"),
+        ("--gpu l40s --attention flash-1", "attention", "no rate of flash-1"),
+        ("--gpus 24 --tensor-parallel 3", "tensor_parallel", "do not fill nodes of 8"),
+        ("--gpus 16 --tensor-parallel 2 --shard-size 16", "shard_size", "8 groups of 2 GPUs"),
+        ("--ask fewest-gpus --global-batch 64", "global_batch", "would change nothing"),
+        ("--ask largest-micro-batch --micro-batch 2", "micro_batch", "would change nothing"),
+        ("--gpus 2 --ask lowest-bandwidth --global-batch 8 --micro-batch 3", "global_batch", "no multiple of 3"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(words, field, what):

@@ -143,7 +143,7 @@ PLANNED = {"model": "gpt2-demo", "gpus": 8, "stage": "3", "micro_batch": 1, "seq
     ("given", "words"),
     [
         ({"gpu": "h100-80gb"}, ("fitted to published runs", "PyTorch's default", "four of five peaks lay")),
-        ({"gpu": "l40s-48gb"}, ("no published run on such a device", "on devices to which nothing was fitted")),
+        ({"gpu": "l40s-48gb"}, ("no published run on such a device", "to which nothing was fitted")),
         ({"gpu": "a100-80gb", "tensor_parallel": 2}, ("On top, plan only: tensor_parallel",)),
     ],
 )

@@ -86,7 +86,7 @@ def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
     fastest = max(fitting, key=lambda row: row.tokens_per_s)
     lead = fastest.tokens_per_s / best.tokens_per_s - 1
     if lead > AS_FAST:
-        sentences.append(f"{sentence_case(describe(fastest, world_size))} is {lead:.0%} faster.")
+        sentences.append(f"{sentence_case(describe(fastest, world_size, planner.num_gpus))} is {lead:.0%} faster.")
     return " ".join(sentences)
 
 
@@ -107,7 +107,9 @@ def nearest_change(
     """
     best = min(rows, key=lambda row: row.needed_bytes)
     gib = f"{best.needed_bytes / GIB:.1f} GiB where {planner.device.memory_bytes / GIB:.1f} are"
-    start = f"Nothing fits: {describe(best, planner.cluster.world_size)} needs {gib}"
+    if best.headroom_bytes >= 0:
+        gib += f" and {planner.headroom:.0%} must stay free"
+    start = f"Nothing fits: {describe(best, planner.cluster.world_size, planner.num_gpus)} needs {gib}"
     stage = stages[-1]
     if micro_batch is not None and micro_batch > 1:
         smaller = next((m for m in reversed(MICRO_BATCHES) if m < micro_batch and _fits(planner, stage, m)), None)

@@ -64,7 +64,7 @@ def _cells(offer: Offer, width: int, *, priced: bool) -> list[str]:
     if best is None or cost is None:
         least = min(plan.rows, key=lambda row: row.needed_bytes)
         return [offer.name, "no", "", f"{least.needed_bytes / GIB:.1f} GiB", *[""] * (width - 4)]
-    row = describe(best, plan.cluster.world_size)
+    row = describe(best, plan.cluster.world_size, plan.num_gpus)
     cells = [offer.name, "yes", row, f"{best.needed_bytes / GIB:.1f} GiB", f"{best.tokens_per_s:,.0f}"]
     if priced:
         cells += [f"{cost.dollars_per_h:g}", dollars(cost.dollars_per_billion)]
@@ -79,7 +79,8 @@ def sentence(found: Sequence[Offer]) -> str:
     if best is None or best.cost is None:
         return "Nothing fits on any of them: plan one of them alone to hear which change would help."
     others = [offer.cost for offer in found if offer.cost is not None and offer is not best]
-    row = describe(best.plan.best, best.plan.cluster.world_size) if best.plan.best is not None else ""
+    plan = best.plan
+    row = describe(plan.best, plan.cluster.world_size, plan.num_gpus) if plan.best is not None else ""
     start = f"{best.name}, {row}: {best.cost.sentence()}" if best.cost.dollars_per_h or best.cost.num_tokens else ""
     if best.cost.dollars_per_h:
         more = [other.dollars_per_billion / best.cost.dollars_per_billion - 1 for other in others]

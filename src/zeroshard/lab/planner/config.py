@@ -85,7 +85,9 @@ class PlanConfig(Config):
     )
     kernels: Literal["auto", "reference", "triton", "liger"] = Field("auto", description="Who computes norms and loss.")
     impl: Literal["auto", "eager", "compile", "kernels"] = Field(
-        "auto", description="Who computes on a GPU: operation by operation, compiled, fused by hand; auto: as kernels."
+        "auto",
+        description="Who computes on a GPU: operation by operation, compiled, fused by hand; auto: kernels for models "
+        "of ours, eager for others.",
     )
     attention: Literal["flash-1", "flash-2", "flash-3", "cudnn"] = Field(
         "flash-2", description="Fused attention that a GPU runs."
@@ -131,6 +133,7 @@ class PlanConfig(Config):
         if self.compile and self.impl not in ("auto", "compile"):
             raise UserError("compile", f"it is --impl compile, and impl is {self.impl}", "leave one of the two out")
         self._asks_one_thing()
+        self._asks_of_one_size()
         find_link(self.network)
         require_fabric(self.oversubscription, self.pod_nodes)
         if self.replicas.on and not self.shard_size:
@@ -199,6 +202,16 @@ class PlanConfig(Config):
         parallel = [name for name in names if "parallel" in name]
         if self.ask in ("fewest-gpus", "largest-model") and parallel:
             raise UserError(parallel[0], f"{self.ask} changes what it divides", "leave one of the two out")
+
+    def _asks_of_one_size(self) -> None:
+        """Raise UserError for sizes that the question leaves open: they would change nothing."""
+        given = ["global_batch"] * (self.ask in ("fewest-gpus", "largest-micro-batch"))
+        given += ["micro_batch"] * (self.ask in ("largest-micro-batch", "crossover-filled"))
+        name = next((each for each in given if getattr(self, each)), None)
+        if name is not None:
+            looks = "takes the largest that fits" if name == "micro_batch" else "looks at one micro-batch of each GPU"
+            what = f"{getattr(self, name)} would change nothing: {self.ask} {looks}"
+            raise UserError(name, what, "leave one of the two out")
 
     @property
     def gpu_names(self) -> list[str]:

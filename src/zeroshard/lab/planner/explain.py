@@ -42,7 +42,7 @@ def explain(planner: Planner, row: Row) -> str:
     """The last micro-batch of ``row`` and its update, in order; units that do the same share a line."""
     timing = simulate(row.step, planner.device, planner.cluster, software=planner.software, with_spans=True)
     lines = [
-        f"One step of {describe(row, planner.cluster.world_size)}: {seconds(timing.step_s)}, of it "
+        f"One step of {describe(row, planner.cluster.world_size, planner.num_gpus)}: {seconds(timing.step_s)}, of it "
         f"{seconds(timing.compute_s)} computing and {seconds(timing.exposed_s)} waiting; collectives run for "
         f"{seconds(timing.comm_s)}.",
         LEGEND,

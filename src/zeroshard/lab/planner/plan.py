@@ -49,7 +49,7 @@ def plan(
         raise UserError("replicas.every", what, "give a shard_size below the GPUs: those of one replica")
     planner = planner_for(model, **given)
     world_size = planner.cluster.world_size
-    stages = _stages(stage, shard_size, world_size, local_steps)
+    stages = _stages(stage, shard_size, world_size, local_steps, planner.ranks_a_place)
     check_node_copy(planner, stage, shard_size)
     stages = stages if stage is not None else tuple(each for each in stages if planner.has(each))
     shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing: all stages are alike there
@@ -65,6 +65,7 @@ def plan(
         advice=advice,
         beside=planner.beside,
         software=planner.software,
+        gpus_per_node=planner.gpus_per_node,
     )
 
 
@@ -98,16 +99,21 @@ def check_node_copy(planner: Planner, stage: int | ShardingStrategy | None, shar
 
 
 def _stages(
-    stage: int | ShardingStrategy | None, shard_size: int | None, world_size: int, local_steps: LocalSteps | None
+    stage: int | ShardingStrategy | None,
+    shard_size: int | None,
+    world_size: int,
+    local_steps: LocalSteps | None,
+    ranks_a_place: int,
 ) -> tuple[int | ShardingStrategy, ...]:
-    """The stages to look at: those that shard, where a ``shard_size`` is asked for."""
+    """The stages to look at: those that shard, where a ``shard_size`` is asked for; of groups of ``ranks_a_place``."""
     given = stage is not None and not isinstance(stage, ShardingStrategy)
     if given and (isinstance(stage, bool) or stage not in STAGES):
         raise UserError("stage", f"{stage!r} is not a ZeRO stage", "choose 0, 1, 2 or 3")
     if shard_size is not None:
         if shard_size < 1 or world_size % shard_size:
-            what = f"{shard_size} does not divide a world of {world_size}"
-            raise UserError("shard_size", what, "choose a divisor of it")
+            groups = f"{world_size} groups of {ranks_a_place} GPUs, which it counts" if ranks_a_place > 1 else ""
+            what = f"{shard_size} does not divide {groups or f'a world of {world_size}'}"
+            raise UserError("shard_size", what, f"choose a divisor of {world_size}")
         if stage == 0 and local_steps is None:
             raise UserError("shard_size", "stage 0 shards nothing", "choose stage 1, 2 or 3, or leave it out")
     if stage is not None:

@@ -127,6 +127,7 @@ class Plan:
         advice: the row to take and why, or the nearest change that would make one fit.
         beside: what was planned that zeroshard does not do.
         software: who computes.
+        gpus_per_node: GPUs of a full node; 0: as many as ``cluster`` has ranks in one.
     """
 
     workload: Workload = field(repr=False)
@@ -137,11 +138,17 @@ class Plan:
     advice: str
     beside: PlanOnly = field(default_factory=PlanOnly)
     software: Software = field(default_factory=Software)
+    gpus_per_node: int = 0
 
     @property
     def num_gpus(self) -> int:
         """All of them; ``cluster`` counts those of a tensor and of a pipeline as one."""
         return self.cluster.world_size * self.beside.tensor_parallel * self.beside.pipeline_parallel
+
+    @property
+    def gpus_in_node(self) -> int:
+        """Of a full node."""
+        return self.gpus_per_node or self.cluster.ranks_per_node
 
     @property
     def dtype(self) -> str:
@@ -179,7 +186,7 @@ class Plan:
             "optimizer": self.workload.optimizer,
             "seq_len": self.workload.seq_len,
             "gpus": self.num_gpus,
-            "gpus_per_node": self.cluster.ranks_per_node * self.beside.tensor_parallel,
+            "gpus_per_node": self.gpus_in_node,
             "gpu": {"name": self.device.name, "memory_bytes": self.device.memory_bytes, "source": self.device.source},
             "within_node": _link_dict(self.cluster.within),
             "between_nodes": _link_dict(self.cluster.between),

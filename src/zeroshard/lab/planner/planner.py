@@ -43,6 +43,7 @@ class Planner:
         beside: what zeroshard does not do, and a plan can say. In ``cluster`` the GPUs of a tensor and of a pipeline
             count as one.
         node_copy: ranks of a node that keep a second copy of stage 3's weights; 0: none do.
+        gpus_per_node: GPUs of a full node, of which those of a tensor are several; 0: as many as it has ranks.
     """
 
     workload: Workload
@@ -56,6 +57,7 @@ class Planner:
     software: Software = field(default_factory=Software)
     beside: PlanOnly = field(default_factory=PlanOnly)
     node_copy: int = 0
+    gpus_per_node: int = 0
 
     @property
     def ranks_a_place(self) -> int:
@@ -68,10 +70,14 @@ class Planner:
         return self.cluster.world_size * self.ranks_a_place
 
     @property
+    def gpus_in_node(self) -> int:
+        """Of a full node."""
+        return self.gpus_per_node or self.cluster.ranks_per_node
+
+    @property
     def wires(self) -> Cluster:
         """All GPUs, and their links."""
-        per_node = self.cluster.ranks_per_node * self.beside.tensor_parallel
-        return replace(self.cluster, world_size=self.num_gpus, ranks_per_node=per_node)
+        return replace(self.cluster, world_size=self.num_gpus, ranks_per_node=self.gpus_in_node)
 
     def num_micro(self, micro_batch: int) -> int:
         """Micro-batches of a step; 0 where the global batch is no multiple of what one of them has."""
@@ -178,7 +184,7 @@ class Planner:
             return {}
         stream = self.part.stream(micro_batch, self.beside.context_parallel) if self.beside.num_ranks > 1 else None
         num_micro = max(self.num_micro(micro_batch), 1)
-        return more_seconds(self.beside, step, timing, stream, self.device, self.wires, num_micro)
+        return more_seconds(self.beside, step, timing, stream, self.device, self.cluster, self.wires, num_micro)
 
     def step(self, strategy: ShardingStrategy, micro_batch: int, num_shards: int, *, alone: bool = False) -> Step:
         """The engine's step; ``alone``: of a replica that takes it without the others."""
@@ -265,7 +271,7 @@ def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
         seq_len=asked.seq_len,
         precision=precision,
         optimizer=asked.optimizer,
-        kernels=asked.who_computes_on_cpus,
+        kernels=asked.who_computes,
         document_mask=asked.document_mask,
         lora=asked.lora,
         units=asked.units,
@@ -284,7 +290,8 @@ def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
         asked.prefetch,
         asked.reshard_after_forward,
         asked.headroom,
-        asked.software,
+        asked.software_of(workload.model),
         beside,
         asked.node_copy or 0,
+        asked.gpus_per_node,
     )

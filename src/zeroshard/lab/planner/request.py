@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, TypedDict
 
 import torch
+from torch import nn
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
@@ -17,8 +18,9 @@ from zeroshard.lab.predict.actions import Accumulate
 from zeroshard.lab.predict.cluster import Cluster, Fabric
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, find_device, find_link
 from zeroshard.lab.predict.plan_only import Offload, PlanOnly
-from zeroshard.lab.predict.rates import Attention, Impl, Loss, Software
+from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Software
 from zeroshard.lab.predict.workload import DTYPES, Workload
+from zeroshard.models import GPT2, Llama
 from zeroshard.models.adapters import Lora
 from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.unit_choice import UnitChoice
@@ -184,16 +186,20 @@ class Request:
         return "bfloat16" if self.fp8 else self.dtype
 
     @property
-    def who_computes_on_cpus(self) -> Choice:
-        """``kernels``, or the reference where the model is computed operation by operation."""
+    def who_computes(self) -> Choice:
+        """``kernels``, or the reference where the model is computed operation by operation.
+
+        What a compiler makes of the reference is planned as kernels are, and `process_memory` has how it differs.
+        """
+        if self.impl == "compile" and self.calibration.device.device_type == "cuda":
+            return "auto" if self.kernels == "reference" else self.kernels
         by_operation = (self.impl == "eager" or self.autocast) and self.kernels == "auto"
         return "reference" if by_operation else self.kernels
 
-    @property
-    def software(self) -> Software:
-        """Who computes on a GPU."""
-        impl = self.impl or ("eager" if self.who_computes_on_cpus == "reference" else "kernels")
-        return Software(impl, self.attention, self.loss)
+    def software_of(self, model: nn.Module) -> Software:
+        """Who computes ``model`` on a GPU: there are fused kernels for models of ours, and for no others' blocks."""
+        has_kernels = isinstance(model, GPT2 | Llama) and self.who_computes != "reference"
+        return Software(self.impl or ("kernels" if has_kernels else "eager"), self.attention, self.loss)
 
     def precision(self) -> tuple[MixedPrecision, torch.dtype | None, torch.dtype | None]:
         """The engine's policy, the dtype of weights without a master, and what autocast casts to."""
@@ -227,6 +233,7 @@ class Request:
     def check(self, workload: Workload, device: Device) -> None:
         """Raise UserError where this workload cannot be what was asked for."""
         self._require_expressible(workload)
+        self._require_attention(device)
         if workload.dtype in DTYPES and workload.dtype not in device.matmul_flops_per_s:
             served = ", ".join(device.matmul_flops_per_s)
             raise UserError("dtype", f"a {device.name} does not compute in {workload.dtype}", f"choose {served}")
@@ -238,6 +245,13 @@ class Request:
             what = f"{self.global_batch} sequences cannot be shared out to {where}"
             raise UserError("global_batch", what, f"give a multiple of {num_replicas}")
 
+    def _require_attention(self, device: Device) -> None:
+        """Raise UserError for a kernel of whose rate on ``device`` nothing is known: another's would stand in."""
+        known = SUSTAINED[device.sustained].attention if device.sustained else ("flash-2",)
+        if self.attention not in known:
+            what = f"no rate of {self.attention} on {device.name} is known"
+            raise UserError("attention", what, f"choose {' or '.join(known)}")
+
     def _require_expressible(self, workload: Workload) -> None:
         if self.optimizer_in_backward and self.global_batch:
             what = "gradients that are gone after a micro-batch cannot add up"
@@ -248,7 +262,15 @@ class Request:
         if not workload.ours:
             name = next(name for name in beside.named if "parallel" in name).partition(" ")[0]
             raise UserError(name, f"a {workload.name} cannot be cut by name", "leave it out, or plan a preset")
+        self._require_nodes(beside.tensor_parallel)
         workload.check_part(beside.tensor_parallel, beside.context_parallel, beside.pipeline_parallel)
+
+    def _require_nodes(self, tensor: int) -> None:
+        """Raise UserError where the GPUs of a tensor begin in the middle of a node and end in another."""
+        per_node = self.gpus_per_node
+        if self.world_size > per_node and tensor % per_node and per_node % tensor:
+            what = f"groups of {tensor} GPUs do not fill nodes of {per_node}, nor nodes them"
+            raise UserError("tensor_parallel", what, f"choose a divisor or a multiple of {per_node}, or gpus_per_node")
 
 
 def _require_count(name: str, value: int, least: int) -> None:

@@ -55,7 +55,7 @@ def notes(plan: Plan) -> list[str]:
         found.append(f"{plan.workload.optimizer} keeps tensors whole: over many GPUs {what}; --shard-size bounds that.")
     best = plan.best
     if best is not None and best.step.host_bytes:
-        on_node = min(plan.cluster.ranks_per_node, plan.cluster.world_size)
+        on_node = min(plan.gpus_in_node, plan.num_gpus)
         total = best.step.host_bytes * on_node / GIB
         found.append(f"The host of a node holds {total:,.1f} GiB of masters, states and gradients for its GPUs.")
     return found
@@ -75,20 +75,20 @@ def heading(plan: Plan) -> str:
     workload, cluster, device = plan.workload, plan.cluster, plan.device
     lines = [
         f"{workload.name}: {workload.num_params / 1e9:.3g}B parameters, {plan.dtype}, {workload.optimizer}, "
-        f"{workload.num_bytes_of_states:.3g} bytes of state for each{_trained(workload)} unsharded; "
+        f"{workload.num_bytes_of_states:.3g} bytes of state for each{_trained(workload)}, unsharded; "
         f"sequences of {workload.seq_len}",
         f"{plan.num_gpus:,} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each ({device.source})",
     ]
     if plan.num_gpus > cluster.world_size:
         held = f"{plan.num_gpus // cluster.world_size} GPUs of a tensor or pipeline hold a model together"
         lines.append(f"{held}; {cluster.world_size:,} such groups share out training state, rank by rank")
-    if cluster.world_size > 1:
-        per_node = min(cluster.ranks_per_node, cluster.world_size)
+    if plan.num_gpus > 1:
+        per_node = min(plan.gpus_in_node, plan.num_gpus)
         lines.append(
             f"{per_node} in a node over {cluster.within.name} at {cluster.within.bytes_per_s / 1e9:g} GB/s "
             f"({cluster.within.source})"
         )
-    if cluster.world_size > cluster.ranks_per_node:
+    if plan.num_gpus > plan.gpus_in_node:
         lines.append(f"nodes over {cluster.between.bytes_per_s / 1e9:g} GB/s for each GPU ({cluster.between.source})")
         if cluster.fabric.oversubscription > 1:
             lines.append(cluster.fabric.told())
@@ -158,8 +158,8 @@ def seconds(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """``1.5 GiB``, ``25.0 MiB``, ``3.2 KiB``."""
+    """``1.5 GiB``, ``25.0 MiB``, ``3.2 KiB``; less than nothing with its sign."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
+        if abs(num_bytes) >= scale:
             return f"{num_bytes / scale:.1f} {unit}"
     return f"{num_bytes:.0f} B"

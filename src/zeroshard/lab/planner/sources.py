@@ -45,8 +45,8 @@ def rates(plan: Plan | Planner) -> list[tuple[str, str, str]]:
     elif device.matmul_share < 1:
         told.append(("products", f"{device.matmul_share:.2g} of the data sheet", NO_RUN))
     told += _quantising(plan)
-    links = [("within a node", cluster.within)] * (cluster.ranks_per_node > 1 and cluster.world_size > 1)
-    links += [("between nodes", cluster.between)] * (cluster.world_size > cluster.ranks_per_node)
+    links = [("within a node", cluster.within)] * (plan.gpus_in_node > 1 and plan.num_gpus > 1)
+    links += [("between nodes", cluster.between)] * (plan.num_gpus > plan.gpus_in_node)
     for where, link in links:
         rate = f"{link.share:.3g} of {link.bytes_per_s / 1e9:,.4g} GB/s, {seconds(link.latency_s)} a step"
         told.append((where, rate, f"{link.name}: {link.source}"))
@@ -95,7 +95,7 @@ def ranges(row: Row) -> list[str]:
     if row.spread == (1.0, 1.0):
         return []
     least, most = row.spread
-    whose = " on devices to which nothing was fitted" if row.spread == SPREAD_UNCALIBRATED else ""
+    whose = " on devices, or in ways, to which nothing was fitted" if row.spread == SPREAD_UNCALIBRATED else ""
     return [
         f"Of runs that others published{whose}, rates of four of five lay between {1 / most:.2f} and "
         f"{1 / least:.2f} of what is predicted; docs/plan-accuracy.md has them."

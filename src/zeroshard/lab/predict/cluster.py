@@ -104,6 +104,11 @@ class _Group:
     num_nodes: int
     stride: int = 1
 
+    @property
+    def fewest(self) -> int:
+        """Ranks in the last node, which may not be full: by so many links all others reach it."""
+        return self.num_ranks - (self.num_nodes - 1) * self.in_node
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -259,8 +264,8 @@ class Cluster:
         part, slowest = num_bytes / group.num_ranks, self.between if group.num_nodes > 1 else self.within
         moved_s = part * (group.in_node - 1) / self._inside_bytes_per_s(2)
         if group.num_nodes > 1:
-            link = self._outside_bytes_per_s(group, oversubscribed=False) / group.in_node
-            moved_s = max(moved_s, part * (group.num_ranks - group.in_node) / link)
+            link = self._outside_bytes_per_s(group, oversubscribed=False) / group.fewest
+            moved_s = max(moved_s, part * (group.num_ranks - group.fewest) / link)
             beyond = max(group.num_ranks - group.in_node * self.fabric.pod_nodes, 0)
             moved_s = max(moved_s, part * beyond * self.fabric.oversubscription / link)
         latency_s = slowest.call_s + slowest.latency_s
@@ -275,10 +280,13 @@ class Cluster:
         return math.inf if in_node == 1 else self.within.bytes_per_s * self.within.share
 
     def _outside_bytes_per_s(self, group: _Group, *, oversubscribed: bool = True) -> float:
-        """The network links of a node's ranks of the group together, as far as the fabric carries them."""
+        """The network links of a node's ranks of the group together, as far as the fabric carries them.
+
+        Of the node that has the fewest: NCCL makes as many rings, each over a link of every node, as the last can have.
+        """
         share = self.between.share * max(1 - self.between.falloff * math.log2(group.num_nodes), 0.1)
         share *= self.fabric.share(group.num_nodes, group.stride) if oversubscribed else 1.0
-        return group.in_node * self.between.bytes_per_s * share
+        return group.fewest * self.between.bytes_per_s * share
 
     def _switched_bytes_per_s(self, in_node: int) -> float:
         """Of a buffer, what switches reduce in a second: each rank sends all of it, and its part of the sum."""

@@ -121,7 +121,7 @@ def repeat_blocks(trace: Trace, num_blocks: int, period: int = 1, *, before: int
     for place, unit in enumerate(old):
         spans += _moved(forward[unit], place - unit)
     for place in reversed(range(num_units)):
-        spans += _moved(backward[old[place]], place - old[place])
+        spans += _moved(backward.get(old[place], ()), place - old[place])
     prefix = trace.units[before].rpartition(".")[0]
     blocks = (f"{prefix}.{index}" if prefix else str(index) for index in range(num_blocks))
     names = (*trace.units[:before], *blocks, *trace.units[few - after :])

@@ -21,6 +21,7 @@ Each is an estimate from a formula of its source, laid over a step that is plann
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -92,13 +93,19 @@ class PlanOnly:
             raise UserError("offload", f"{self.offload!r} is not a choice", "choose none or optimizer")
         if self.offload != "none" and self.optimizer_in_backward:
             raise UserError("offload", "the host updates after backward, not inside it", "leave one of the two out")
-        if self.fp8 and not device.name.startswith(FP8_DEVICES):
+        if self.fp8 and not _computes_in_8_bits(device.name):
             what = f"a {device.name} has no products of 8-bit floating point"
             raise UserError("dtype", what, f"choose bfloat16, or one of {', '.join(FP8_DEVICES)}")
         if self.offload != "none" and device.device_type != "cuda":
             is_tpu = device.device_type == "tpu"
             what = f"the host of a {device.name} is not known" if is_tpu else f"{device.name} is a host itself"
             raise UserError("offload", what, "leave it out, or name a GPU")
+
+
+def _computes_in_8_bits(name: str) -> bool:
+    """Of a device by its name in the table, or by the one that its driver reports."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    return any(words.issuperset(each.split("-")) for each in FP8_DEVICES)
 
 
 def with_rates(step: Step, beside: PlanOnly, vocab_size: int) -> Step:
@@ -170,6 +177,7 @@ def more_seconds(
     timing: Timing,
     stream: Stream | None,
     device: Device,
+    places: Cluster,
     cluster: Cluster,
     num_micro: int,
 ) -> dict[str, float]:
@@ -181,7 +189,9 @@ def more_seconds(
         timing: of that step alone.
         stream: of a micro-batch; None where no ranks share one.
         device: of the rank.
-        cluster: all GPUs, and their links.
+        places: ranks that share out states and rows, the GPUs of a tensor and of a pipeline as one: those of a context
+            are neighbours among them.
+        cluster: all GPUs, and their links: those of a tensor are neighbours.
         num_micro: micro-batches of a step.
     """
     tensor, context, stages = beside.tensor_parallel, beside.context_parallel, beside.pipeline_parallel
@@ -191,8 +201,8 @@ def more_seconds(
         each = cluster.collective_s("all_reduce", stream.residual_bytes, tensor)
         found["tensor_parallel"] = (4 + 2 * stream.recomputes) * stream.num_blocks * num_micro * each
     if context > 1:
-        gather = cluster.collective_s("all_gather", stream.kv_bytes, context)
-        scatter = cluster.collective_s("reduce_scatter", stream.kv_bytes, context)
+        gather = places.collective_s("all_gather", stream.kv_bytes, context)
+        scatter = places.collective_s("reduce_scatter", stream.kv_bytes, context)
         found["context_parallel"] = ((2 + stream.recomputes) * gather + scatter) * stream.num_blocks * num_micro
     if stages > 1:
         link = cluster.between if cluster.world_size > cluster.ranks_per_node else cluster.within
