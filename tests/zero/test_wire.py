@@ -1,4 +1,5 @@
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -186,11 +187,13 @@ def test_a_resumed_run_rounds_as_the_one_that_went_on(stage, tmp_path):
         zero = Zero(_net(), stage, comm=comm, precision=INT8, accumulate="sharded")
         optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-2)
         _steps(zero, optimizer, range(3), 2)
+        zero.model.blocks[1].requires_grad_(True)  # which no step has rounded gradients of
         checkpoint.save(tmp_path / "saved", zero, step=3)
         went_on = _steps(zero, optimizer, range(3, 5), 2), zero.state_dict()
         other = Zero(_net(), 2, comm=comm, precision=INT8)
         optimizer = other.optimizer(torch.optim.AdamW, lr=1e-2)
         checkpoint.load(tmp_path / "saved", other)
+        other.model.blocks[1].requires_grad_(True)
         return went_on, (_steps(other, optimizer, range(3, 5), 2), other.state_dict())
 
     for (losses, state), (other_losses, other_state) in run_threads(on_rank, 2):
@@ -230,6 +233,22 @@ def test_what_is_written_into_weights_reaches_the_masters_and_the_rest_keeps_its
         if stage == 2:
             expected["embed.weight"][1, 2] = 0.5
         assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_modules_own_state_dict_is_refused_where_it_has_rounded_weights(stage):
+    def on_rank(comm, precision, words):
+        zero = Zero(_net(), stage, comm=comm, precision=precision)
+        with zero.full_params(), pytest.raises(RuntimeError, match=words) if words else nullcontext():
+            zero.model.state_dict()
+        with zero.full_params():
+            zero.model.blocks[0][0].state_dict()  # a norm, which travels as it is
+        return set(zero.state_dict())
+
+    words = r"^model\.state_dict\(\): the weights that compute are rounded .*use zero\.state_dict\(\)"
+    for precision, refused in ((INT8, words), (MixedPrecision(gather=torch.float32, reduce="int8"), "")):
+        names = run_threads(lambda comm, p=precision, w=refused: on_rank(comm, p, w), 2)[0]
+        assert names == set(_net().state_dict())
 
 
 def test_a_change_of_stage_goes_on_with_the_same_bits():

@@ -62,7 +62,7 @@ class FlatGrads:
         reduced: the mean over ranks of what has been reduced; None before the first reduction.
         factor: what ``reduced`` is still to be multiplied by, 0-dim fp32; None where nothing is due. Clipping leaves
             it to an optimizer that multiplies as it reads; whatever else looks at ``reduced`` calls `apply_factor`.
-        rounding: of what travels in a wire format.
+        wire, rounding: the format that gradients travel in, None: as they are; how they are rounded to it.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FlatGrads:
         self._arriving: Tensor | None = None
         self._across = 0  # collectives of the sum over replicas that are yet to be issued
         self._streams: Streams = NO_STREAMS
-        self._wire = wire if self.shard_optim else None
+        self.wire = wire if self.shard_optim else None
         self._packed: PackedReduce | AcrossReplicas | None = None
         self.rounding = Rounding(rounding_seed, name, levels.world.rank)
         self._scale = 1.0 / levels.world.world_size
@@ -232,7 +232,7 @@ class FlatGrads:
         self._arriving = target
         with scope(f"{self.name}/grads"), self._streams.on("reduce", self._streams.mark()):
             self._work = self._streams.issued(self._collective(target, local))
-        self._across = (2 if self._wire is not None else 1) if self.replicas.world_size > 1 else 0
+        self._across = (2 if self.wire is not None else 1) if self.replicas.world_size > 1 else 0
 
     @property
     def crossing(self) -> bool:
@@ -258,16 +258,16 @@ class FlatGrads:
         self._across -= 1
 
     def _collective_across(self, shard: Tensor) -> Work:
-        if self._wire is None:
+        if self.wire is None:
             return self.replicas.all_reduce(shard)
         if isinstance(self._packed, AcrossReplicas):
             return self._packed.gather()
-        self._packed = AcrossReplicas(self.replicas, self._wire, shard, self.rounding)
+        self._packed = AcrossReplicas(self.replicas, self.wire, shard, self.rounding)
         return self._packed.exchange()
 
     def _collective(self, target: Tensor, local: Tensor) -> Work:
-        if self._wire is not None and self.comm.world_size > 1 and self.replicas.world_size == 1:
-            self._packed = PackedReduce(self.comm, self._wire, local, self.rounding)
+        if self.wire is not None and self.comm.world_size > 1 and self.replicas.world_size == 1:
+            self._packed = PackedReduce(self.comm, self.wire, local, self.rounding)
             return self._packed.exchange()
         if self.shard_optim:
             return reduce_shards(self.comm, self.layout, target, local)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Work, empty_for, scope
+from zeroshard.wire_formats import DtypeFormat
 from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.common_copy import CommonCopy, PackedDifferences, Replaced
 from zeroshard.zero.buffers.differences import refuse_assigned, take_assigned, take_where_it_differs
@@ -372,6 +373,12 @@ class FlatParams:
         """``[shard_numel]``, a new tensor: what every rank has of this rank's shard when it has the last step's."""
         self._finish()
         return None if self.common is None else self.common.current(self.master)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the weights that compute have other digits than their dtype could hold of the master."""
+        as_they_are = isinstance(self.wire, DtypeFormat) and self.wire.dtype in (self.dtype, self.full.dtype)
+        return self.wire is not None and not as_they_are
 
     @property
     def on_its_way(self) -> bool:

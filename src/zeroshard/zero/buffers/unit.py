@@ -111,7 +111,7 @@ class FlatGroup:
         made = [self._again(self.params.name, stay, frozen=self._frozen)] if stay else []
         made.append(self._again(name if stay else self.params.name, leave, layout=own, frozen=self._frozen))
         for group in made:
-            group.grads.rounding.resume_at(self.grads.rounding.step)
+            group.grads.rounding.resume_at(self.grads.rounding.next_step)
         return made
 
     def restaged(self, strategy: ShardingStrategy) -> FlatGroup:

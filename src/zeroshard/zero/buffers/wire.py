@@ -88,7 +88,12 @@ class Rounding:
         self._seed, self._unit, self._rank = seed, unit, rank
         self.step, self.num_cleared = 0, 0
         self._num_reductions = 0
-        self._over = False
+        self._over = self._is_loaded = False
+
+    @property
+    def next_step(self) -> int:
+        """The step that is begun once gradients are cleared."""
+        return self.step + (self._num_reductions > 0)
 
     def end_step(self) -> None:
         """Gradients are cleared: what is reduced next belongs to the next step."""
@@ -98,6 +103,17 @@ class Rounding:
     def resume_at(self, step: int) -> None:
         """What is reduced next belongs to this step."""
         self.step, self._num_reductions, self._over = step, 0, False
+
+    def loaded(self, step: int) -> None:
+        """As `resume_at`: a checkpoint says so of this buffer, whatever number of steps it is of."""
+        self.resume_at(step)
+        self._is_loaded = True
+
+    def begin_at(self, step: int) -> None:
+        """As `resume_at`, unless what was `loaded` knows better."""
+        if not self._is_loaded:
+            self.resume_at(step)
+        self._is_loaded = False
 
     def keys(self, num_parts: int) -> list[int]:
         """The keys of the parts of the next reduction."""

@@ -153,7 +153,7 @@ class Stepping:
     def resume_at(self, step: int) -> None:
         """See `Zero.resume_at`."""
         for group in self._runtime.groups():
-            group.grads.rounding.resume_at(step)
+            group.grads.rounding.begin_at(step)
         if self.replicas is not None and not self.replicas.num_steps:  # of a checkpoint that has counted none for them
             self.replicas.num_steps = step
 

@@ -85,6 +85,12 @@ def _refuse_state(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
                 "model.state_dict(): the weights are sharded or older than the last step; "
                 "use zero.state_dict(), or call it inside zero.full_params()"
             )
+        rounded = {param for group in runtime.groups() if group.params.is_rounded for param in group.params.params}
+        if not rounded.isdisjoint(module.parameters()):
+            raise RuntimeError(
+                "model.state_dict(): the weights that compute are rounded to what travels (MixedPrecision(gather=)); "
+                "use zero.state_dict(), which has the masters"
+            )
 
     return refuse
 

@@ -20,8 +20,9 @@ from zeroshard.errors import UserError
 # What replicas that take local steps keep beside their weights: see `zeroshard.zero.replicas.saved`.
 OUTER_KINDS = frozenset({"anchor", "outer_momentum", "outer_difference", "outer_steps", "outer_due", "outer_left"})
 GATHERED = "gathered"  # what every rank has, where differences to it travel: `zeroshard.zero.buffers.common_copy`
+ROUNDING = "rounding_step"  # that gradients in a wire format are rounded by next
 MODEL_KINDS = (
-    frozenset({"param", "buffer", "ema", GATHERED}) | OUTER_KINDS
+    frozenset({"param", "buffer", "ema", GATHERED, ROUNDING}) | OUTER_KINDS
 )  # every other kind is a state of an optimizer
 _REPLICA = "@replica"  # in the name of what one replica has alone
 

@@ -18,7 +18,15 @@ from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.methods import load_pieces
 from zeroshard.zero.optimizers.piecewise import SCALAR_STATES, PiecewiseOptimizer
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.state.named_shards import GATHERED, MODEL_KINDS, NamedShard, ShardReader, read_whole, require_shape
+from zeroshard.zero.state.named_shards import (
+    GATHERED,
+    MODEL_KINDS,
+    ROUNDING,
+    NamedShard,
+    ShardReader,
+    read_whole,
+    require_shape,
+)
 
 
 class Stateful(Protocol):
@@ -38,6 +46,12 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
     for group in runtime.groups():
         group.params.take_changes()
         gathered = group.params.common_copy()
+        first = group.params.layout.slots[0].name
+        if group.grads.wire is not None and any(
+            own.slot == own.interval[0] == 0 for own in group.params.layout.owned(rank)
+        ):
+            step = group.grads.rounding.next_step
+            yield NamedShard(first, ROUNDING, (), (0, 1), torch.tensor([step]))
         for piece, shard in zip(group.params.pieces, group.shards, strict=True):
             slot = group.params.layout.slots[piece.slot]
             for own in group.params.layout.owned(rank):
@@ -92,6 +106,7 @@ def load_named_shards(
                 }
             group.params.mark_stale()
             _load_gathered(group, reader)
+            _load_rounding(group, reader)
         for name, buffer in persistent_buffers(model).items():
             if "buffer" in reader.kinds(name):
                 buffer.copy_(read_whole(reader, name, "buffer", tuple(buffer.shape)))
@@ -114,6 +129,14 @@ def _load_gathered(group: FlatGroup, reader: ShardReader) -> None:
             params.common.shard[start : start + piece.numel] = reader.read(slot.name, GATHERED, piece.interval).to(
                 params.common.shard
             )
+
+
+def _load_rounding(group: FlatGroup, reader: ShardReader) -> None:
+    """The step that what is reduced next belongs to: of parameters that were frozen for a time another than others'."""
+    names = (slot.name for slot in group.params.layout.slots)
+    saved = next((name for name in names if ROUNDING in reader.kinds(name)), None)
+    if saved is not None:
+        group.grads.rounding.loaded(int(reader.read(saved, ROUNDING, (0, 1))))
 
 
 def reader_of(runtime: Runtime, reader: ShardReader, kind: str) -> Callable[[Tensor], Tensor | None]:
