@@ -14,7 +14,7 @@ from zeroshard.comm import run_threads
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.replica_settings import unmet_steps
+from zeroshard.train.config.replica_settings import early_momentum, unmet_steps
 from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.loop import train
 from zeroshard.train.loop.run import checkpoint_folder
@@ -181,6 +181,20 @@ def test_what_leaves_and_does_not_arrive_before_the_end_is_told_of(given, max_st
     config = validate(TrainConfig, {"replicas": {"every": 8, **given}, "shard_size": 1})
     said = unmet_steps(config.replicas, max_steps)
     assert said.endswith(words) if words else not said
+
+
+def test_new_weights_under_a_large_outer_momentum_are_told_of(tiny_config, capsys):
+    config = tiny_config(shard_size=1, replicas={"every": 4})
+    said = early_momentum(config.replicas)
+    assert said.startswith(
+        "replicas.outer_momentum: 0.9 with replicas.outer_lr = 0.7 moves common weights by up to 7 times"
+    )
+    assert "--resume auto, or give 0.5" in said
+    run_threads(lambda comm: build_run(config, comm, CPU).close(), 2)
+    assert capsys.readouterr().err.count(said) == 1
+    for settles in ({"outer_momentum": 0.5}, {"outer_lr": 1.0, "outer_momentum": 0.0}):
+        assert not early_momentum(tiny_config(shard_size=1, replicas={"every": 4, **settles}).replicas)
+    assert not early_momentum(tiny_config().replicas)
 
 
 def test_a_run_that_goes_on_says_what_becomes_of_its_replicas():

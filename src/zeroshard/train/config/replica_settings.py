@@ -10,6 +10,9 @@ from zeroshard.errors import UserError
 from zeroshard.parallel.registry import strategies_with, strategy_entry
 from zeroshard.train.config.sections import Config
 
+# An outer rate over (1 - momentum). 1.4 cost 2 % of the loss, 2.0 more, 7 (DiLoCo's) 25 %: docs/slow-links.md.
+MOST_FROM_NEW_WEIGHTS = 1.5
+
 
 class ReplicasConfig(Config):
     """Whether the groups of ``shard_size`` ranks take local steps, and how they meet (DiLoCo)."""
@@ -114,6 +117,22 @@ def unmet_steps(replicas: ReplicasConfig, max_steps: int) -> str:
         return f"replicas.every: {what}; choose a multiple, as {choice}"
     what = f"at max_steps = {max_steps} what is saved misses up to {missed} of the last steps"
     return f"replicas.every: {what}; choose {choice}, which miss{'es' if ' or ' not in choice else ''} {least}"
+
+
+def early_momentum(replicas: ReplicasConfig) -> str:
+    """What to say of an outer optimizer that moves new weights much further than replicas went; empty elsewhere.
+
+    The first differences are the largest and say the least of where training goes: see docs/slow-links.md.
+    """
+    factor = replicas.outer_lr / (1 - replicas.outer_momentum)
+    if not replicas.on or factor <= MOST_FROM_NEW_WEIGHTS:
+        return ""
+    what = (
+        f"{replicas.outer_momentum} with replicas.outer_lr = {replicas.outer_lr} moves common weights by up to "
+        f"{factor:.2g} times what replicas changed, and from new weights that may cost much of the loss"
+    )
+    todo = "train the first tenth or fifth without --replicas.every and go on with it by --resume auto, or give 0.5"
+    return f"replicas.outer_momentum: {what}; {todo}"
 
 
 def _missed(replicas: ReplicasConfig, max_steps: int) -> int:

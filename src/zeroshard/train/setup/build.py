@@ -30,7 +30,7 @@ from zeroshard.parallel.zero import ZeroStrategy
 from zeroshard.profiling.clock import Clock
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.replica_settings import unmet_steps
+from zeroshard.train.config.replica_settings import early_momentum, unmet_steps
 from zeroshard.train.loop.best_loss import BestLoss
 from zeroshard.train.loop.measures import Measures
 from zeroshard.train.loop.run import Run, Schedule, checkpoint_folder
@@ -162,6 +162,8 @@ def _build_in(
         stage = automatic_stage(config, _shapes(config, corpus.vocab_size, eos_id), comm, device, choose_stage)
         config = config.model_copy(update={"strategy": f"zero{stage}"})
     draw = resume_from is None and not config.init_from
+    if comm.rank == 0 and draw and (early := early_momentum(config.replicas)):
+        print(early, file=sys.stderr, flush=True)
     model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=draw)
     if resume_from is None and config.init_from:
         load_initial_weights(config.init_from, model, strategy, comm)
