@@ -21,9 +21,9 @@ from zeroshard.launch.rounds import (
     MACHINE_SILENT,
     RANK_LOST,
     SILENT_LOOKS,
-    Blackboard,
     Entry,
     Leader,
+    RoundStore,
 )
 
 
@@ -31,7 +31,7 @@ class Machines:
     """Machines at a store, and the leader among them, which is the first."""
 
     def __init__(self, least, most):
-        self.board = Blackboard(dist.HashStore())
+        self.board = RoundStore(dist.HashStore())
         self.entries = {}
         self.ports = iter(range(1, 100))
         self.add()
@@ -54,7 +54,7 @@ class Machines:
         for _ in range(times):
             for machine, entry in self.entries.items():
                 if machine not in silent:
-                    entry.pulse += 1
+                    entry.heartbeat += 1
                     self.board.post(machine, entry)
             self.leader.look()
         return self.board.round()
@@ -113,7 +113,7 @@ def test_a_machine_that_was_silent_and_goes_on_comes_again(three):
 
 
 def test_a_leader_that_was_stopped_takes_nobody_for_silent(three):
-    three.entries[1].pulse += 1000
+    three.entries[1].heartbeat += 1000
     assert three.look().over == ""
 
 

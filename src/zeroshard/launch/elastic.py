@@ -1,8 +1,8 @@
-"""Torch's elastic agent, driven from Python: it starts ranks, sees one end, ends the others, and starts all again.
+"""Torch's elastic agent, driven from Python: when one rank ends it ends the others, and restarts all of them.
 
-torchrun does this too, but starts a run again whatever it died of: a wrong flag three times over, and a run that was
-asked to stop. Here the root cause decides. What a restarted rank goes on from is not the agent's business: it finds
-`environment.num_restarts` above 0 and takes the last good checkpoint.
+torchrun restarts a run whatever it died of: three times after a wrong flag, and after the run was asked to stop. Here
+the root cause decides. A restarted rank resumes by itself: it finds `environment.num_restarts` above 0 and loads the
+last good checkpoint.
 
 Ranks are forked: those of a launcher that is alone from this process, before it serves the store at which they meet
 (`forked`, `one_host`); where machines come and go from a server beside it (`fork_server`, `many_hosts`).
@@ -154,7 +154,7 @@ def _ended_where_cut_off(meeting: Meeting, log_dir: str) -> Generator[None]:
 
 
 class _Agent(LocalElasticAgent):
-    """The agent, which starts again after what is worth it alone, and says so."""
+    """Torch's agent, which restarts ranks only after failures that a restart can mend, and prints why it does."""
 
     restarts_left = moves_left = 0
     alone = True  # no other machine takes part

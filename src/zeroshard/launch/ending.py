@@ -1,4 +1,4 @@
-"""How a group of ranks ended: many of them fail after one and because of it, and one cause is worth telling."""
+"""Why a group of ranks ended: where one rank fails the others fail after it, and only its failure is reported."""
 
 from __future__ import annotations
 

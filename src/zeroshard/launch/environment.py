@@ -189,7 +189,7 @@ def use_interface(name: str) -> None:
 
 
 def end_with_starter() -> None:
-    """In a process that `start_child` or `launch_workers` has started: die with who did, by the kernel's hand."""
+    """In a process that `start_child` or `launch_workers` started: have the kernel kill it when its starter dies."""
     starter = os.environ.get(_LAUNCHER)
     if starter and sys.platform == "linux":
         pr_set_pdeathsig = 1

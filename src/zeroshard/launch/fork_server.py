@@ -1,8 +1,8 @@
 """A process with one thread that forks ranks for a launcher that has several threads.
 
-Where machines come and go, a launcher posts its pulse from a thread and serves stores, which have threads of their own,
-so it must not fork ([Note: What a fork copies] in `forked`). It forks this server before all of that, once everything
-that ranks import has been imported; from then on a rank is there in milliseconds, after each loss too.
+Where machines come and go, a launcher posts its heartbeat from a thread and serves stores, which have threads of their
+own, so it must not fork ([Note: What a fork copies] in `forked`). It forks this server before all of that, once
+everything that ranks import has been imported; from then on a rank is there in milliseconds, after each loss too.
 
 The ranks are the server's children. The kernel ends the server with the launcher, and the ranks with the server.
 """

@@ -1,9 +1,9 @@
-"""How a rank ends: with its launcher, soon after Ctrl-C, or at once and with a word.
+"""How a rank ends: with its launcher, soon after Ctrl-C, or at once with a message.
 
-[Note: nothing is left behind] A rank can sit in a collective, in C++, where Python runs no signal handler. So
-there are three nets: the agent signals every rank and kills the deaf ones after `SHUTDOWN_GRACE_S`; after
-Ctrl-C, and after SIGTERM or SIGHUP where nothing is to be saved yet, a watching thread ends its own process within
-`INTERRUPT_GRACE_S`; and the kernel kills a rank whose launcher has died, or that hangs in its own exit.
+[Note: nothing is left behind] A rank may be blocked in a collective, in C++, where Python runs no signal handler. So
+three mechanisms end it. The agent signals every rank, and kills those that are still there after `SHUTDOWN_GRACE_S`.
+After Ctrl-C, and after SIGTERM or SIGHUP where nothing is to be saved yet, a watching thread ends its own process
+within `INTERRUPT_GRACE_S`. And the kernel kills a rank whose launcher has died, or that hangs in its own exit.
 """
 
 from __future__ import annotations

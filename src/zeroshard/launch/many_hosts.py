@@ -1,8 +1,8 @@
 """Where the ranks of several machines meet: rounds, for torch's elastic agent.
 
-Each launcher has a thread that posts its pulse; that of the launcher which serves the meeting also forms the rounds
-(`zeroshard.launch.rounds`), and serves the store at which the ranks of a round meet. It is a new one for each round: in
-one that outlives a restart stands what the dead world left there, and with it restarts 5 of 10 crashes hung.
+Each launcher has a thread that posts its heartbeat; that of the launcher which serves the meeting also forms the rounds
+(`zeroshard.launch.rounds`), and serves the store at which the ranks of a round meet. Each round has a new store. One
+that outlives a restart still has the keys of the ranks that died, and 5 of 10 restarts after a crash hung with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from zeroshard.launch.machines import Meeting
 from zeroshard.launch.meeting_store import open_store
-from zeroshard.launch.rounds import LOOK_S, Blackboard, Entry, Leader, Round
+from zeroshard.launch.rounds import LOOK_S, Entry, Leader, Round, RoundStore
 
 JOIN_TIMEOUT_S = 600  # that a machine waits for the least number of others
 READ_TIMEOUT_S = 60  # of a machine's question to the meeting
@@ -46,7 +46,7 @@ class ManyHosts(RendezvousHandler):
     def __init__(self, meeting: Meeting, num_ranks: int, run_id: str) -> None:
         self._run_id = run_id
         self._store, serves = _open(meeting)
-        self._board = Blackboard(dist.PrefixStore(run_id, self._store))
+        self._board = RoundStore(dist.PrefixStore(run_id, self._store))
         self._entry, self._posting = Entry(num_ranks=num_ranks), threading.Lock()
         self._ranks_store: dist.TCPStore | None = None
         self._address = meeting.own_address
@@ -61,7 +61,7 @@ class ManyHosts(RendezvousHandler):
         self._leader = (
             Leader(self._board, self._own, meeting.min_nodes, meeting.max_nodes, self._serve) if serves else None
         )
-        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
         self._thread.start()
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -136,13 +136,13 @@ class ManyHosts(RendezvousHandler):
 
     def _post(self, wants: int | None = None, *, left: bool = False) -> None:
         with self._posting:
-            self._entry.pulse += 1
+            self._entry.heartbeat += 1
             self._entry.wants = wants or self._entry.wants
             self._entry.left = self._entry.left or left
             self._board.post(self._own, self._entry)
 
-    def _beat(self) -> None:
-        """On the thread."""
+    def _send_heartbeats(self) -> None:
+        """Post heartbeats until this machine leaves, and form rounds where it serves them; runs on the thread."""
         try:
             while not self._left.wait(LOOK_S):
                 self._post()

@@ -1,16 +1,16 @@
 """Which machines take part in a run, round after round: the launcher that serves their meeting decides.
 
-A *round* is one world of ranks. It begins once every machine that is there has come, and is over when one of its
-machines comes anew (a rank of it has failed) or falls silent, or when another machine has come and there is room. All
-of it is in the store at the endpoint:
+A *round* is one world of ranks, from one rendezvous to the next. It begins once every live machine has asked to take
+part. It is over when one of its machines asks for a new round (one of its ranks has failed), when one sends no more
+heartbeats, or when another machine asks to join and there is room. All of it is in the store at the endpoint:
 
-    machine/3    pulse, the round that it waits for, its ranks: written by machine 3 alone, each `LOOK_S`
+    machine/3    heartbeat, the round that it waits for, its ranks: written by machine 3 alone, each `LOOK_S`
     round        number, machines, where their ranks meet, why it is over: written by the launcher that serves alone
 
-So no two machines can decide differently, and no clocks are compared: a machine is silent where its pulse has not
-changed for `SILENT_LOOKS` looks. (torch's c10d rendezvous has every machine change one state, compares their clocks,
-takes 15 s to call one dead, and waits 10 s for more in each round.) The launcher that serves is in every round, and
-first. One that leaves in good order ends no round: its ranks have told the others why they ended.
+So no two machines can decide differently, and no clocks are compared: a machine counts as lost once its heartbeat has
+not changed for `SILENT_LOOKS` looks. (In torch's c10d rendezvous every machine changes one state and clocks are
+compared; it takes 15 s to call a machine dead, and waits 10 s for more in each round.) The launcher that serves is in
+every round, and first. A machine that ends normally ends no round: its ranks have told the others why they ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch.distributed as dist
 
-LOOK_S = 0.25  # between two pulses, and two looks at all of them
+LOOK_S = 0.25  # between two heartbeats, and two looks at all of them
 SILENT_LOOKS = 20  # 5 s
 FIRST_CALL_LOOKS = 40  # 10 s that the first round waits for more machines than it needs
 MACHINE_CAME = "another machine has come"
@@ -65,16 +65,16 @@ class Round:
 
 @dataclass(slots=True)
 class Entry:
-    """What a machine writes of itself; its numbers say more to `Leader` than its words.
+    """What a machine writes about itself, and `Leader` reads.
 
     Attributes:
-        pulse: rises while its launcher lives.
-        wants: the least number of a round that it would take part in; above that of the round that stands: it waits.
-        num_ranks: of it.
-        left: whether it has ended.
+        heartbeat: a counter that its launcher increments for as long as it lives.
+        wants: the lowest round number that it would join; above the newest round's number: it waits for another round.
+        num_ranks: how many ranks it starts.
+        left: whether its launcher has ended.
     """
 
-    pulse: int = 0
+    heartbeat: int = 0
     wants: int = 1
     num_ranks: int = 1
     left: bool = False
@@ -84,8 +84,8 @@ class Entry:
         return json.dumps(asdict(self))
 
 
-class Blackboard:
-    """The store at which machines meet, by what they write there; none of this waits for another machine."""
+class RoundStore:
+    """What machines and `Leader` write into the store at the endpoint; no method waits for another machine."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -144,12 +144,12 @@ class Leader:
         serve: opens a new store for ranks to meet at; its address and port.
     """
 
-    board: Blackboard
+    board: RoundStore
     own: int
     least: int
     most: int
     serve: Callable[[], tuple[str, int]]
-    _pulses: dict[int, tuple[int, int]] = field(default_factory=dict)  # by machine: its last, looks that it stayed
+    _heartbeats: dict[int, tuple[int, int]] = field(default_factory=dict)  # by machine: its last, looks that it stayed
     _gone: set[int] = field(default_factory=set)  # these have left for good
     _looks_enough: int = 0  # since there were enough machines for the first round
 
@@ -177,7 +177,7 @@ class Leader:
         self.board.post_round(Round(number + 1, tuple(order), ranks, *self.serve()))
 
     def _living(self) -> dict[int, Entry]:
-        """Machines whose pulse changes."""
+        """The machines whose heartbeat has changed lately."""
         found = {}
         for machine in range(self.board.num_machines()):
             entry = None if machine in self._gone else self.board.entry(machine)
@@ -186,9 +186,9 @@ class Leader:
             if entry.left:
                 self._gone.add(machine)
                 continue
-            pulse, looks = self._pulses.get(machine, (-1, 0))
-            looks = looks + 1 if pulse == entry.pulse else 0
-            self._pulses[machine] = entry.pulse, looks
+            heartbeat, looks = self._heartbeats.get(machine, (-1, 0))
+            looks = looks + 1 if heartbeat == entry.heartbeat else 0
+            self._heartbeats[machine] = entry.heartbeat, looks
             if looks < SILENT_LOOKS:
                 found[machine] = entry
         return found

@@ -208,8 +208,8 @@ def _link_dict(link: Link) -> dict[str, Any]:
     }
 
 
-def what_binds(timing: Timing, *, fits: bool) -> Binds:
-    """What to change first: the memory of what does not fit, else what takes most of a step's time."""
+def bottleneck(timing: Timing, *, fits: bool) -> Binds:
+    """What limits a row: memory where it does not fit, else what takes most of a step's time."""
     if not fits:
         return "memory"
     limits: dict[Binds, float] = {

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from torch import nn
 
 from zeroshard.errors import UserError
-from zeroshard.lab.planner.plan_rows import Row, what_binds
+from zeroshard.lab.planner.plan_rows import Row, bottleneck
 from zeroshard.lab.planner.request import HEADROOM, Given, Request
 from zeroshard.lab.predict.actions import Accumulate, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
@@ -134,7 +134,7 @@ class Planner:
             timing=timing,
             tokens_per_s=tokens_per_s,
             mfu=mfu,
-            binds=what_binds(timing, fits=fits),
+            binds=bottleneck(timing, fits=fits),
             spread=SPREAD_UNCALIBRATED if self.beside.named or self.beside.fp8 else spread(self.device),
             meetings=meetings,
             padding=padding_of(buffers),

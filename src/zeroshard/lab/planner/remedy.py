@@ -1,10 +1,10 @@
 """Which remedy of a slow network is enough, and what each costs: the answer to ``plan --ask remedy``.
 
 A remedy sends less than the stages do: 16-bit gradients, int8 both ways, a second copy of weights in the node, state
-sharded inside a node only, fewer meetings of replicas. Each is planned at the network that there is, and held against a
-step that nothing is waited for: the fastest that fits on a network without limit. Of local steps the least ``every`` is
-sought that keeps `ENOUGH` of that speed, since more steps alone cost loss, which no plan knows: measure it, as
-docs/slow-links.md does.
+sharded inside a node only, fewer meetings of replicas. Each is planned on the network that was given, and compared
+with the fastest step that fits on a network of unlimited bandwidth, where nothing is waited for. For local steps the
+answer is the smallest ``every`` that keeps `ENOUGH` of that speed: a larger one only costs loss. No plan knows how
+much: measure it, as docs/slow-links.md does.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _flat(planner: Planner, stages: Sequence[int], rows: int, alone: int) -> Ite
         for stage in stages:
             if not stage and precision.has_wire and precision != planner.workload.precision:
                 continue  # stage 0 has no owner of a shard, who sends or sums it so
-            words = told_wire(precision, stage)
+            words = wire_in_words(precision, stage)
             found = [(f"stage {stage}{words}", each.row(stage, rows))]
             if stage == 3 and copied:
                 found.append((f"stage 3, copy over {copied}{words}", each.on(node_copy=copied).row(stage, rows)))
@@ -135,8 +135,8 @@ def _wires(given: MixedPrecision) -> list[MixedPrecision]:
     return list(dict.fromkeys([given, narrow, replace(given, gather="int8", reduce="int8")]))
 
 
-def told_wire(precision: MixedPrecision, stage: int = 3) -> str:
-    """``, weights and gradients in int8``: what travels otherwise than it computes; nothing where all is as ever."""
+def wire_in_words(precision: MixedPrecision, stage: int = 3) -> str:
+    """``, weights and gradients in int8``: what is sent in another format than it has; empty where nothing is."""
     reduced = precision.reduce_dtype if precision.reduce is None or not stage else precision.reduce
     travels = {"weights": precision.gather if stage else None, "gradients": reduced}
     named = {what: str(form).removeprefix("torch.") for what, form in travels.items() if form is not None}

@@ -1,4 +1,4 @@
-"""The words in which a step is told: what is computed, sent and waited for, what is held, and how the engine is set."""
+"""A predicted step as data: what a rank computes, sends and waits for, its memory, and the engine's settings."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Issue:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing is computed until that collective is done."""
+    """The stream that computes waits until collective ``number`` is done."""
 
     number: int
     unit: str

@@ -81,11 +81,15 @@ class Fabric:
 
 
 @dataclass(frozen=True)
-class Way:
-    """One algorithm by one protocol: ``seconds`` in all, ``latency_s`` of them with no bytes.
+class CollectiveCost:
+    """What a collective costs by one algorithm and protocol.
 
-    ``held_s``: the latency by which ranks that are late hold up what is computed beside: the least of protocol Simple,
-    so that more bandwidth, which may choose another way, never costs computation more.
+    Attributes:
+        algorithm, protocol: their names, as NCCL has them.
+        latency_s: seconds of a message of no bytes.
+        seconds: of this message, ``latency_s`` included.
+        held_s: seconds by which ranks that come late delay computation that runs beside the collective: the least
+            latency of protocol Simple. So more bandwidth, which may choose another algorithm, never delays it more.
     """
 
     algorithm: str
@@ -134,8 +138,8 @@ class Cluster:
         """Seconds of one collective; arguments are those of `fastest`."""
         return self.fastest(op, num_bytes, num_ranks, replicas=replicas).seconds
 
-    def fastest(self, op: str, num_bytes: int, num_ranks: int, *, replicas: bool = False) -> Way:
-        """The way that one collective goes.
+    def fastest(self, op: str, num_bytes: int, num_ranks: int, *, replicas: bool = False) -> CollectiveCost:
+        """The algorithm and protocol by which a collective takes the least time, and what it costs so.
 
         Args:
             op: ``all_reduce``, ``reduce_scatter``, ``all_gather`` or ``all_to_all``.
@@ -144,18 +148,18 @@ class Cluster:
             replicas: whether they are those that hold the same shard.
         """
         if num_ranks == 1:
-            return Way("none", "", 0.0, 0.0)
+            return CollectiveCost("none", "", 0.0, 0.0)
         if num_ranks == self.within.num_ranks and op in self.within.collectives:
             constant_s, s_per_byte = self.within.collectives[op]  # measured among as many
-            return Way("measured", "", constant_s, constant_s + num_bytes * s_per_byte, held_s=constant_s)
+            return CollectiveCost("measured", "", constant_s, constant_s + num_bytes * s_per_byte, held_s=constant_s)
         group = self._group(num_ranks, replicas=replicas)
         if op == "all_to_all":
             return self._exchange(num_bytes, group)
-        ways = list(self._ways(op, num_bytes, group))
+        costs = list(self._costs(op, num_bytes, group))
         if self.algorithm != "auto":
-            ways = [way for way in ways if way.algorithm == self.algorithm] or ways[:1]
-        held_s = min((way.latency_s for way in ways if way.protocol == "Simple"), default=0.0)
-        return replace(min(ways, key=lambda way: way.seconds), held_s=held_s)
+            costs = [cost for cost in costs if cost.algorithm == self.algorithm] or costs[:1]
+        held_s = min((cost.latency_s for cost in costs if cost.protocol == "Simple"), default=0.0)
+        return replace(min(costs, key=lambda cost: cost.seconds), held_s=held_s)
 
     def num_nodes(self, num_ranks: int, *, replicas: bool = False) -> int:
         """Over how many nodes a collective goes; arguments as of `fastest`."""
@@ -169,8 +173,8 @@ class Cluster:
         in_node = min(num_ranks, max(self.ranks_per_node // shard_size, 1))
         return _Group(num_ranks, in_node, -(-num_ranks // in_node), max(shard_size // self.ranks_per_node, 1))
 
-    def _ways(self, op: str, num_bytes: int, group: _Group) -> Iterator[Way]:
-        """Simple's ring first."""
+    def _costs(self, op: str, num_bytes: int, group: _Group) -> Iterator[CollectiveCost]:
+        """By each algorithm and protocol that serves the group; Simple's ring comes first."""
         yield self._ring(op, num_bytes, group)
         protocols = self._protocols(group)
         for inside, outside in protocols:
@@ -184,16 +188,18 @@ class Cluster:
             yield self._tree_of(num_bytes, group, inside, outside)
         if self.within.in_switch and group.num_nodes == 1 and group.in_node >= SWITCHED_RANKS:
             moved_s = num_bytes / self._switched_bytes_per_s(group.in_node)
-            yield Way("nvls", "Simple", SWITCH_CALL_S, SWITCH_CALL_S + moved_s)
+            yield CollectiveCost("nvls", "Simple", SWITCH_CALL_S, SWITCH_CALL_S + moved_s)
 
-    def _ring(self, op: str, num_bytes: int, group: _Group) -> Way:
+    def _ring(self, op: str, num_bytes: int, group: _Group) -> CollectiveCost:
         """All ranks step together, so that over several nodes every step takes as long as one between nodes."""
         slowest = self.between if group.num_nodes > 1 else self.within
         num_steps = slowest.axes * (group.num_ranks ** (1 / slowest.axes) - 1)
         latency_s = slowest.call_s + _rounds(op) * num_steps * slowest.latency_s
-        return Way("ring", "Simple", latency_s, latency_s + _sent(op, num_bytes, group) / self._bytes_per_s(group))
+        return CollectiveCost(
+            "ring", "Simple", latency_s, latency_s + _sent(op, num_bytes, group) / self._bytes_per_s(group)
+        )
 
-    def _tree(self, num_bytes: int, group: _Group) -> Way:
+    def _tree(self, num_bytes: int, group: _Group) -> CollectiveCost:
         """A chain in each node and two binary trees over nodes; of two nodes each sends the other all bytes once.
 
         Pieces follow each other through the tree: small ones wait for more latencies, large ones for the first to
@@ -210,7 +216,7 @@ class Cluster:
             moved_s = max(moved_s, min(num_nodes - 1, 2) * num_bytes / self._outside_bytes_per_s(group))
         call_s = self.between.call_s if num_nodes > 1 else self.within.call_s
         pieces_s = 2 * math.sqrt(moved_s * depth_s / (self.between.window if num_nodes > 1 else self.within.window))
-        return Way("tree", "Simple", call_s + depth_s, call_s + depth_s + moved_s + pieces_s)
+        return CollectiveCost("tree", "Simple", call_s + depth_s, call_s + depth_s + moved_s + pieces_s)
 
     def _protocols(self, group: _Group) -> list[tuple[Protocol | None, Protocol | None]]:
         """Those for small messages that all of the group's links have: within a node, and between nodes."""
@@ -224,7 +230,7 @@ class Cluster:
 
     def _ring_of(
         self, op: str, num_bytes: int, group: _Group, inside: Protocol | None, outside: Protocol | None
-    ) -> Way:
+    ) -> CollectiveCost:
         """By a protocol for small messages; where a node has one rank, nothing hides its network's latency."""
         protocol = outside or inside
         assert protocol is not None
@@ -237,9 +243,11 @@ class Cluster:
             step_s = inside.ring_step_s if outside is None else max(inside.ring_step_s, POST_S)
             latency_s += _rounds(op) * (group.num_ranks - 1 - num_between) * step_s
         rate = min(protocol.bytes_per_s, protocol.ring_share * self._bytes_per_s(group))
-        return Way("ring", protocol.name, latency_s, latency_s + _sent(op, num_bytes, group) / rate)
+        return CollectiveCost("ring", protocol.name, latency_s, latency_s + _sent(op, num_bytes, group) / rate)
 
-    def _tree_of(self, num_bytes: int, group: _Group, inside: Protocol | None, outside: Protocol | None) -> Way:
+    def _tree_of(
+        self, num_bytes: int, group: _Group, inside: Protocol | None, outside: Protocol | None
+    ) -> CollectiveCost:
         protocol = outside or inside
         assert protocol is not None
         latency_s = protocol.call_s
@@ -248,14 +256,14 @@ class Cluster:
         if outside is not None:
             latency_s += 2 * math.log2(group.num_nodes) * outside.tree_step_s
         rate = min(protocol.bytes_per_s, protocol.tree_share * self._bytes_per_s(group))
-        return Way("tree", protocol.name, latency_s, latency_s + 2 * num_bytes / rate)
+        return CollectiveCost("tree", protocol.name, latency_s, latency_s + 2 * num_bytes / rate)
 
-    def _pat(self, num_bytes: int, group: _Group) -> Way:
+    def _pat(self, num_bytes: int, group: _Group) -> CollectiveCost:
         latency_s = PAT_CALL_S + group.num_ranks * PAT_RANK_S + math.log2(group.num_nodes) * PAT_LEVEL_S
         moved_s = _sent("all_gather", num_bytes, group) / (PAT_SHARE * self._bytes_per_s(group))
-        return Way("pat", "Simple", latency_s, latency_s + moved_s)
+        return CollectiveCost("pat", "Simple", latency_s, latency_s + moved_s)
 
-    def _exchange(self, num_bytes: int, group: _Group) -> Way:
+    def _exchange(self, num_bytes: int, group: _Group) -> CollectiveCost:
         """Of an all-to-all: each rank sends a part to each other at once, by the link that leads there.
 
         Ranks of other nodes are reached over the network links, whichever GPU is next to them (NCCL's PXN: a part goes
@@ -269,7 +277,7 @@ class Cluster:
             beyond = max(group.num_ranks - group.in_node * self.fabric.pod_nodes, 0)
             moved_s = max(moved_s, part * beyond * self.fabric.oversubscription / link)
         latency_s = slowest.call_s + slowest.latency_s
-        return Way("exchange", "Simple", latency_s, latency_s + moved_s, held_s=latency_s)
+        return CollectiveCost("exchange", "Simple", latency_s, latency_s + moved_s, held_s=latency_s)
 
     def _bytes_per_s(self, group: _Group) -> float:
         """Of the narrowest place of a ring: a link within a node, or the network links of a node together."""

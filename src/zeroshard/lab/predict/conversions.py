@@ -1,4 +1,4 @@
-"""What quantising takes: which numbers become codes of a wire format and back, and beside which collective.
+"""The time that quantising takes: which numbers are quantised and dequantised, before and after which collective.
 
 With n elements of a rank's shard, W ranks that shard and R that hold the same shard, `zeroshard.zero.buffers.wire`
 computes::
@@ -41,15 +41,15 @@ WIDE = 4  # bytes of the fp32 numbers that become codes, and that are added up
 
 
 @dataclass(frozen=True)
-class Wires:
-    """What of one flat buffer travels in a format of its own.
+class BufferFormats:
+    """The wire formats of one flat buffer, and how many elements are converted.
 
     Attributes:
-        weights, grads: None: in the dtype that computes, or accumulates.
+        weights, grads: the format; None: they are sent in the dtype that computes, or accumulates.
         shard_numel, num_shards: elements of this rank's shard, and how many shards there are.
-        compute: the dtype that weights become.
+        compute: the dtype that weights are dequantised to.
         differences: whether weights travel as differences to what every rank has.
-        compared: whether writes into the weights are looked for: on a CPU, where they outlive a step.
+        compared: whether the engine takes fingerprints to notice writes into unsharded weights.
     """
 
     weights: Format | None
@@ -88,7 +88,7 @@ class Wires:
         if self.differences:  # NaN is looked for, and they are added, in place
             after.append(Work(0, whole * numel * (4 * itemsize + WIDE), "float32", num_calls=2 * whole))
         if self.compared:
-            after.append(looked_at(numel, itemsize, 3 + whole if self.differences else 2))
+            after.append(fingerprinted(numel, itemsize, 3 + whole if self.differences else 2))
         before = [converted("quantise", form, numel)] if num_ranks == whole else []
         before += [converted("dequantise", form, numel)] if self.differences else []
         return tuple(before), tuple(after)
@@ -113,10 +113,11 @@ def converted(kind: Conversion, form: Format, numel: int, num_calls: int = 1, it
     return Work(0, narrow + wide, "float32", conversion=name, numel=numel, num_calls=num_calls)
 
 
-def looked_at(numel: int, itemsize: int, times: int) -> Work:
-    """Fingerprints of a shard of the weights: of a rank's own when it arrives and before it is written again.
+def fingerprinted(numel: int, itemsize: int, times: int) -> Work:
+    """``times`` fingerprints of a shard of ``numel`` weights, by which the engine notices writes into them.
 
-    Of differences also of its own before they are taken, and of every shard before they are added.
+    A rank takes one of its own shard after a gather and one before the next. Where weights travel as differences it
+    also takes one of its own shard before it subtracts, and one of every shard before it adds.
     """
     numel *= times
     return Work(0, numel * itemsize, "float32", conversion=FINGERPRINT, numel=numel, num_calls=times)

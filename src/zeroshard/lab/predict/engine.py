@@ -26,7 +26,7 @@ from zeroshard.comm.base import own_group
 from zeroshard.comm.labels import beside, is_beside
 from zeroshard.lab.predict.actions import Message, Settings
 from zeroshard.lab.predict.buffers import Buffer
-from zeroshard.lab.predict.conversions import Wires
+from zeroshard.lab.predict.conversions import BufferFormats
 from zeroshard.lab.predict.model_spans import ROOT, Event
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.work import Work, work_of
@@ -66,7 +66,7 @@ class Waited:
     number: int
 
 
-Told = Change | Sent | Waited | Work
+EngineAction = Change | Sent | Waited | Work
 
 
 @lru_cache(maxsize=256)  # rows of a plan differ in their micro-batches, of which the engine knows nothing
@@ -76,7 +76,7 @@ def recorded(
     buffers: tuple[Buffer, ...],
     settings: Settings,
     syncs: tuple[bool, ...],
-) -> list[list[list[Told]]]:
+) -> list[list[list[EngineAction]]]:
     """What the engine does at each event of each micro-batch, in a step that follows another.
 
     Args:
@@ -170,9 +170,9 @@ class _Log(StorageEvents):
 
     def __init__(self) -> None:
         super().__init__(self._comes_or_goes, self._ran)
-        self.told: list[Told | tuple[int, int]] = []
+        self.told: list[EngineAction | tuple[int, int]] = []
         self.levels: Levels | None = None
-        self.wires: dict[str, Wires] = {}  # by buffer
+        self.wires: dict[str, BufferFormats] = {}  # by buffer
         self.has_streams = False
         self.freed: dict[int, torch.UntypedStorage] = {}  # full weights that the engine frees, those that are freed now
         self._whole: dict[int, int] = {}  # and those that are not, with their bytes
@@ -231,7 +231,7 @@ class _Log(StorageEvents):
         if work is not None:
             self.told.append(work)
 
-    def take(self, units: Sequence[Unit]) -> list[Told | tuple[int, int]]:
+    def take(self, units: Sequence[Unit]) -> list[EngineAction | tuple[int, int]]:
         """What was told at the event that is over."""
         self.look_for_freed()
         if self._unknown:
@@ -241,7 +241,7 @@ class _Log(StorageEvents):
         told, self.told = self.told, []
         return told
 
-    def named(self, told: Sequence[Told | tuple[int, int]]) -> list[Told]:
+    def named(self, told: Sequence[EngineAction | tuple[int, int]]) -> list[EngineAction]:
         """With categories of storages; one that was gone before the event was over is a temporary one."""
         return [
             Change(self._categories.get(each[0], "temporaries"), each[1]) if isinstance(each, tuple) else each
@@ -294,7 +294,7 @@ class _Engine:
         log.ignore(grad for _, _, grad in self._grads.values())
         self._waiting_bytes = 0
 
-    def micro_batch(self, events: Sequence[Event], *, sync: bool) -> list[list[Told | tuple[int, int]]]:
+    def micro_batch(self, events: Sequence[Event], *, sync: bool) -> list[list[EngineAction | tuple[int, int]]]:
         """Tell of a forward and a backward; what the engine does at each event."""
         self._runtime.sync = sync
         turn = next((i for i, event in enumerate(events) if event.name in _IN_BACKWARD), len(events))
@@ -307,7 +307,7 @@ class _Engine:
         _Backward.apply(torch.zeros((), requires_grad=True), backward).backward()
         return [*told, self._take()]
 
-    def _hear(self, event: Event) -> list[Told | tuple[int, int]]:
+    def _hear(self, event: Event) -> list[EngineAction | tuple[int, int]]:
         runtime = self._runtime
         unit = self._root if event.unit == ROOT else self._units[event.unit]
         if event.name in ("forward_begins", "runs_again"):
@@ -329,7 +329,7 @@ class _Engine:
                 group.params.mark_stale(copied=self._settings.fused_copies)
         self._runtime.clear_grads()
 
-    def _take(self) -> list[Told | tuple[int, int]]:
+    def _take(self) -> list[EngineAction | tuple[int, int]]:
         told = self.log.take([self._root, *self._units])
         waiting = sum(group.grads.waiting_bytes for group in self._runtime.groups())
         if waiting != self._waiting_bytes:  # the model has let go of them
@@ -358,14 +358,14 @@ def _group(buffer: Buffer, settings: Settings, levels: Levels) -> FlatGroup:
     )
 
 
-def _wires(buffer: Buffer, group: FlatGroup, settings: Settings) -> Wires:
+def _wires(buffer: Buffer, group: FlatGroup, settings: Settings) -> BufferFormats:
     """What of it travels in a format of its own."""
     reduced = buffer.trained and not buffer.exact and settings.strategy.optim is SHARD
     grads = settings.precision.gradients_format(buffer.dtype) if reduced else None
     params = group.params
     compared = settings.device_type == "cpu" and not params.shard_params and params.full.element_size() in (2, 4)
     shards = buffer.layout.own_numel(params.comm.rank), params.comm.world_size
-    return Wires(params.wire, grads, *shards, params.full.dtype, params.common is not None, compared)
+    return BufferFormats(params.wire, grads, *shards, params.full.dtype, params.common is not None, compared)
 
 
 class _Backward(torch.autograd.Function):

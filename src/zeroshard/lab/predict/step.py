@@ -31,7 +31,7 @@ from zeroshard.lab.predict.actions import (
     Wait,
 )
 from zeroshard.lab.predict.buffers import Buffer
-from zeroshard.lab.predict.engine import Change, Told, Waited, recorded
+from zeroshard.lab.predict.engine import Change, EngineAction, Waited, recorded
 from zeroshard.lab.predict.memory import OptimizerState, state_bytes
 from zeroshard.lab.predict.model_spans import ROOT, Event, Span, Trace
 from zeroshard.lab.predict.work import Work, dtype_name
@@ -161,7 +161,7 @@ class _Ledger:
         self._place = "root"
         self._phase: Phase = "forward"
 
-    def micro_batch(self, spans: Sequence[Span], told: Sequence[Sequence[Told]]) -> list[Action]:
+    def micro_batch(self, spans: Sequence[Span], told: Sequence[Sequence[EngineAction]]) -> list[Action]:
         """Forward and backward: at each event first what the engine does, then what the model does."""
         actions: list[Action] = []
         for span, done in zip(spans, told, strict=True):
@@ -189,7 +189,7 @@ class _Ledger:
         if temporary and self._live + temporary > self.peak.total:
             self.peak = self._moment(0, temporary)
 
-    def _tell(self, done: Sequence[Told]) -> Iterator[Action]:
+    def _tell(self, done: Sequence[EngineAction]) -> Iterator[Action]:
         for each in done:
             if isinstance(each, Change):
                 self._change(each.category, each.num_bytes)

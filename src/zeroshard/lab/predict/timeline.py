@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zeroshard.lab.predict.actions import Action, Compute, Issue, Step, Wait
-from zeroshard.lab.predict.cluster import Cluster, Way
+from zeroshard.lab.predict.cluster import Cluster, CollectiveCost
 from zeroshard.lab.predict.conversions import conversion_s
 from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.rates import HOST_S, SUSTAINED, Attention, Software, sustained_s
@@ -197,20 +197,20 @@ class _Clock:
 
     def _issue(self, action: Issue) -> None:
         message = action.message
-        way = self._cluster.fastest(message.op, message.num_bytes, message.world_size, replicas=action.replicas)
-        slowing_s = self._cluster.slowing_s(message) or self._beside_s(way)
+        cost = self._cluster.fastest(message.op, message.num_bytes, message.world_size, replicas=action.replicas)
+        slowing_s = self._cluster.slowing_s(message) or self._beside_s(cost)
         # Quantising takes the device from what is computed beside it.
         wire_s = self._seconds(action.work)[0] if action.work else 0.0
         self._wire_s += wire_s
-        running = _Running(action, way.seconds + wire_s, slowing_s + wire_s)
+        running = _Running(action, cost.seconds + wire_s, slowing_s + wire_s)
         running.start_s = self._now  # later if others are before it
         self._running[action.number] = running
         self._streams[action.replicas].append(running)
-        self._comm_s += way.seconds
+        self._comm_s += cost.seconds
 
-    def _beside_s(self, way: Way) -> float:
+    def _beside_s(self, cost: CollectiveCost) -> float:
         """What computation loses beside a collective; ranks that are late hold it up by its latency."""
-        return self._beside * way.seconds + LATENCY_HELD * way.held_s if self._beside else 0.0
+        return self._beside * cost.seconds + LATENCY_HELD * cost.held_s if self._beside else 0.0
 
     def _wait(self, action: Wait) -> None:
         running = self._running.pop(action.number, None)
