@@ -139,6 +139,34 @@ def test_one_rank_without_a_place_sends_all_through_the_slots(gloo_ranks):
         assert all(torch.equal(a, b) for a, b in zip(ours[:3], expected, strict=True))
 
 
+def _gathered_out_of_order(comm):
+    """Gathers of shards, and into tensors, whose bytes in shared memory are not simply their elements."""
+    own = SharedMemoryCommunicator(comm.group)
+    numel = shm.DIRECT_BYTES // 4
+    floats, numbers = own.empty(2 * numel, torch.float32), own.empty(2 * numel, torch.complex64)
+    floats.copy_(_values(comm.rank, 2 * numel))
+    numbers.copy_(torch.complex(_values(comm.rank, 2 * numel), _values(comm.rank + 7, 2 * numel)))
+    wide = own.empty(2 * numel * comm.world_size, torch.float32)
+    pairs = [
+        (own.empty(numel * comm.world_size, torch.float32), floats[::2]),
+        (wide[1::2], floats[:numel]),
+        (own.empty(numel * comm.world_size, torch.complex64), numbers[:numel].conj()),
+        (own.empty(numel * comm.world_size, torch.float32), numbers.conj().imag[:numel]),
+    ]
+    for whole, shard in pairs:
+        own.all_gather(whole, shard).wait()
+    results = [(whole.clone(), shard.clone().resolve_conj().resolve_neg()) for whole, shard in pairs]
+    own.close()
+    return results
+
+
+def test_a_shard_whose_elements_do_not_lie_in_order_arrives_as_it_reads(gloo_ranks):
+    ranks = gloo_ranks(2).run(_gathered_out_of_order)
+    for case in range(len(ranks[0])):
+        expected = torch.cat([results[case][1] for results in ranks])
+        assert all(torch.equal(results[case][0], expected) for results in ranks), case
+
+
 def _everywhere(rank):
     return True
 

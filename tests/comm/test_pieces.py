@@ -49,6 +49,30 @@ def test_a_strided_tensor_is_worked_on_in_small_copies_in_its_own_order(strided,
     assert torch.equal(tensor, before * 2)
 
 
+_NUMBERS = torch.complex(torch.arange(24.0), torch.arange(24.0) + 1)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        torch.arange(12.0),
+        torch.arange(12).bool(),
+        torch.arange(24.0)[::2],
+        _NUMBERS[:12].conj(),
+        _NUMBERS.conj().imag[:12],
+        torch.arange(24.0)[::2].to(torch.bfloat16),
+        torch.empty(0),
+    ],
+    ids=["in order", "bool", "strided", "conjugated", "negated", "bfloat16", "empty"],
+)
+@pytest.mark.parametrize("stride", [1, 3])
+def test_a_copy_has_the_elements_of_its_source_however_they_lie(source, stride):
+    room = torch.zeros(stride * len(source), dtype=source.dtype)
+    pieces.copy(room[::stride], source)
+    assert torch.equal(room[::stride], source)
+    assert not room.view(-1, stride)[:, 1:].any()
+
+
 def test_ranks_that_issue_the_same_agree_on_topics_which_no_other_operation_has():
     four, eight = torch.zeros(4), torch.zeros(8)
     issued = [("sum", four), ("sum", four), ("max", four), ("sum", eight), ("barrier", None)]

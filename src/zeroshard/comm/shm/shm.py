@@ -108,7 +108,7 @@ class SharedMemoryCommunicator(QueuedCommunicator):
         if self.world_size > 1 and (shards := self._offer(shard, whole.nbytes)) is not None:
             for peer in self._slots.peers:
                 start_of, stop_of = shard_interval(whole.numel(), self.world_size, peer)
-                whole[start_of:stop_of].copy_(shards[peer])
+                copy(whole[start_of:stop_of], shards[peer])
             copy(whole[start:stop], shard)
             self._slots.done()
         else:
@@ -124,7 +124,7 @@ class SharedMemoryCommunicator(QueuedCommunicator):
             self._slots.done()  # now each shard is reduced, in its owner's tensor
             for peer in self._slots.peers:
                 theirs = slice(*shard_interval(flat.numel(), self.world_size, peer))
-                flat[theirs].copy_(wholes[peer][theirs])
+                copy(flat[theirs], wholes[peer][theirs])
             self._slots.done()
         else:
             self._reduce_in_slots(flat, op, flat[start:stop])
@@ -136,8 +136,9 @@ class SharedMemoryCommunicator(QueuedCommunicator):
 
     def _reduce_where_they_lie(self, wholes: list[Tensor], op: ReduceOp, shard: Tensor) -> None:
         start, stop = shard_interval(wholes[0].numel(), self.world_size, self.rank)
-        size = _CACHED_BYTES // shard.element_size()
-        partial = torch.empty(min(size, stop - start), dtype=shard.dtype)
+        # Two ranks have no partial sum, so there is nothing to keep in the caches.
+        size = _CACHED_BYTES // shard.element_size() if self.world_size > 2 else stop - start
+        partial = torch.empty(min(size, stop - start) if self.world_size > 2 else 0, dtype=shard.dtype)
         for first in range(start, stop, size):
             parts = [whole[first : min(first + size, stop)] for whole in wholes]
             target = shard[first - start : first - start + parts[0].numel()]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.base import PeerError
+from zeroshard.comm.queued.pieces import lies_in_order
 from zeroshard.comm.shm.arena import Arena, Neighbour, Place
 from zeroshard.comm.shm.mapped import LOST, NOTE_WORDS, PeerLost, Segment
 
@@ -94,7 +95,7 @@ class Slots:
             PeerError: a rank is gone, does not answer, or is in another operation.
         """
         assert self.arena is not None
-        place = self.arena.place_of(tensor)
+        place = self.arena.place_of(tensor) if lies_in_order(tensor) else None
         own, self._num_offers = self._segments[self._rank], self._num_offers + 1
         for word, number in enumerate(place or _NOWHERE):
             own.note[word] = number
