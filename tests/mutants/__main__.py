@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--only", nargs="+", metavar="NAME", help="these mutants; a name that ends in * is the beginning of several")
     add("--jobs", type=int, default=1, metavar="N", help="copies of the tree that work at once (default: 1)")
     add("--list", action="store_true", help="name the mutants and what they break, and run nothing")
-    add("--timeout-s", type=float, default=300.0, help="for a mutant's tests; where they hang nobody has seen it")
+    add("--timeout-s", type=float, default=600.0, help="for a mutant's tests; where they hang nobody has seen it")
     add("--all-failures", action="store_true", help="do not stop at a mutant's first failing test")
     asked = parser.parse_args(argv)
     mutants = catalogue()
