@@ -73,6 +73,16 @@ def test_a_copy_has_the_elements_of_its_source_however_they_lie(source, stride):
     assert not room.view(-1, stride)[:, 1:].any()
 
 
+def test_a_copy_never_goes_past_its_target():
+    room, target = torch.zeros(6), torch.zeros(2)
+    with pytest.raises(RuntimeError):
+        pieces.copy(target, torch.ones(3))
+    pieces.copy(target, torch.ones(2, dtype=torch.float64))
+    pieces.copy(room[:2], torch.ones(()))
+    assert torch.equal(target, torch.ones(2))
+    assert torch.equal(room, torch.tensor([1.0, 1, 0, 0, 0, 0]))
+
+
 def test_ranks_that_issue_the_same_agree_on_topics_which_no_other_operation_has():
     four, eight = torch.zeros(4), torch.zeros(8)
     issued = [("sum", four), ("sum", four), ("max", four), ("sum", eight), ("barrier", None)]

@@ -31,13 +31,14 @@ def shard_interval(numel: int, world_size: int, rank: int) -> tuple[int, int]:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """``target.copy_(source)``, of one dtype and length, unless they are the same memory.
+    """``target.copy_(source)``, unless they are the same memory.
 
     The C library's copy of megabytes takes up to a fifth less of the processor's time than torch's.
     """
     if target.data_ptr() == source.data_ptr():
         return
-    if lies_in_order(target) and lies_in_order(source):
+    alike = target.dtype == source.dtype and target.shape == source.shape
+    if alike and lies_in_order(target) and lies_in_order(source):
         ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
         target.copy_(source)
