@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from replica_runs import (
     ALL_KINDS,
@@ -75,6 +76,27 @@ def test_another_number_of_replicas_begins_at_the_anchors(tmp_path):
     first_states = by_rank[0][1]
     assert all(torch.equal(states[k]["exp_avg"], first_states[k]["exp_avg"]) for k in states)
     assert all(same(after, by_rank[0][2]) for _, _, after in by_rank)
+
+
+def test_statistics_of_modules_go_on_as_each_replica_had_them(tmp_path):
+    def rank_main(comm, resumes):
+        net = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+        zero = Zero(net, 2, comm=comm, shard_size=1, replicas=DILOCO, buffers="average")
+        engine = net, zero, zero.optimizer(torch.optim.SGD, lr=0.03)
+        if resumes:
+            checkpoint.load(tmp_path / "c", zero)
+        else:
+            train(comm, engine, range(2))
+            checkpoint.save(tmp_path / "c", zero, step=2)
+        before = net[1].running_mean.clone()
+        train(comm, engine, range(2, 3))
+        return before, net[1].running_mean.clone()
+
+    went_on, resumed = (run_threads(lambda comm, r=r: rank_main(comm, r), 2) for r in (False, True))
+    for one, other in zip(went_on, resumed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert not torch.equal(resumed[0][0], resumed[1][0])
+    assert torch.equal(resumed[0][1], resumed[1][1])
 
 
 def test_whoever_reads_weights_reads_the_anchors(tmp_path):

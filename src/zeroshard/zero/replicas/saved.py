@@ -5,8 +5,9 @@ What all have in common is saved once, under the ordinary names: the anchor in t
 with ``"outer_due"``. So whatever reads weights reads the anchors, the last weights that all replicas had in common.
 
 What each replica has alone, the states of its inner optimizer and between meetings its local weights (kind
-``"local"``), is saved for each: the first replica's states under the ordinary names, as an engine without local steps
-saves them, and all the rest as ``NAME@replica1`` and so on, which only `ReplicaReader` asks for.
+``"local"``) and its modules' statistics, is saved for each: the first replica's states and statistics under the
+ordinary names, as an engine without local steps saves them, and all the rest as ``NAME@replica1`` and so on, which only
+`ReplicaReader` asks for.
 
     loaded into as many replicas                 every replica has what it had, to the bit
     fewer                                        the last ones' inner states and local steps are left out
@@ -53,7 +54,7 @@ def named_shards(replicas: Replicas, written: Iterator[NamedShard]) -> Iterator[
                 yield replace(shard, name=of_replica(shard.name, number), kind=LOCAL)
         elif number == 0:
             yield shard
-        elif shard.kind not in MODEL_KINDS:
+        elif shard.kind not in MODEL_KINDS or (shard.kind == "buffer" and not rests):
             yield replace(shard, name=of_replica(shard.name, number))
 
 
