@@ -1,5 +1,6 @@
 """What a plan says of ways to train that zeroshard has no code for, and of weights kept in other ways."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from zeroshard.flags import flags_of, read_flags
 from zeroshard.lab import plan
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.lab.planner.price import dollars, duration
 from zeroshard.lab.planner.show import heading, notes
 from zeroshard.lab.predict.actions import Compute
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES
@@ -242,6 +244,7 @@ def test_what_zeroshard_does_not_do_is_said():
         ("--gpus 24 --tensor-parallel 3", "tensor_parallel", "do not fill nodes of 8"),
         ("--gpus 16 --tensor-parallel 2 --shard-size 16", "shard_size", "8 groups of 2 GPUs"),
         ("--ask fewest-gpus --global-batch 64", "global_batch", "would change nothing"),
+        ("--gpus 16 --ask crossover --stage 3 --shard-size 8", "shard_size", "over all GPUs"),
         ("--ask largest-micro-batch --micro-batch 2", "micro_batch", "would change nothing"),
         ("--gpus 2 --ask lowest-bandwidth --global-batch 8 --micro-batch 3", "global_batch", "no multiple of 3"),
     ],
@@ -267,4 +270,23 @@ def test_several_gpus_are_compared_by_dollars_and_else_by_speed():
     words = "--model llama-tiny --gpus 8 --stage 1 --micro-batch 1 --gpu h100-80gb,a100-80gb"
     cheap = _answer(f"{words} --price 100/h,0.01/h --tokens 1B").text
     assert "The cheapest is a100-80gb" in cheap
+    assert "may as well be" not in cheap
     assert "The fastest is h100-80gb" in _answer(words).text
+
+
+def test_of_gpus_whose_ranges_of_rates_overlap_it_is_said_that_either_may_be_the_cheapest():
+    words = "--model llama-tiny --gpus 8 --stage 1 --micro-batch 1 --gpu h100-80gb,l40s-48gb --seq-len 128"
+    rates = [plan["rows"][0]["tokens_per_s"] for plan in json.loads(_answer(f"{words} --json").text)["plans"]]
+    told = _answer(f"{words} --price {10 * rates[0] / rates[1]:.3f}/h,9/h").text  # a tenth less for the same
+    assert "The cheapest is l40s-48gb" in told
+    assert "By the ranges of their rates it may as well be h100-80gb." in told
+    least, most = rates[1] / 1.6, rates[1] / 0.85
+    assert f"{least:,.0f} to {most:,.0f}" in told
+
+
+@pytest.mark.parametrize(
+    ("hours", "value", "told"),
+    [(72, 1633.4, "3.0 days $1,633"), (0.5, 5.126, "30 minutes $5.13"), (0.001, 0.00123, "3.6 seconds $0.0012")],
+)
+def test_times_and_prices_are_told_in_units_that_show_them(hours, value, told):
+    assert f"{duration(hours)} {dollars(value)}" == told

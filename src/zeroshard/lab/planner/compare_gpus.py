@@ -8,8 +8,10 @@ from typing import Any
 
 from zeroshard.columns import columns
 from zeroshard.lab.planner.advice import GIB, describe
-from zeroshard.lab.planner.plan_rows import Plan
+from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.price import Cost, count, dollars, duration
+
+RANGE = "4 of 5 runs between"
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def text(found: Sequence[Offer]) -> str:
     best = cheapest(found)
     costs = [offer.cost for offer in found if offer.cost is not None]
     priced = bool(costs) and costs[0].dollars_per_h > 0
-    titles = ["GPU", "fits", "take", "memory", "tokens/s"]
+    titles = ["GPU", "fits", "take", "memory", "tokens/s", RANGE]
     titles += ["$/h"] * priced + ["$ for 1B tokens"] * priced
     num_tokens = costs[0].num_tokens if costs else 0
     titles += [f"{count(num_tokens)} tokens"] * bool(num_tokens) + ["$ for them"] * (priced and bool(num_tokens))
@@ -65,7 +67,7 @@ def _cells(offer: Offer, width: int, *, priced: bool) -> list[str]:
         least = min(plan.rows, key=lambda row: row.needed_bytes)
         return [offer.name, "no", "", f"{least.needed_bytes / GIB:.1f} GiB", *[""] * (width - 4)]
     row = describe(best, plan.cluster.world_size, plan.num_gpus)
-    cells = [offer.name, "yes", row, f"{best.needed_bytes / GIB:.1f} GiB", f"{best.tokens_per_s:,.0f}"]
+    cells = [offer.name, "yes", row, f"{best.needed_bytes / GIB:.1f} GiB", f"{best.tokens_per_s:,.0f}", _range(best)]
     if priced:
         cells += [f"{cost.dollars_per_h:g}", dollars(cost.dollars_per_billion)]
     if cost.num_tokens:
@@ -73,8 +75,39 @@ def _cells(offer: Offer, width: int, *, priced: bool) -> list[str]:
     return cells
 
 
+def _range(row: Row) -> str:
+    """Of its rate; nothing where the device was measured."""
+    if row.spread == (1.0, 1.0):
+        return ""
+    least, most = row.tokens_per_s_range
+    return f"{least:,.0f} to {most:,.0f}"
+
+
+def unsure(found: Sequence[Offer]) -> list[str]:
+    """GPUs that may be better than the one to take, by the ranges of rates: in tokens for a dollar, or for a second."""
+    best = cheapest(found)
+    if best is None:
+        return []
+    least, _ = _for_a_dollar(best)
+    return [
+        offer.name
+        for offer in found
+        if offer is not best and offer.cost is not None and _for_a_dollar(offer)[1] > least
+    ]
+
+
+def _for_a_dollar(offer: Offer) -> tuple[float, float]:
+    """Least and most tokens for a dollar; for a second where no price is known."""
+    row, cost = offer.plan.best, offer.cost
+    assert row is not None
+    assert cost is not None
+    dollars_per_s = cost.num_gpus * cost.dollars_per_h or 1.0
+    least, most = row.tokens_per_s_range
+    return least / dollars_per_s, most / dollars_per_s
+
+
 def sentence(found: Sequence[Offer]) -> str:
-    """Which to take."""
+    """Which to take, and how sure that is."""
     best = cheapest(found)
     if best is None or best.cost is None:
         return "Nothing fits on any of them: plan one of them alone to hear which change would help."
@@ -90,6 +123,9 @@ def sentence(found: Sequence[Offer]) -> str:
         more = [1 - other.tokens_per_s / best.cost.tokens_per_s for other in others]
         kind = "The fastest is"
         after = f" The next one is {min(more):.0%} slower." if more else ""
+    others_named = " or ".join(unsure(found))
+    if others_named:
+        after += f" By the ranges of their rates it may as well be {others_named}."
     return f"{kind} {start or f'{best.name}, {row}.'}{after}"
 
 
@@ -101,5 +137,6 @@ def as_dict(found: Sequence[Offer]) -> dict[str, Any]:
             {**offer.plan.as_dict(), "cost": None if offer.cost is None else offer.cost.as_dict()} for offer in found
         ],
         "best": None if best is None else best.name,
+        "unsure": unsure(found),
         "advice": sentence(found),
     }

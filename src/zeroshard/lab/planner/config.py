@@ -205,12 +205,15 @@ class PlanConfig(Config):
 
     def _asks_of_one_size(self) -> None:
         """Raise UserError for sizes that the question leaves open: they would change nothing."""
-        given = ["global_batch"] * (self.ask in ("fewest-gpus", "largest-micro-batch"))
-        given += ["micro_batch"] * (self.ask in ("largest-micro-batch", "crossover-filled"))
-        name = next((each for each in given if getattr(self, each)), None)
-        if name is not None:
-            looks = "takes the largest that fits" if name == "micro_batch" else "looks at one micro-batch of each GPU"
-            what = f"{getattr(self, name)} would change nothing: {self.ask} {looks}"
+        ask = self.ask
+        given = {
+            "global_batch": ask in ("fewest-gpus", "largest-micro-batch") and "looks at one micro-batch of each GPU",
+            "micro_batch": ask in ("largest-micro-batch", "crossover-filled") and "takes the largest that fits",
+            "shard_size": ask not in ("none", "remedy") and "shares out training state over all GPUs",
+        }
+        name, looks = next(((name, looks) for name, looks in given.items() if looks and getattr(self, name)), ("", ""))
+        if name:
+            what = f"{getattr(self, name)} would change nothing: {ask} {looks}"
             raise UserError(name, what, "leave one of the two out")
 
     @property

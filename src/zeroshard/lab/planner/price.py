@@ -92,8 +92,8 @@ class Cost:
 
 
 def dollars(value: float) -> str:
-    """``$1,633``, below 100 with cents."""
-    return f"${value:,.0f}" if value >= 100 else f"${value:,.2f}"
+    """``$1,633``, below 100 with cents, below a cent with two digits."""
+    return f"${value:,.0f}" if value >= 100 else f"${value:,.2f}" if value >= 0.01 else f"${value:.2g}"
 
 
 def count(value: int) -> str:
@@ -105,7 +105,9 @@ def count(value: int) -> str:
 
 
 def duration(hours: float) -> str:
-    """``5.1 hours``, ``3.2 days``, ``40 minutes``."""
+    """``5.1 hours``, ``3.2 days``, ``40 minutes``, ``2.5 seconds``."""
     if hours >= 48:
         return f"{hours / 24:,.1f} days"
-    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.3g} minutes"
+    if hours >= 1:
+        return f"{hours:.1f} hours"
+    return f"{hours * 60:.3g} minutes" if hours * 60 >= 1 else f"{hours * 3600:.3g} seconds"
