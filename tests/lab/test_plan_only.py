@@ -14,7 +14,7 @@ from zeroshard.lab import plan
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.price import dollars, duration
-from zeroshard.lab.planner.show import heading, notes
+from zeroshard.lab.planner.show import heading, notes, seconds
 from zeroshard.lab.predict.actions import Compute
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES
 from zeroshard.lab.predict.plan_only import FP8_TIME, PlanOnly
@@ -202,8 +202,14 @@ def test_whole_tensors_on_many_gpus_are_said_to_be_padding():
 
 
 def test_explain_tells_what_comes_on_top():
-    words = "--model llama-tiny --gpus 8 --tensor-parallel 2 --stage 1 --micro-batch 1 --seq-len 128"
-    assert "On top, plan only: tensor_parallel " in _answer(f"{words} --explain").text
+    words = "--model llama-tiny --gpus 2 --tensor-parallel 2 --stage 3 --micro-batch 1 --seq-len 128"
+    told = _answer(f"{words} --explain").text
+    assert "On top, plan only: tensor_parallel " in told
+    row = json.loads(_answer(f"{words} --json").text)["rows"][0]
+    assert told.startswith(f"One step of micro-batch 1, one replica: {seconds(row['step_s'])}, ")
+    assert f" and {seconds(row['exposed_s'])} waiting;" in told
+    assert "One rank sends nothing." in told
+    assert "among 1 ranks" not in told
 
 
 def _answer(words):

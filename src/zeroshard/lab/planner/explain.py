@@ -41,10 +41,11 @@ LEGEND = (
 def explain(planner: Planner, row: Row) -> str:
     """The last micro-batch of ``row`` and its update, in order; units that do the same share a line."""
     timing = simulate(row.step, planner.device, planner.cluster, software=planner.software, with_spans=True)
+    took = row.timing  # with what comes on top
     lines = [
-        f"One step of {describe(row, planner.cluster.world_size, planner.num_gpus)}: {seconds(timing.step_s)}, of it "
-        f"{seconds(timing.compute_s)} computing and {seconds(timing.exposed_s)} waiting; collectives run for "
-        f"{seconds(timing.comm_s)}.",
+        f"One step of {describe(row, planner.cluster.world_size, planner.num_gpus)}: {seconds(took.step_s)}, of it "
+        f"{seconds(took.compute_s)} computing and {seconds(took.exposed_s)} waiting; collectives run for "
+        f"{seconds(took.comm_s)}.",
         LEGEND,
         "",
     ]
@@ -136,6 +137,8 @@ def _sending(row: Row, spans: list[TimedSpan]) -> list[_Event]:
     found = []
     for action, span in zip(issued, comm, strict=True):
         message, took = action.message, span.end_s - span.start_s
+        if message.world_size == 1:
+            continue  # nothing is sent
         if action.control:
             what, formula, unit, label = "what all ranks must know", f"{message.num_bytes} bytes", "control", "{}"
         else:
@@ -170,7 +173,7 @@ def traffic(row: Row) -> list[str]:
     """
     found: dict[tuple[str, str, str], str] = {}
     for action in (*row.step.last, *row.step.update):
-        if isinstance(action, Issue) and not action.control:
+        if isinstance(action, Issue) and not action.control and action.message.world_size > 1:
             why = _why(action, row)
             found.setdefault(why, f"{action.message.op} of {action.message.phase}, {why[0]}")
     told = [f"{what}: {formula} bytes sent by each rank; {source}" for (_, formula, source), what in found.items()]
@@ -178,5 +181,6 @@ def traffic(row: Row) -> list[str]:
         f"{each.op} among {each.num_ranks:,} ranks, {each.link}: {each.count:,} in a step, buffers of "
         f"{size(each.num_bytes)}"
         for each in row.by_link
+        if each.num_ranks > 1
     ]
     return told or ["One rank sends nothing."]
