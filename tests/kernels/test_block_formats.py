@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.errors import UserError
-from zeroshard.kernels import dequantise, dequantised_sum, quantise
+from zeroshard.kernels import block_formats, dequantise, dequantised_sum, quantise
 from zeroshard.wire_formats import FORMATS, BlockFormat, DtypeFormat, rounding_key
 
 TINY = 2.0**-126
@@ -96,6 +96,39 @@ def test_the_noise_of_two_elements_ranks_steps_and_units_is_not_the_same():
     for one, other in ((1, 2), (1, 3), (7, 40), (31, 63)):
         both = (up[:, one] & up[:, other]).double().mean()
         assert 0.2 < both < 0.3  # independent: 1/4
+
+
+def test_noise_is_uniform_and_of_two_places_as_if_independent():
+    table = block_formats._noise_table(torch.device("cpu"))[:, 0].double()
+    odd = (table * 2**17).long()
+    assert odd.sort().values.tolist() == [-65529] * 4 + list(range(-65527, 65528, 2)) + [65529] * 4
+    spectrum = torch.fft.fft(table)
+    alike = torch.fft.ifft(spectrum * spectrum.conj()).real  # by distance
+    assert alike[1:256].abs().max() < 0.02 * alike[0]
+    of_block = 1 + 2 * ((1 - torch.arange(1, 256) / 256) * alike[1:256]).sum() / alike[0]
+    assert 0.9 < of_block < 1.1  # the variance of a block's sum, of 256 times that of an element
+    for distance in (1, 2, 16, 128, 255):
+        other = table.roll(-distance)
+        for low, high in ((-0.25, 0.0), (0.0, 0.0), (0.25, -0.1)):
+            both = ((table < low) & (other < high)).double().mean()
+            assert abs(both - (low + 0.5) * (high + 0.5)) < 0.005
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_largest_number_of_a_block_is_never_rounded_past_the_largest_code(name):
+    """Whatever the last bits of its scale and of the scale's reciprocal come to."""
+    form, largest = BlockFormat(name, 16), LARGEST[name]
+    most = torch.linspace(1, 2, 20001)
+    ratio = most * (1 / (most / largest))
+    assert (ratio > largest).any()
+    extreme = block_formats._noise_table(torch.device("cpu"))[:, 0].max()
+    assert ((ratio + extreme).round() == largest).all()
+    values = torch.stack([most, -most], 1).view(-1)
+    values = torch.cat([values, values.new_zeros(-len(values) % 16)])
+    for seed in range(3):
+        back = _there_and_back(values, form, rounding_key(seed, 0, "u", 0))[1]
+        assert (back.abs() <= values.abs().view(-1, 16).amax(1).repeat_interleave(16) * (1 + 2.0**-20)).all()
+        assert (back * values >= 0).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)

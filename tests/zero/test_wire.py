@@ -10,6 +10,7 @@ from zeroshard import checkpoint
 from zeroshard.comm import NullCommunicator, ObservedCommunicator, ThreadCommunicator, run_threads
 from zeroshard.wire_formats import BlockFormat
 from zeroshard.zero import MixedPrecision, Zero
+from zeroshard.zero.buffers.differences import fingerprint
 from zeroshard.zero.buffers.wire import there_and_back
 
 INT8 = MixedPrecision(gather="int8", reduce="int8", block=64)
@@ -281,6 +282,26 @@ def test_bytes_on_the_wire_are_a_quarter_and_an_eighth():
     exact = sent(None)
     assert sent(MixedPrecision(gather="int8", reduce="int8")) <= 0.27 * exact
     assert sent(MixedPrecision(gather="int4", reduce="int4")) <= 0.145 * exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1, 10, (1 << 17) + 3])
+def test_a_fingerprint_sees_each_element_and_signs_that_change_together(dtype, numel):
+    values = torch.randn(1 + numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    assert fingerprint(values[1:]) == fingerprint(values[1:].clone())  # wherever it lies
+    values = values[1:]
+    found = [fingerprint(values)]
+    for place in sorted({0, numel // 2, numel - 1}):
+        changed = values.clone()
+        changed[place] *= -1
+        found.append(fingerprint(changed))
+    if numel > 1:
+        for several, factor in ((slice(1, 6, 4), -1), (slice(0, 5, 4), -1), (slice(0, 8), -1), (slice(0, 8), 2)):
+            changed = values.clone()
+            changed[several] *= factor
+            found.append(fingerprint(changed))
+        found.append(fingerprint(values.flip(0)))
+    assert len(set(found)) == len(found)
 
 
 def test_there_and_back_is_what_every_rank_has():

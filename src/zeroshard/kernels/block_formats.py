@@ -15,11 +15,16 @@ downstream takes clamped garbage for numbers. A scale is never below 2^-126, so 
 
 [Note: Noise]
     Stochastic rounding makes the mean of many roundings the number itself. The noise is a function of a key and of the
-    element's place, ``((a j + c) mod 2^32) >> 16`` for element j of a block, whose a and c are a hash of (key, block):
-    strongly universal multiply-shift hashing (Dietzfelbinger 1996, "Universal hashing and k-wise independent random
-    variables via integer arithmetic without primes"). So each noise is uniform, two of a block are independent, a run
-    repeats its bits, on any device and in any order, and it costs one multiplication. It has 16 bits: a mean is off by
-    at most 2^-17 s. What a code holds exactly keeps its value.
+    element's place. A table has the odd multiples of 2^-17 between -1/2 and 1/2 in the order that a hash of 16 bits
+    gives them. Element j of block i takes entry ``o_i + j``, past the table's end from its beginning, and ``o_i`` is
+    the highest 16 bits of ``(a i + c) mod 2^64``, whose a and c are hashes of the key: strongly universal
+    multiply-shift hashing (Dietzfelbinger 1996, "Universal hashing and k-wise independent random variables via integer
+    arithmetic without primes"). So each noise is uniform, and two of different blocks are independent. Two of one block
+    are as independent as 2^16 pairs of a table show: that both are below two given numbers is as probable as it should
+    be but for 0.005 in blocks of 256, and 0.03 in larger ones. A run repeats its bits, on any device and in any order.
+    On a CPU a block's noise is one copy from a table that a cache holds. A mean is off by at most 2^-17 s, and what a
+    code holds exactly keeps its value. The three largest entries are as large as the fourth, of either sign: so
+    ``x / scale``, which may be above the largest code in its last bits, is not rounded to one that there is not.
 
 Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861, section 2.1;
 the formats on the wire: Wang et al. 2023, ZeRO++, https://arxiv.org/abs/2306.10209.
@@ -27,168 +32,185 @@ the formats on the wire: Wang et al. 2023, ZeRO++, https://arxiv.org/abs/2306.10
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from zeroshard.kernels.block_kernels import TINY, dequantise_blocks, quantise_blocks
+from zeroshard.kernels.block_kernels import GOLDEN, LARGEST_NOISE, NOISE_HASH, TINY, dequantise_blocks, quantise_blocks
 from zeroshard.kernels.checks import check_floating
 from zeroshard.kernels.dispatch import Choice, choose
-from zeroshard.wire_formats import BLOCK, LARGEST, SCALE_BYTES, BlockFormat, DtypeFormat, Format
+from zeroshard.wire_formats import BLOCK, LARGEST, MOST_IN_BLOCK, SCALE_BYTES, BlockFormat, DtypeFormat, Format
 
 _CHUNK = 1 << 17  # elements that the reference quantises at a time: what a cache holds
+_NUM_NOISES = 1 << 16
+_MASK = 2**64 - 1
 
 
 # ---------------------------------------------------------------------------------------------------- reference
 
 
+class _Place(NamedTuple):
+    """Blocks of one width that are computed at a time: the first of them, how many, and how many elements each has."""
+
+    block: int
+    count: int
+    width: int
+
+
 def quantise_reference(values: Tensor, packed: Tensor, form: BlockFormat, key: int | None = None) -> None:
     """`quantise` in PyTorch, a cache's worth at a time."""
-    scales, codes = _parts(packed, values.numel(), form)
-    _clear_rest(packed, values.numel(), form)
-    whole, step = values.numel() // form.block, max(_CHUNK // form.block, 1)
-    wide = form.code_bytes(form.block)
-    scratch = torch.empty(1 if key is None else 2, min(step, whole + 1) * form.block, device=values.device)
-    noises = None if key is None else _noises(key, len(scales), values.device)
-    for first in range(0, whole, step):
-        last = min(first + step, whole)
-        rows = values[first * form.block : last * form.block].view(-1, form.block)
-        code_rows = codes[first * wide : last * wide].view(-1, wide)
-        own = None if noises is None else (noises[0][first:last], noises[1][first:last])
-        _quantise_rows(rows, scales[first:last], code_rows, form, own, scratch)
-    rest = values[whole * form.block :]
-    if rest.numel():
-        own = None if noises is None else (noises[0][whole:], noises[1][whole:])
-        _quantise_rows(rest[None], scales[whole:], codes[None, whole * wide :], form, own, scratch)
+    numel, device = values.numel(), values.device
+    _clear_rest(packed, numel, form)
+    places = _places(numel, form.block, _CHUNK)
+    length = places[0].count * places[0].width
+    scratch = torch.empty(length if key is None else 2 * length, device=device)
+    offsets = None if key is None else _offsets(key, form.num_blocks(numel), device)
+    for place in places:
+        noise = None if offsets is None else _rows(scratch, length, place)
+        if offsets is not None and noise is not None:
+            own = offsets if len(places) == 1 else offsets[place.block : place.block + place.count]
+            torch.index_select(_noise_table(device)[:, : place.width], 0, own, out=noise)
+        rows, scaled = _rows(values, place.block * form.block, place), _rows(scratch, 0, place)
+        _quantise_rows(rows, *_parts(packed, numel, form, place), form, noise, scaled)
 
 
 def dequantise_reference(packed: Tensor, values: Tensor, form: BlockFormat) -> None:
     """`dequantise` in PyTorch, a cache's worth at a time."""
-    parts = _parts(packed, values.numel(), form)
-    step = max(_CHUNK // form.block, 1) * form.block
-    for start in range(0, values.numel(), step):
-        _dequantise_chunk(parts, start, values[start : start + step], form)
+    for place in _places(values.numel(), form.block, _CHUNK):
+        rows = _rows(values, place.block * form.block, place)
+        _dequantise_rows(*_parts(packed, values.numel(), form, place), rows, form)
 
 
 def sum_reference(rows: Tensor, own: Tensor, rank: int, target: Tensor, form: Format) -> None:
     """`dequantised_sum` in PyTorch, a cache's worth at a time."""
-    numel = own.numel()
     block = form.block if isinstance(form, BlockFormat) else BLOCK
-    step = max(_CHUNK // 2 // block, 1) * block
-    parts = [_parts(row, numel, form) if isinstance(form, BlockFormat) else row.view(form.dtype) for row in rows]
-    scratch = torch.empty(2, min(step, numel), device=own.device)
-    for start in range(0, numel, step):
-        mine = own[start : start + step]
-        total, part = scratch[0, : len(mine)], scratch[1, : len(mine)]
-        for index, each in enumerate(parts):
-            place = total if index == 0 else part
-            if index == rank:
-                place = place.copy_(mine) if index == 0 else mine
-            elif isinstance(each, Tensor):
-                place.copy_(each[start : start + len(mine)])
-            elif isinstance(form, BlockFormat):
-                _dequantise_chunk(each, start, place, form)
-            if index:
-                total.add_(place)
-        target[start : start + step].copy_(total)
+    places = _places(own.numel(), block, _CHUNK // 2)
+    length = places[0].count * places[0].width
+    scratch = torch.empty((2 if own.dtype == torch.float32 else 3) * length, device=own.device)
+    for place in places:
+        start = place.block * block
+        there, total = _rows(target, start, place), _rows(scratch, 0, place)
+        found: Tensor | None = None
+        for index in range(len(rows)):
+            part = total if found is None else _rows(scratch, length, place)
+            if index != rank:
+                _received(rows[index], own.numel(), form, place, part)
+            elif own.dtype == torch.float32:
+                part = _rows(own, start, place)
+            else:
+                part = _rows(scratch, 2 * length, place).copy_(_rows(own, start, place))
+            # `target` may be `own`: it is written when all has been read.
+            last = index == len(rows) - 1 and target.dtype == torch.float32
+            found = part if found is None else torch.add(found, part, out=there if last else total)
+        if found is not None and found is not there:
+            there.copy_(found)
 
 
-def _dequantise_chunk(parts: tuple[Tensor, Tensor], start: int, values: Tensor, form: BlockFormat) -> None:
-    """``values [n]`` become the elements from ``start`` on, which begin a block, and end one or are the last."""
-    scales, codes = parts
-    wide, first = form.code_bytes(form.block), start // form.block
-    whole = values.numel() // form.block
-    if whole:
-        rows = values[: whole * form.block].view(whole, form.block)
-        own = codes[first * wide : (first + whole) * wide].view(whole, wide)
-        _dequantise_rows(own, scales[first : first + whole], rows, form)
-    rest = values[whole * form.block :]
-    if rest.numel():
-        last = codes[None, (first + whole) * wide :]
-        _dequantise_rows(last, scales[first + whole :], rest[None], form)
+def _received(packed: Tensor, numel: int, form: Format, place: _Place, out: Tensor) -> None:
+    """``out [count, width]`` fp32 becomes what a packed row has at ``place``."""
+    if isinstance(form, BlockFormat):
+        _dequantise_rows(*_parts(packed, numel, form, place), out, form)
+    else:
+        out.copy_(_rows(packed.view(form.dtype), place.block * BLOCK, place))
 
 
-def _parts(packed: Tensor, numel: int, form: BlockFormat) -> tuple[Tensor, Tensor]:
-    """The scales and the codes of ``packed``."""
-    start = SCALE_BYTES * form.num_blocks(numel)
-    return packed[:start].view(torch.float32), packed[start : start + form.code_bytes(numel)]
+def _places(numel: int, block: int, most: int) -> list[_Place]:
+    """What covers ``numel`` elements, at most ``most`` or a block at a time; the first is the largest."""
+    whole, rest = divmod(numel, block)
+    step = max(most // block, 1)
+    places = [_Place(first, min(step, whole - first), block) for first in range(0, whole, step)]
+    return [*places, _Place(whole, 1, rest)] if rest else places
+
+
+def _rows(flat: Tensor, start: int, place: _Place) -> Tensor:
+    """View of ``flat [n]``, ``[count, width]``, from element ``start`` on; one call of torch's, for slices take two."""
+    return flat.as_strided((place.count, place.width), (place.width, 1), flat.storage_offset() + start)
+
+
+def _parts(packed: Tensor, numel: int, form: BlockFormat, place: _Place) -> tuple[Tensor, Tensor]:
+    """Views of ``packed``: the scales ``[count, 1]`` fp32 and the codes ``[count, code bytes of width]`` int8."""
+    words, codes = packed.view(torch.float32), packed.view(torch.int8)
+    scales = words.as_strided((place.count, 1), (1, 1), words.storage_offset() + place.block)
+    start = SCALE_BYTES * form.num_blocks(numel) + place.block * form.code_bytes(form.block)
+    return scales, _rows(codes, start, _Place(place.block, place.count, form.code_bytes(place.width)))
 
 
 def _clear_rest(packed: Tensor, numel: int, form: BlockFormat) -> None:
     """What pads ``packed`` to whole rows of 16 bytes is zeros."""
-    packed[SCALE_BYTES * form.num_blocks(numel) + form.code_bytes(numel) :].zero_()
+    filled = SCALE_BYTES * form.num_blocks(numel) + form.code_bytes(numel)
+    if filled < len(packed):
+        packed[filled:].zero_()
 
 
 def _quantise_rows(
-    rows: Tensor,
-    scales: Tensor,
-    codes: Tensor,
-    form: BlockFormat,
-    noises: tuple[Tensor, Tensor] | None,
-    scratch: Tensor,
+    rows: Tensor, scales: Tensor, codes: Tensor, form: BlockFormat, noise: Tensor | None, scaled: Tensor
 ) -> None:
-    """rows [b, w] of any floating dtype -> scales [b] fp32, codes [b, code bytes of w] uint8.
+    """rows [b, w] of any floating dtype -> scales [b, 1] fp32, codes [b, code bytes of w] int8.
 
-    noises: as `_noises` made them, of these blocks. scratch: a row of at least b w fp32 numbers, with noise a second.
+    noise: [b, w] fp32 by [Note: Noise], or None: to the nearest. scaled: memory for b w fp32 numbers.
     """
     largest = LARGEST[form.name]
-    scaled = scratch[0, : rows.numel()].view(rows.shape)
     rows = rows.float()
     torch.abs(rows, out=scaled)
-    torch.amax(scaled, 1, out=scales)
+    torch.amax(scaled, 1, keepdim=True, out=scales)
     scales.div_(largest).clamp_(min=TINY)
     scales.add_(scales - scales)  # Inf -> NaN
-    torch.mul(rows, scales.reciprocal().nan_to_num_(0.0)[:, None], out=scaled)
-    noise = None
-    if noises is not None:
-        noise = _noise(*noises, scratch[1, : rows.numel()].view(torch.int32).view(rows.shape))
+    torch.mul(rows, scales.reciprocal(), out=scaled)
     if form.name == "e4m3":
         rounded = scaled if noise is None else _up_or_down(scaled, noise)
-        codes.copy_(rounded.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8))
-        codes.masked_fill_(codes == 0x80, 0)  # one zero
+        codes.copy_(rounded.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.int8))
+        codes.masked_fill_(codes == -128, 0)  # one zero
         return
     if noise is not None:
-        scaled.add_(noise.bitwise_right_shift_(15).bitwise_or_(1), alpha=2.0**-17)  # in (-1/2, 1/2)
-    whole = scaled.round_().clamp_(-largest, largest)
+        scaled.add_(noise)
+    scaled.round_()  # at most the largest code: x / scale is above it by its last bits at most
     if form.name == "int8":
-        codes.view(torch.int8).copy_(whole)
+        codes.copy_(scaled)
         return
     half = codes.shape[1]
-    low, high = whole[:, :half].to(torch.int8), torch.zeros_like(codes, dtype=torch.int8)
-    high[:, : whole.shape[1] - half] = whole[:, half:]
-    torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=codes.view(torch.int8))
+    low, high = scaled.to(torch.int8).tensor_split((half,), 1)
+    torch.bitwise_and(low, 15, out=codes)
+    codes[:, : high.shape[1]].bitwise_or_(high.bitwise_left_shift_(4))
 
 
-def _dequantise_rows(codes: Tensor, scales: Tensor, rows: Tensor, form: BlockFormat) -> None:
-    """codes [b, code bytes of w] uint8, scales [b] -> rows [b, w] of any floating dtype."""
-    column = scales[:, None]
-    if form.name == "e4m3":
-        torch.mul(codes.view(torch.float8_e4m3fn).float(), column, out=rows)
-    elif form.name == "int8":
-        torch.mul(codes.view(torch.int8), column, out=rows)
+def _dequantise_rows(scales: Tensor, codes: Tensor, rows: Tensor, form: BlockFormat) -> None:
+    """scales [b, 1], codes [b, code bytes of w] int8 -> rows [b, w] of any floating dtype."""
+    wide = rows if rows.dtype == torch.float32 else torch.empty_like(rows, dtype=torch.float32)
+    if form.name == "int4":
+        half = codes.shape[1]
+        wide[:, :half].copy_(codes.bitwise_left_shift(4).bitwise_right_shift_(4))
+        wide[:, half:].copy_(codes.bitwise_right_shift(4)[:, : rows.shape[1] - half])
     else:
-        half, both = codes.shape[1], codes.view(torch.int8)
-        torch.mul(both.bitwise_left_shift(4).bitwise_right_shift_(4), column, out=rows[:, :half])
-        torch.mul(both.bitwise_right_shift(4)[:, : rows.shape[1] - half], column, out=rows[:, half:])
+        wide.copy_(codes if form.name == "int8" else codes.view(torch.float8_e4m3fn))
+    torch.mul(wide, scales, out=rows)
 
 
-def _noises(key: int, num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The a and c of each block, [num_blocks] int32: [Note: Noise]."""
-    word = torch.arange(num_blocks, device=device) * _signed(0x9E3779B97F4A7C15) + key
-    word = (word ^ _shifted(word, 30)) * _signed(0xBF58476D1CE4E5B9)  # splitmix64 (Steele, Lea and Flood, 2014)
-    word = (word ^ _shifted(word, 27)) * _signed(0x94D049BB133111EB)
-    word = word ^ _shifted(word, 31)
-    return word.to(torch.int32), (word >> 32).to(torch.int32)
+@cache
+def _noise_table(device: torch.device) -> Tensor:
+    """``[2^16, MOST_IN_BLOCK]`` fp32, the noise from each place on: a view of little more than 2^16 numbers."""
+    word = torch.arange(_NUM_NOISES, dtype=torch.int64, device=device)
+    for factor, bits in NOISE_HASH:  # one to one, step by step
+        word = word * factor & (_NUM_NOISES - 1)
+        word = word ^ word >> bits
+    odd = (word * 2 + 1 - _NUM_NOISES).clamp_(-LARGEST_NOISE, LARGEST_NOISE)
+    noise = odd.float().mul_(2.0**-17)
+    return torch.cat([noise, noise[:MOST_IN_BLOCK]]).as_strided((_NUM_NOISES, MOST_IN_BLOCK), (1, 1))
 
 
-def _noise(factors: Tensor, terms: Tensor, out: Tensor) -> Tensor:
-    """Fill ``out [b, w]`` int32, whose high 16 bits and more are noise, for blocks with these a and c, [b]."""
-    places = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
-    return torch.mul(factors[:, None], places, out=out).add_(terms[:, None])
+def _offsets(key: int, num_blocks: int, device: torch.device) -> Tensor:
+    """``[num_blocks]`` int64: where in the table each block's noise begins: [Note: Noise]."""
+    factor, term = _signed(_hash(key)), _signed(_hash(key + GOLDEN & _MASK))
+    words = torch.arange(num_blocks, device=device).mul_(factor).add_(term)
+    return words.bitwise_right_shift_(48).bitwise_and_(_NUM_NOISES - 1)
 
 
-def _shifted(word: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right of signed numbers."""
-    return (word >> bits) & ((1 << (64 - bits)) - 1)
+def _hash(word: int) -> int:
+    """64 bits: splitmix64 (Steele, Lea and Flood, 2014)."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
+    return word ^ (word >> 31)
 
 
 def _signed(word: int) -> int:
@@ -197,9 +219,10 @@ def _signed(word: int) -> int:
 
 def _up_or_down(scaled: Tensor, noise: Tensor) -> Tensor:
     """fp32 numbers up to 448 as numbers of e4m3, up or down at random."""
-    bits = scaled.view(torch.int32) + ((noise >> 12) & 0xFFFFF)  # fp32 has 20 bits more of a mantissa
+    odd = (noise * 2.0**17).to(torch.int32)
+    bits = scaled.view(torch.int32) + ((odd & 0x1FFFF) << 3)  # fp32 has 20 bits more of a mantissa
     normal = (bits & ~0xFFFFF).view(torch.float32)
-    small = (scaled * 512).add_(noise.bitwise_right_shift_(15).bitwise_or_(1), alpha=2.0**-17).round_() / 512
+    small = (scaled * 512).add_(noise).round_() / 512
     return torch.where(scaled.abs() < 2.0**-6, small, normal)
 
 

@@ -11,6 +11,9 @@ from torch import Tensor
 from zeroshard.kernels.launch import jit, next_power_of_2, opaque, tl
 
 TINY = 2.0**-126  # the smallest scale: the reciprocal of a smaller one would be infinite
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
+NOISE_HASH = ((0x9E37, 8), (0x88B5, 7), (0xDB2D, 9))  # by what a word of 16 bits is multiplied, and shifted then
+LARGEST_NOISE = 2**16 - 7  # in units of 2^-17
 TILE = 2048  # elements of a program, at the least one block
 
 
@@ -20,14 +23,24 @@ def _nearest_whole(x):
 
 
 @jit
-def _noise(rows, places, key):
-    """[ROWS, HALF] int32; [Note: Noise] in `block_formats`."""
-    word = rows.to(tl.uint64) * 0x9E3779B97F4A7C15 + key.to(tl.uint64)
+def _hash(word):
+    """64 bits of 64."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
-    word = word ^ (word >> 31)
-    factor, term = word.to(tl.uint32), (word >> 32).to(tl.uint32)
-    return (factor[:, None] * places.to(tl.uint32) + term[:, None]).to(tl.int32, bitcast=True)
+    return word ^ (word >> 31)
+
+
+@jit
+def _noise(rows, places, key):
+    """[ROWS, HALF] int32, odd, in units of 2^-17; [Note: Noise] in `block_formats`."""
+    factor, term = _hash(key.to(tl.uint64)), _hash(key.to(tl.uint64) + 0x9E3779B97F4A7C15)
+    starts = ((rows.to(tl.uint64) * factor + term) >> 48).to(tl.uint32)
+    word = (starts[:, None] + places.to(tl.uint32)) & 0xFFFF
+    word = (word * 0x9E37) & 0xFFFF  # NOISE_HASH
+    word = ((word ^ (word >> 8)) * 0x88B5) & 0xFFFF
+    word = ((word ^ (word >> 7)) * 0xDB2D) & 0xFFFF
+    odd = ((word ^ (word >> 9)) * 2).to(tl.int32) - 65535
+    return tl.minimum(tl.maximum(odd, -65529), 65529)
 
 
 @jit
@@ -36,8 +49,8 @@ def _to_e4m3(x, noise, STOCHASTIC: tl.constexpr):
     bits = x.to(tl.int32, bitcast=True)
     small = x * 512.0
     if STOCHASTIC:
-        bits = bits + ((noise >> 12) & 0xFFFFF)
-        small = small + ((noise >> 15) | 1).to(tl.float32) * 0.00000762939453125
+        bits = bits + ((noise & 0x1FFFF) << 3)
+        small = small + noise.to(tl.float32) * 0.00000762939453125  # 2^-17
     else:
         bits = bits + 0x7FFFF + ((bits >> 20) & 1)
     normal = (bits & -0x100000).to(tl.float32, bitcast=True)
@@ -54,9 +67,8 @@ def _codes(x, inverse, noise, largest, E4M3: tl.constexpr, STOCHASTIC: tl.conste
     if E4M3:
         return _to_e4m3(x, noise, STOCHASTIC)
     if STOCHASTIC:
-        x = x + ((noise >> 15) | 1).to(tl.float32) * 0.00000762939453125  # 2^-17
-    whole = tl.minimum(tl.maximum(_nearest_whole(x), -largest), largest)
-    return whole.to(tl.int32).to(tl.uint8, bitcast=False)
+        x = x + noise.to(tl.float32) * 0.00000762939453125
+    return _nearest_whole(x).to(tl.int32).to(tl.uint8, bitcast=False)
 
 
 @jit
