@@ -252,6 +252,28 @@ def test_the_modules_own_state_dict_is_refused_where_it_has_rounded_weights(stag
         assert names == set(_net().state_dict())
 
 
+def _compiled_or_not(comm, precision, compiles):
+    net = _net()
+    zero = Zero(net, stage=3, comm=comm, units=list(net.blocks), precision=precision)
+    optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-2)
+    model = torch.compile(zero.model, backend="eager") if compiles else zero.model
+    losses = []
+    for step in range(2):
+        loss = model(_batch(comm.rank, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_compiled_model_quantises_what_it_did_uncompiled(gloo_ranks):
+    """Its compiler does not go into what hooks quantise."""
+    ranks = gloo_ranks(2)
+    compiled, plain = (ranks.run(_compiled_or_not, INT8, each) for each in (True, False))
+    assert compiled == plain
+
+
 def test_a_change_of_stage_goes_on_with_the_same_bits():
     def on_rank(comm, stages):
         zero = Zero(_net(), stages[0], comm=comm, precision=INT8)

@@ -15,7 +15,9 @@ https://arxiv.org/abs/2306.10209, section 3: qwZ and qgZ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,19 +28,32 @@ from zeroshard.wire_formats import Format, rounding_key
 from zeroshard.zero.buffers.differences import fingerprint, take_where_it_differs
 
 
+@cache
+def _uncompiled(name: str) -> Callable[..., None]:
+    return torch.compiler.disable(loaded("zeroshard.kernels", name))
+
+
+def _kernel(name: str) -> Callable[..., None]:
+    """Of `zeroshard.kernels`; who has no wire format does not import Triton.
+
+    Where a model may be compiled, its compiler would go through the hooks into these, which are no part of the model.
+    """
+    return _uncompiled(name) if "torch._dynamo" in sys.modules else loaded("zeroshard.kernels", name)
+
+
 def quantise(values: Tensor, packed: Tensor, form: Format, key: int | None = None) -> None:
-    """`zeroshard.kernels.quantise`; who has no wire format does not import Triton."""
-    loaded("zeroshard.kernels", "quantise")(values, packed, form, key)
+    """`zeroshard.kernels.quantise`."""
+    _kernel("quantise")(values, packed, form, key)
 
 
 def dequantise(packed: Tensor, values: Tensor, form: Format) -> None:
     """`zeroshard.kernels.dequantise`."""
-    loaded("zeroshard.kernels", "dequantise")(packed, values, form)
+    _kernel("dequantise")(packed, values, form)
 
 
 def dequantised_sum(rows: Tensor, own: Tensor, rank: int, target: Tensor, form: Format) -> None:
     """`zeroshard.kernels.dequantised_sum`."""
-    loaded("zeroshard.kernels", "dequantised_sum")(rows, own, rank, target, form)
+    _kernel("dequantised_sum")(rows, own, rank, target, form)
 
 
 class PackedGather:
