@@ -73,10 +73,8 @@ def nccl_alone():
 
 
 def messages_beside_nccl(comm):
-    """What CPU tensors become, by two communicators over one group of NCCL alone, of ranks 1 and 2 of three."""
-    group, known = dist.new_group([1, 2]), dist.distributed_c10d._world.pg_map
-    if comm.rank == 0:
-        return None  # and takes part in nothing
+    """What CPU tensors become, by two communicators over one group of NCCL alone."""
+    group, known = dist.new_group([0, 1]), dist.distributed_c10d._world.pg_map
     before = set(known)
     with nccl_alone():
         first, second = TorchCommunicator(group), TorchCommunicator(group)
@@ -93,18 +91,29 @@ def messages_beside_nccl(comm):
     second.all_to_all(parts, torch.tensor([10.0, 20.0]) + rank).wait()
     (beside,) = set(known) - before  # one for both
     assert [call.kwargs["group"] for call in all_reduce.call_args_list] == [beside, beside]
-    assert dist.get_process_group_ranks(beside) == [1, 2]
+    assert dist.get_process_group_ranks(beside) == [0, 1]
     dist.destroy_process_group(beside)
     dist.destroy_process_group(group)
     return [each.tolist() for each in (flags, shard, told, gathered, parts)]
 
 
 def test_messages_of_the_host_go_over_gloo_beside_a_group_of_nccl_alone(gloo_ranks):
-    assert gloo_ranks(3).run(messages_beside_nccl) == [
-        None,
+    assert gloo_ranks(2).run(messages_beside_nccl) == [
         [[1, 5], [2.0, 4.0], [1], [0.0, 1.0], [10.0, 11.0]],
         [[1, 5], [6.0, 8.0], [1], [0.0, 1.0], [20.0, 21.0]],
     ]
+
+
+def messages_of_a_part(comm):
+    group = dist.new_group([0])
+    if comm.rank == 0:
+        with nccl_alone():
+            return str(TorchCommunicator(group).control_device)
+    return None
+
+
+def test_a_group_of_some_ranks_sends_its_messages_from_the_device(gloo_ranks):
+    assert gloo_ranks(2).run(messages_of_a_part) == ["cuda:0", None]
 
 
 def messages_on_the_device(comm):

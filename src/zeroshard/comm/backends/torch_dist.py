@@ -10,7 +10,8 @@ the copies. And it moves only some dtypes, so gathers and broadcasts travel as b
     would not do: a rank cannot know whether another one has gone another way this time, and would have stepped without
     its gradients. gloo takes such messages from host to host, and no device waits. A group of NCCL alone, which
     ``init_process_group("nccl")`` makes, has none, so one of gloo is made beside it, of the same ranks, at the first
-    message of CPU tensors; communicators over the same group share it.
+    message of CPU tensors; communicators over the same group share it. Only a group of all ranks gets one: torch names
+    one that some ranks make alone after these ranks, and a second of the same name may find the first one's addresses.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class TorchCommunicator:
     Args:
         group: a process group that this rank belongs to; None: the default group.
         host_messages: whether a group without a backend for CPU tensors gets one of gloo beside it, at the first of
-            them: [Note: Messages of the host]. False: messages lie on the device, and the host waits for it at each.
+            them: [Note: Messages of the host]. False, or a group of some ranks: messages lie on the device, and the
+            host waits for it at each.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``; at the first message
@@ -114,7 +116,8 @@ class TorchCommunicator:
         backends = dist.get_backend_config(self.group)
         self._host_messages = host_messages
         self._backends = backends  # as ``cuda:nccl``
-        self._needs_beside = "cpu:" not in backends and host_messages and dist.is_gloo_available()
+        takes_all = self.world_size == dist.get_world_size()
+        self._needs_beside = "cpu:" not in backends and host_messages and takes_all and dist.is_gloo_available()
         # gloo reduces and then scatters the same way; NCCL picks its algorithm by operation and size.
         self.uniform_order = "nccl" not in backends
         has_gloo = "gloo" in backends
@@ -141,7 +144,7 @@ class TorchCommunicator:
     def _made_beside(self) -> Any:
         ranks = dist.get_process_group_ranks(self.group)
         try:
-            return dist.new_group(ranks, self._timeout(), "gloo", use_local_synchronization=True)
+            return dist.new_group(ranks, self._timeout(), "gloo")
         except RuntimeError as error:
             cause = str(error).splitlines()[0]
             what = f"a group of {self._backends} takes no CPU tensors, and its ranks cannot meet over gloo ({cause})"
