@@ -79,6 +79,7 @@ SHOWN = (
     "every=128",
     "every=32,int8",
     STREAMING,
+    f"{STREAMING},{AVERAGED}",
     f"every=8,{AVERAGED}",
     f"every=32,{AVERAGED}",
     f"every=8,int8,{AVERAGED}",
@@ -178,7 +179,7 @@ def per_step(link: dict[str, Any], remedy: str, stage: int) -> tuple[float, floa
         turns = link[contestant][what]
         if remedy in WIRES:
             found.append(statistics.median(turns))
-        elif remedy == STREAMING:
+        elif contestant == STREAMING:
             found.append(statistics.fmean(turns))
         else:
             every = settings_of(remedy)["replicas.every"]
@@ -191,8 +192,8 @@ def _turns(remedy: str, stage: int) -> str:
     """The contestant whose turns say how long the remedy's steps are."""
     if remedy in WIRES:
         return f"{remedy} at stage {stage}"
-    if remedy == STREAMING:
-        return remedy
+    if remedy.startswith(STREAMING):  # outer numbers change no time
+        return STREAMING
     wire = settings_of(remedy).get("replicas.wire")
     return "every=2" + (f",{wire}" if wire else "")
 

@@ -2,9 +2,8 @@
 
 A large tensor that was cut from shared memory (`SharedMemoryCommunicator.empty`; the engine's flat buffers are) is read
 by the others where it lies: a reduction adds straight from there, a gather copies straight from there. Others travel
-through slots (`zeroshard.comm.shm.slots`). A slot holds, for a reduce-scatter, a piece of every other rank's shard; for
-a
-gather or broadcast, a piece of its owner's data. Pieces are small enough to stay in the caches:
+through slots (`zeroshard.comm.shm.slots`). A slot holds, for a reduce-scatter, a piece of every other rank's
+shard; for a gather or broadcast, a piece of its owner's data. Pieces are small enough to stay in the caches:
 
     publish piece 0 | publish piece 1, reduce piece 0 | publish piece 2, reduce piece 1 | ...
 
