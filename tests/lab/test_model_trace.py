@@ -59,6 +59,12 @@ def test_a_few_blocks_tell_all_of_a_deep_model_whose_embedding_is_frozen():
     assert trace_language_model(model, 2, SEQ_LEN, BF16, device_type="cuda") == _whole(model, 2, BF16, "cuda")
 
 
+@pytest.mark.parametrize("target", ["lm_head", "blocks.6.self_attn.q_proj"])
+def test_adapters_may_be_in_some_blocks_alone_or_in_none(target):
+    model = _model("llama-tiny", n_layer=8, lora=Lora(4, targets=(target,)))
+    assert trace_language_model(model, 2, SEQ_LEN, BF16, device_type="cuda") == _whole(model, 2, BF16, "cuda")
+
+
 def test_blocks_that_differ_are_not_repeated():
     class Odd(nn.Module):
         def __init__(self):

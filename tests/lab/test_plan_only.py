@@ -13,12 +13,15 @@ from zeroshard.flags import flags_of, read_flags
 from zeroshard.lab import plan
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.planner.price import dollars, duration
 from zeroshard.lab.planner.show import heading, notes, seconds
 from zeroshard.lab.predict.actions import Compute
+from zeroshard.lab.predict.cut import cut
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES
 from zeroshard.lab.predict.plan_only import FP8_TIME, PlanOnly
 from zeroshard.models import build_model
+from zeroshard.models.adapters import Lora
 from zeroshard.profiling.devices import DEVICES
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import validate
@@ -169,6 +172,84 @@ def test_the_host_of_a_node_keeps_the_states_of_all_its_gpus():
     assert f"The host of a node holds {total:,.1f} GiB" in " ".join(notes(found))
 
 
+LORA = Lora(8, targets=("all-linear",))
+
+
+def _numel(workload, *, trained):
+    return sum(param.numel() for param in workload.model.parameters() if param.requires_grad == trained)
+
+
+def _lora(model="llama-tiny", **changes):
+    sizes = {key: value for key, value in SMALL.items() if model == "llama-tiny" or key != "n_kv_head"}
+    return planner_for(model, **{"lora": LORA, **changes, "overrides": {**sizes, **changes.get("overrides", {})}})
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "gpt2-demo"])
+def test_a_tensor_s_parts_of_adapters_add_up_to_all_of_them(model):
+    whole, part = _lora(model), _lora(model, world_size=4, tensor_parallel=4).part
+    plain = _lora(model, world_size=4, tensor_parallel=4, lora=None).part
+    assert _numel(part, trained=False) == _numel(plain, trained=True)  # the model's own matrices as without adapters
+    shared = summed = 0
+    for name, param in whole.workload.model.named_parameters():
+        loses_columns = any(layer in name for layer in ("o_proj", "down_proj", "c_proj"))
+        if "lora_" in name:
+            is_whole = ("lora_B" in name) if loses_columns else ("lora_A" in name)
+            shared, summed = shared + (not is_whole) * param.numel(), summed + is_whole * param.numel()
+    assert _numel(part, trained=True) == shared // 4 + summed
+    assert shared % 4 == 0
+
+
+@pytest.mark.parametrize("how", ["tensor_parallel", "context_parallel", "pipeline_parallel"])
+def test_adapters_of_one_rank_alone_are_as_without_it(how):
+    plain, alone = _lora(world_size=2), _lora(world_size=2, **{how: 1})
+    assert plain.row(3, 2) == alone.row(3, 2)
+    assert plain.part is plain.workload
+
+
+def test_stages_of_a_pipeline_share_out_adapters():
+    whole, part = _lora(), _lora(world_size=2, pipeline_parallel=2).part
+    assert 2 * _numel(part, trained=True) == _numel(whole.workload, trained=True)
+    outside = _numel(_lora(overrides={"n_layer": 1}).workload, trained=False)
+    outside -= _numel(_lora(overrides={"n_layer": 2}).workload, trained=False) - outside
+    assert 2 * _numel(part, trained=False) - outside == _numel(whole.workload, trained=False)  # each has both ends
+
+
+def test_a_context_s_ranks_have_all_adapters():
+    whole, part = _row(lora=LORA, stage=0), _row(lora=LORA, stage=0, world_size=4, context_parallel=4)
+    assert part.step.before_update == whole.step.before_update
+    assert _flops(part, attention=True) == _flops(whole, attention=True) / 4
+    assert part.step.tokens == whole.step.tokens / 4
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_tensor_s_part_with_adapters_is_held_as_the_engine_does(stage):
+    sizes = {**SMALL, "n_layer": 2}
+    row = _row(world_size=8, stage=stage, tensor_parallel=4, dtype="float32", lora=LORA, overrides=sizes)
+    model = build_model("llama-tiny", overrides=sizes, lora=LORA)
+    cut(model, 4)
+    zero = Zero(model, stage, comm=NullCommunicator(2), units=model.units)
+    optim = zero.optimizer(torch.optim.AdamW, lr=1e-3)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    for _ in range(2):
+        optim.zero_grad()
+        model(tokens, tokens).backward()
+        held = zero.memory_bytes()
+        optim.step()
+    planned = dict(row.step.before_update)
+    assert abs(planned.pop("optimizer") - held["optimizer"]) < 1000  # step counts, of tensors or of buffers
+    assert all(held[name] == num_bytes for name, num_bytes in planned.items())
+
+
+def test_a_tensor_s_ranks_sum_what_is_between_the_factors_of_each_adapter():
+    with_ = _lora(world_size=4, tensor_parallel=4)
+    stream, inner = with_.part.stream(2, 1), 2 * 128 * 8 * 2  # rows, tokens, rank, bytes
+    assert stream.adapter_bytes == inner
+    assert stream.adapters == (2 * 4, 5 * 4)  # o and down; q, k, v, gate and up, of four blocks
+    row, reduced = with_.row(0, 2), with_.wires.collective_s
+    took = 4 * 4 * reduced("all_reduce", stream.residual_bytes, 4) + 7 * 4 * reduced("all_reduce", inner, 4)
+    assert row.timing.exposed_by["tensor_parallel"] == pytest.approx(took)
+
+
 def test_compiled_code_is_fused_under_autocast_and_from_the_reference():
     plain, compiled = _row(autocast=True), _row(autocast=True, impl="compile")
     assert sum(a.num_bytes for a in _works(compiled)) < 0.8 * sum(a.num_bytes for a in _works(plain))
@@ -229,6 +310,11 @@ def test_what_zeroshard_does_not_do_is_said():
             "--model llama-tiny --model.n-head 4 --model.n-kv-head 2 --gpus 4 --tensor-parallel 4",
             "tensor_parallel",
             "n_kv",
+        ),
+        (
+            "--model llama-tiny --lora 8 --lora.targets blocks.0.self_attn.q_proj --gpus 2 --pipeline-parallel 2",
+            "pipeline_parallel",
+            "in some blocks alone",
         ),
         ("--gpus 3 --context-parallel 3 --seq-len 128", "context_parallel", "does not divide 128 tokens"),
         ("--model llama-1b --gpus 3 --pipeline-parallel 3", "pipeline_parallel", "does not divide 16 blocks"),

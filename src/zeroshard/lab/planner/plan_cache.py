@@ -30,7 +30,7 @@ from zeroshard.regular_files import json_of, read_text
 
 FOLDER = "plans"
 MOST_ENTRIES = 500
-_USED = ("torch", "triton", "numpy", "pydantic")
+_USED = ("torch", "triton", "numpy", "pydantic", "peft")
 _KEYED_KERNELS = ("auto", "reference")
 
 

@@ -111,7 +111,7 @@ def repeat_blocks(trace: Trace, num_blocks: int, period: int = 1, *, before: int
     middle = range(before + 1, before + 1 + period)
     for unit in middle:
         for spans in (forward, backward):
-            if _moved(spans[unit], period) != spans[unit + period]:
+            if _moved(spans.get(unit, ()), period) != spans.get(unit + period, []):  # no gradient may reach blocks
                 return None
     # The last of the repeated ones stands before what came after it, so the old later units move up.
     again = (middle[i % period] for i in range(extra))

@@ -83,11 +83,16 @@ def trace_language_model(
     few = 2 * period + 2
     few += (num_blocks - few) % period
     deeper = None
-    if num_blocks > few:
+    if num_blocks > few and have_the_same(model.blocks):
         before = units.index(model.blocks[0])
         after = len(units) - num_blocks - before
         deeper = repeat_blocks(of_depth(few), num_blocks, period, before=before, after=after)
     return of_depth(num_blocks) if deeper is None else deeper
+
+
+def have_the_same(blocks: Iterable[nn.Module]) -> bool:
+    """Whether all of ``blocks`` have parameters of the same names: adapters may be in some of them alone."""
+    return len({tuple(name for name, _ in block.named_parameters()) for block in blocks}) == 1
 
 
 def _is_as_built(model: LanguageModel) -> bool:

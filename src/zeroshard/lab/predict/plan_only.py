@@ -10,7 +10,8 @@ Each is an estimate from a formula of its source, laid over a step that is plann
                  node's processors. Ren et al. 2021, "ZeRO-Offload", https://arxiv.org/abs/2101.06840.
     tensor       t ranks share each product; 2 all-reduces of the residual stream for a block and direction, which
                  nothing hides. Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
-                 Norms and the residual stream are not sharded, as sequence parallelism would have it.
+                 Norms and the residual stream are not sharded, as sequence parallelism would have it. An adapter adds
+                 an all-reduce of its rank's numbers a token (`zeroshard.lab.predict.cut`).
     context      c ranks share a sequence; each gathers all keys and values in forward and backward, and their gradients
                  are reduced and scattered: torchtitan's "allgather". Grattafiori et al. 2024, "The Llama 3 Herd of
                  Models", https://arxiv.org/abs/2407.21783, section 3.3.2.
@@ -22,7 +23,7 @@ Each is an estimate from a formula of its source, laid over a step that is plann
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -163,12 +164,23 @@ class Stream:
         kv_bytes: rows x all tokens x 2 x width of keys.
         num_blocks: of a rank's.
         recomputes: whether blocks run forward twice.
+        adapter_bytes: rows x a rank's tokens x the rank of adapters.
+        adapters: that are summed over the ranks of a tensor, in forward and in backward.
     """
 
     residual_bytes: int
     kv_bytes: int
     num_blocks: int
     recomputes: bool
+    adapter_bytes: int = 0
+    adapters: tuple[int, int] = (0, 0)
+
+    def tensor_s(self, all_reduce_s: Callable[[int], float]) -> float:
+        """What the ranks of a tensor wait for each other in a micro-batch, by what an all-reduce of bytes takes."""
+        forward, backward = self.adapters
+        inner = (1 + self.recomputes) * forward + backward
+        found = (4 + 2 * self.recomputes) * self.num_blocks * all_reduce_s(self.residual_bytes)
+        return found + (inner * all_reduce_s(self.adapter_bytes) if inner else 0.0)
 
 
 def more_seconds(
@@ -198,8 +210,8 @@ def more_seconds(
     found: dict[str, float] = {}
     stream = stream or Stream(0, 0, 0, recomputes=False)
     if tensor > 1:
-        each = cluster.collective_s("all_reduce", stream.residual_bytes, tensor)
-        found["tensor_parallel"] = (4 + 2 * stream.recomputes) * stream.num_blocks * num_micro * each
+        each = stream.tensor_s(lambda num_bytes: cluster.collective_s("all_reduce", num_bytes, tensor))
+        found["tensor_parallel"] = num_micro * each
     if context > 1:
         gather = places.collective_s("all_gather", stream.kv_bytes, context)
         scatter = places.collective_s("reduce_scatter", stream.kv_bytes, context)

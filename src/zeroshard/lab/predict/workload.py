@@ -13,10 +13,16 @@ from torch import nn
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
-from zeroshard.lab.predict.cut import check_cut, cut
+from zeroshard.lab.predict.cut import check_cut, cut, summed_adapters
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState
 from zeroshard.lab.predict.model_spans import Trace
-from zeroshard.lab.predict.model_trace import Inputs, tokens_and_targets, trace_language_model, trace_model
+from zeroshard.lab.predict.model_trace import (
+    Inputs,
+    have_the_same,
+    tokens_and_targets,
+    trace_language_model,
+    trace_model,
+)
 from zeroshard.lab.predict.plan_only import Stream
 from zeroshard.models import LanguageModel, Llama, build_model
 from zeroshard.models.adapters import Lora
@@ -151,6 +157,9 @@ class Workload:
         layers = self.model.config.n_layer
         if layers % pipeline:
             raise UserError("pipeline_parallel", f"{pipeline} does not divide {layers} blocks", "choose a divisor")
+        if pipeline > 1 and not have_the_same(self.model.blocks):
+            what = "its stages differ where adapters are in some blocks alone"
+            raise UserError("pipeline_parallel", what, "leave it out, or name lora.targets of all blocks")
 
     def part(self, tensor: int, context: int, pipeline: int) -> Workload:
         """What one of so many ranks computes: fewer heads and features, fewer tokens, fewer blocks."""
@@ -170,7 +179,8 @@ class Workload:
         tokens = micro_batch * self.seq_len
         residual, kv = tokens * config.n_embd * itemsize, 2 * tokens * context * kv_width * itemsize
         recomputes = config.activation_checkpointing in ("full", "every:1")
-        return Stream(residual, kv, config.n_layer, recomputes)
+        inner = 0 if self.model.lora is None else tokens * self.model.lora.rank * itemsize
+        return Stream(residual, kv, config.n_layer, recomputes, inner, summed_adapters(self.model))
 
     def changed(
         self,
