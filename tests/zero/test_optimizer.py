@@ -80,7 +80,6 @@ def test_param_groups_hold_the_models_parameters_but_for_the_classes_own_code():
     net = Net()
     zero = Zero(net, comm=NullCommunicator(2))
     optim = zero.optimizer(Looking, lr=0.1)
-    # Hooks run inside `super().step()` again, once torch has wrapped SGD's own step: the first and the last are asked.
     optim.register_step_pre_hook(lambda optim, *_: seen.setdefault("before", optim.param_groups[0]["params"]) and None)
     optim.register_step_post_hook(lambda optim, *_: seen.update(after=optim.param_groups[0]["params"]))
 
@@ -95,7 +94,77 @@ def test_param_groups_hold_the_models_parameters_but_for_the_classes_own_code():
     assert [id(piece) for piece in seen["step"]] == [id(piece) for piece in zero.pieces()]
 
 
-def test_a_step_that_fails_leaves_the_models_parameters_in_the_groups():
+class Averaging(torch.optim.AdamW):
+    """Goes on after the step of the class that it extends."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(0.9)
+                self.state[param].setdefault("average", torch.zeros_like(param)).lerp_(param, 0.25)
+        return loss
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("adopted", [False, True])
+def test_what_a_class_does_after_the_step_that_it_extends_is_done_to_pieces(stage, adopted):
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # from now on torch runs hooks around the inner step too
+    shapes = [param.shape for param in Net().parameters()]
+
+    def train(net, optim, ranks):
+        def look(optim, *_):
+            assert [param.shape for param in optim.param_groups[0]["params"]] == shapes
+
+        optim.register_step_pre_hook(look)
+        optim.register_step_post_hook(look)
+        for step in range(2):
+            for rank in ranks:
+                (net(rows(rank, step)).square().mean() / len(ranks)).backward()
+            optim.step()
+            optim.zero_grad()
+
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage=stage, comm=comm)
+        optim = Averaging(net.parameters(), lr=0.1) if adopted else zero.optimizer(Averaging, lr=0.1)
+        train(net, optim, [comm.rank])
+        return zero.state_dict(), zero.optim_state_dict(optim)["state"]
+
+    net = Net()
+    optim = Averaging(net.parameters(), lr=0.1)
+    train(net, optim, [0, 1])
+    for weights, state in run_threads(go, 2):
+        for name, weight in net.state_dict().items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
+        for number, kept in optim.state_dict()["state"].items():
+            torch.testing.assert_close(state[number]["average"], kept["average"], rtol=1e-5, atol=1e-6)
+
+
+def test_hooks_around_an_inner_step_see_the_weights_that_it_has_made():
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+
+    def train(net, optim, ranks, seen):
+        optim.register_step_post_hook(lambda *_: seen.append(net.first.weight.detach().clone()))
+        for rank in ranks:
+            (net(rows(rank)).square().mean() / len(ranks)).backward()
+        optim.step()
+        return seen
+
+    def go(comm):
+        net = Net()
+        return train(net, Zero(net, stage=2, comm=comm).optimizer(Averaging, lr=0.1), [comm.rank], [])
+
+    net = Net()
+    inner, outer = train(net, Averaging(net.parameters(), lr=0.1), [0, 1], [])
+    for found in run_threads(go, 2):
+        torch.testing.assert_close(found[0], inner)
+        torch.testing.assert_close(found[1], outer)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_that_fails_leaves_the_models_parameters_in_the_groups(scheduled):
     class Failing(torch.optim.SGD):
         def step(self, closure=None):
             if self.param_groups[0]["lr"] == 0.3:
@@ -103,7 +172,14 @@ def test_a_step_that_fails_leaves_the_models_parameters_in_the_groups():
             return super().step(closure)
 
     net = Net()
-    optim = Zero(net, comm=NullCommunicator(2)).optimizer(Failing, lr=0.1)
+    if scheduled:  # which has put a step of its own in
+        optim = Failing(net.parameters(), lr=0.1)
+        torch.optim.lr_scheduler.StepLR(optim, 1)
+        Zero(net, comm=NullCommunicator(2))
+        net(rows(0)).sum().backward()
+        optim.step()
+    else:
+        optim = Zero(net, comm=NullCommunicator(2)).optimizer(Failing, lr=0.1)
     optim.param_groups[0]["lr"] = 0.3
     with pytest.raises(ArithmeticError):
         optim.step()

@@ -119,6 +119,13 @@ def test_torchs_clipping_is_by_the_global_norm(stage, norm_type, foreach):
         assert_close(found, grads_of(plain))
 
 
+def _from_one_vector(params):
+    vector = torch.cat([param.grad.view(-1) for param in params])
+    vector /= vector.norm()
+    for param, part in zip(params, vector.split([param.numel() for param in params]), strict=True):
+        param.grad.data = part.view_as(param)
+
+
 CHANGES = {
     "clip_grad_value_": lambda params: nn.utils.clip_grad_value_(params, 0.02),
     "clip_grad_value_ foreach=False": lambda params: nn.utils.clip_grad_value_(params, 0.02, foreach=False),
@@ -137,6 +144,8 @@ CHANGES = {
     "rows": lambda params: [param.grad.__setitem__(0, 0.0) for param in params],
     "nan_to_num_": lambda params: [param.grad.nan_to_num_() for param in params],
     "assigned": lambda params: [setattr(param, "grad", param.grad * 3) for param in params],
+    "assigned to its data": lambda params: [setattr(param.grad, "data", param.grad.data * 3) for param in params],
+    "data from one vector": _from_one_vector,
     "assigned one of another": lambda params: setattr(params[0], "grad", params[2].grad),
     "None": lambda params: [setattr(param, "grad", None) for param in params[1:]],
     "centred": lambda params: [param.grad.sub_(param.grad.mean()) for param in params],
@@ -157,6 +166,18 @@ def test_whatever_changes_it_changes_the_step(stage, name):
     expected = change(plain, None, torch.optim.SGD(plain.parameters(), lr=0.1))
     for found in on_ranks(change, stage, 3):
         assert_close(found, expected)
+
+
+def test_what_is_assigned_to_its_data_leaves_it_a_gradient_without_a_graph():
+    def use(net, zero, optim):
+        net.first.weight.grad.data = net.last.weight * 2
+        with pytest.raises(RuntimeError, match="invalid for input of size 36"):
+            net.first.bias.grad.data = net.last.weight
+        assert not net.first.weight.grad.requires_grad
+        return net.first.weight.grad - 2 * net.last.weight
+
+    for found in on_ranks(use, 2):
+        assert not found.any()
 
 
 @pytest.mark.parametrize("stage", STAGES)

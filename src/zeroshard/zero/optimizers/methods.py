@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import wraps
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
-from zeroshard.zero.optimizers.narrow_grads import NarrowGrads
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses
 from zeroshard.zero.optimizers.state_dict import cut_into_pieces, whole_here
+from zeroshard.zero.optimizers.step_hooks import put_around
 
 _OURS = "_zeroshard"  # on an optimizer that an engine knows
 
@@ -32,10 +31,7 @@ def put_in(piecewise: PiecewiseOptimizer) -> None:
     own = vars(optimizer)
     own[_OURS] = True
     own["_step_supports_amp_scaling"] = False  # then GradScaler unscales gradients, which all ranks judge alike
-    grads = NarrowGrads(piecewise)
-    _hear_of_steps(piecewise, grads)
-    if "step" not in own:  # else a scheduler's, which counts
-        own["step"] = MethodType(_step_of(piecewise, grads, type(optimizer).step), optimizer)
+    put_around(piecewise)
     add_group = optimizer.add_param_group
     own["add_param_group"] = lambda param_group: piecewise.add_param_group(add_group, param_group)
     own["zero_grad"] = lambda set_to_none=True: piecewise.listener.clear_grads(
@@ -44,85 +40,6 @@ def put_in(piecewise: PiecewiseOptimizer) -> None:
     own["state_dict"] = lambda: _state_dict(piecewise)
     own["load_state_dict"] = lambda state_dict: _load_state_dict(piecewise, state_dict)
     _wrap_own_methods(piecewise)
-
-
-def _step_of(piecewise: PiecewiseOptimizer, grads: NarrowGrads, class_step: Any) -> Callable[..., Any]:
-    @wraps(class_step)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return class_step(self, *args, **kwargs)
-        finally:
-            grads.restore()
-            piecewise.show_params()
-
-    return step
-
-
-def _hear_of_steps(piecewise: PiecewiseOptimizer, grads: NarrowGrads) -> None:
-    """Between the user's hooks and the class's own step: there the param groups hold pieces."""
-    optimizer, listener = piecewise.optimizer, piecewise.listener
-
-    def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Show the class pieces, and what clipping left to multiply; a closure does so after its backward."""
-        itself, *given = args  # torch passes the optimizer along
-        closure = given[0] if given else kwargs.get("closure")
-        if closure is None:
-            factor = listener.before_update(optimizer)
-            piecewise.show_pieces()
-            grads.widen(by_unit=True)
-            if factor is None:
-                return None
-            own = kwargs.get("grad_scale")
-            return args, {**kwargs, "grad_scale": factor if own is None else own * factor}
-        wrapped = _once(piecewise, grads, closure)
-        piecewise.show_pieces()
-        return ((itself, wrapped, *given[1:]), kwargs) if given else (args, {**kwargs, "closure": wrapped})
-
-    def after(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Show the user parameters again, and tell the engine."""
-        grads.restore()
-        piecewise.show_params()
-        piecewise.has_state = True
-        listener.after_update(optimizer)
-
-    last = optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
-    _move_to_end(optimizer._optimizer_step_post_hooks, *list(optimizer._optimizer_step_post_hooks)[:-1])
-
-    def register_step_pre_hook(hook: Callable[..., Any]) -> Any:
-        handle = type(optimizer).register_step_pre_hook(optimizer, hook)
-        _move_to_end(optimizer._optimizer_step_pre_hooks, last.id)
-        return handle
-
-    vars(optimizer)["register_step_pre_hook"] = register_step_pre_hook
-
-
-def _move_to_end(hooks: dict[int, Any], *ids: int) -> None:
-    for each in ids:
-        hooks[each] = hooks.pop(each)
-
-
-def _once(piecewise: PiecewiseOptimizer, grads: NarrowGrads, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """The closure runs backward inside ``step``: only after it are there gradients to use."""
-    called = False
-
-    def run() -> Any:
-        """The user's closure, once."""
-        nonlocal called
-        if called:
-            raise RuntimeError(
-                "step: the optimizer calls its closure a second time, and ranks would compute with weights from before "
-                "the step; use an optimizer that calls it once"
-            )
-        called = True
-        piecewise.show_params()
-        result = closure()
-        piecewise.listener.before_update(None)
-        piecewise.show_pieces()
-        grads.widen(by_unit=False)
-        return result
-
-    return torch.enable_grad()(run)
 
 
 def _wrap_own_methods(piecewise: PiecewiseOptimizer) -> None:

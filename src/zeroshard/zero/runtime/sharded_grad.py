@@ -82,6 +82,8 @@ class ShardedGrad(Tensor):
     _views: tuple[View, ...]
     _arrived: Tensor | None
     __torch_function__ = torch._C._disabled_torch_function_impl  # ty: ignore[incompatible-method-override]
+    # What is assigned becomes the gradient; torch's own would be memory of this tensor, which nobody looks at.
+    data: Any = property(Tensor.detach, lambda self, new: self.copy_(new.detach().view(self.shape)))
 
     @staticmethod
     def __new__(

@@ -1,0 +1,138 @@
+"""What happens around an optimizer's ``step``: the class's own code works on pieces, everybody else sees parameters.
+
+[Note: A step inside a step]
+    torch runs an optimizer's hooks around every ``step`` that it has wrapped, and it wraps a class's ``step`` when the
+    first optimizer of that class is built in the process. So where a subclass calls ``super().step()``, hooks run
+    around the inner step too, or they do not. The subclass's own code goes on after it, on pieces: only the outermost
+    step is one that the engine hears of. The user's hooks around an inner one see parameters as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zeroshard.zero.optimizers.narrow_grads import NarrowGrads
+from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
+
+
+def put_around(piecewise: PiecewiseOptimizer) -> None:
+    """Hear of the optimizer's steps, between the user's hooks and the class's own code."""
+    optimizer, own = piecewise.optimizer, vars(piecewise.optimizer)
+    steps = _Steps(piecewise)
+    own["register_step_pre_hook"] = _between(
+        optimizer.register_step_pre_hook, optimizer._optimizer_step_pre_hooks, steps.enters, steps.begins
+    )
+    own["register_step_post_hook"] = _between(
+        optimizer.register_step_post_hook, optimizer._optimizer_step_post_hooks, steps.ends, steps.leaves
+    )
+    own["step"] = MethodType(steps.guarded(optimizer.step), optimizer)
+
+
+def _between(
+    register: Callable[..., Any], hooks: Any, first: Callable[..., Any], last: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Run ``first`` before and ``last`` after all other hooks; returns what registers those that come later."""
+    hooks.move_to_end(register(first).id, last=False)
+    ours = register(last)
+
+    def register_between(hook: Callable[..., Any]) -> Any:
+        handle = register(hook)
+        hooks.move_to_end(ours.id)
+        return handle
+
+    return register_between
+
+
+class _Steps:
+    """The steps of one optimizer: which one is running, and how deep inside of itself."""
+
+    def __init__(self, piecewise: PiecewiseOptimizer) -> None:
+        self._piecewise, self._grads = piecewise, NarrowGrads(piecewise)
+        self._depth = 0
+
+    def guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step``, after which the groups hold parameters even where it fails."""
+
+        @wraps(step)
+        def run(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._depth = 0  # an exception may have ended the one before
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._depth = 0
+                self._grads.restore()
+                self._piecewise.show_params()
+
+        return run
+
+    # -- hooks, in the order in which torch runs them; the user's come after `enters` and after `ends` --------------
+
+    def enters(self, *_: Any) -> None:
+        """Show the user's hooks parameters."""
+        if self._depth:
+            self._piecewise.show_params()
+
+    def begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Show the class pieces, and what clipping left to multiply; a closure does so after its backward."""
+        self._depth += 1
+        if self._depth > 1:
+            self._piecewise.show_pieces()
+            return None
+        itself, *given = args  # torch passes the optimizer along
+        closure = given[0] if given else kwargs.get("closure")
+        if closure is None:
+            factor = self._piecewise.listener.before_update(optimizer)
+            self._piecewise.show_pieces()
+            self._grads.widen(by_unit=True)
+            if factor is None:
+                return None
+            own = kwargs.get("grad_scale")
+            return args, {**kwargs, "grad_scale": factor if own is None else own * factor}
+        wrapped = self._once(closure)
+        self._piecewise.show_pieces()
+        return ((itself, wrapped, *given[1:]), kwargs) if given else (args, {**kwargs, "closure": wrapped})
+
+    def ends(self, optimizer: Optimizer, *_: Any) -> None:
+        """Show the user parameters again, and tell the engine."""
+        self._depth -= 1
+        if not self._depth:
+            self._grads.restore()
+        self._piecewise.show_params()
+        if self._depth:
+            self._piecewise.listener.weights_changed(self._piecewise.members)
+        else:
+            self._piecewise.has_state = True
+            self._piecewise.listener.after_update(optimizer)
+
+    def leaves(self, *_: Any) -> None:
+        """Show pieces to what is left of the class's own code: [Note: A step inside a step]."""
+        if self._depth:
+            self._piecewise.show_pieces()
+
+    def _once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure runs backward inside ``step``: only after it are there gradients to use."""
+        called = False
+
+        def run() -> Any:
+            """The user's closure, once."""
+            nonlocal called
+            if called:
+                raise RuntimeError(
+                    "step: the optimizer calls its closure a second time, and ranks would compute with weights from "
+                    "before the step; use an optimizer that calls it once"
+                )
+            called = True
+            self._piecewise.show_params()
+            result = closure()
+            self._piecewise.listener.before_update(None)
+            self._piecewise.show_pieces()
+            self._grads.widen(by_unit=False)
+            return result
+
+        return torch.enable_grad()(run)
