@@ -17,12 +17,25 @@ PACKAGE = Path(kernels.__file__).parent
 
 def launched_kernels():
     """(module, name) of every function under `@jit` that a launcher launches, as ``name[grid](...)``."""
-    found = set()
+    return {(path.stem, name) for path in PACKAGE.glob("*.py") for name in _launched(ast.parse(path.read_text()))}
+
+
+def _launched(tree):
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {f.value.id for f in calls if isinstance(f, ast.Subscript) and isinstance(f.value, ast.Name)}
+
+
+def _is_opaque(function):
+    return any(isinstance(each, ast.Call) and each.func.id == "opaque" for each in function.decorator_list)
+
+
+def test_every_launcher_launches_on_the_device_of_its_tensors():
+    """Triton launches on the current device, which that of a tensor on cuda:1 need not be."""
+    bare = set()
     for path in PACKAGE.glob("*.py"):
-        calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-        names = {f.value.id for f in calls if isinstance(f, ast.Subscript) and isinstance(f.value, ast.Name)}
-        found |= {(path.stem, name) for name in names}
-    return found
+        functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+        bare |= {f"{path.stem}.{each.name}" for each in functions if _launched(each) and not _is_opaque(each)}
+    assert bare == {"adamw._launch"}  # which is called inside of `device_of`, and takes lists that no operator does
 
 
 # The most registers of a thread on any of the three (Triton 3.7). Twice as many halve how many threads are at work.

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zeroshard.models.attention import attend
+from zeroshard.models.attention import _has_flash, attend
 from zeroshard.models.cache import LayerCache
 
 
-def _qkv(heads=4, kv_heads=2, num_tokens=6, **options):
-    shapes = [(2, heads, num_tokens, 8), *[(2, kv_heads, num_tokens, 8)] * 2]
+def _qkv(heads=4, kv_heads=2, num_tokens=6, width=8, **options):
+    shapes = [(2, heads, num_tokens, width), *[(2, kv_heads, num_tokens, width)] * 2]
     return [torch.randn(shape, **options) for shape in shapes]
 
 
@@ -55,6 +55,31 @@ def test_on_cuda_no_call_is_one_that_only_the_math_kernel_serves(
         mask = torch.ones(6, 6, dtype=torch.bool, device="cuda") if masked else None
         attend(*_qkv(kv_heads=kv_heads, dtype=dtype, device="cuda"), mask)
     assert asked == [(num_keys, grouped, not masked)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "width", "num_keys"),
+    [((8, 0), 128, 2), ((9, 0), 128, 2), ((12, 0), 64, 2), ((7, 5), 64, 4), ((7, 0), 128, 4), ((9, 0), 256, 4)],
+)
+def test_queries_share_keys_where_a_gpu_has_flash_attention_for_them(capability, width, num_keys, monkeypatch):
+    """A T4 has none: with `enable_gqa` only the math kernel would be left, in fp16 too."""
+    asked = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: asked.append(k.shape[1]))
+    monkeypatch.setattr("zeroshard.models.attention._capability", lambda device: capability)
+    with FakeTensorMode():
+        attend(*_qkv(width=width, dtype=torch.float16, device="cuda"))
+    assert asked == [num_keys]
+
+
+def test_what_a_gpu_has_is_a_constant_of_compiled_code(monkeypatch):
+    def capability(device):
+        torch._dynamo.graph_break()  # stands for what dynamo cannot trace; without it nothing happens here
+        return 7, 5
+
+    monkeypatch.setattr("zeroshard.models.attention._capability", capability)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x + _has_flash(torch.device("cuda", 0)), backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(())) == 0
 
 
 def test_the_first_tokens_of_a_cache_need_no_mask_and_later_ones_see_what_came_before(monkeypatch):

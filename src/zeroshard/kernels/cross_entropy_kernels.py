@@ -249,6 +249,7 @@ def gradient_of_logits(
     )
 
 
+@opaque("cross_entropy_scaling", "grad")
 def scale_in_place(grad: Tensor, factor: Tensor) -> None:
     """grad [rows, vocab] *= factor (0-dim); nothing moves where that is 1. See [Note: One more factor]."""
     if grad.shape[0]:
