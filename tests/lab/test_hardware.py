@@ -42,6 +42,11 @@ def test_every_row_is_positive_has_a_source_and_a_link_of_the_table():
         ("a6000", "rtx-a6000-48gb"),
         ("4090-24gb", "rtx-4090-24gb"),
         ("v5e", "tpu-v5e-16gb"),
+        ("b300", "b300-270gb"),
+        ("h20", "h20-96gb"),
+        ("rtx-pro-6000", "rtx-pro-6000-96gb"),
+        ("pro-6000-server", "rtx-pro-6000-server-96gb"),
+        ("mi355x", "mi355x-288gb"),
     ],
 )
 def test_a_device_is_found_by_its_name(text, name):
@@ -104,9 +109,29 @@ def test_a_rate_that_is_no_positive_number_is_refused(tmp_path):
         ("NVIDIA A100-SXM4-80GB", 79.1),
         ("Tesla V100-SXM2-16GB", 15.7),
         ("NVIDIA B200", 178.3),
+        ("NVIDIA GB200", 184.3),
+        ("NVIDIA B300 SXM6 AC", 267.6),
+        ("NVIDIA H20", 95.0),
+        ("NVIDIA A800-SXM4-80GB", 79.1),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 94.9),
     ],
 )
 def test_a_driver_s_name_finds_the_row(reported, memory_gib):
     device = device_by_driver_name(reported)
     assert device is not None
     assert (device.name, device.memory_bytes) == (reported, pytest.approx(memory_gib * 2**30))
+
+
+def test_a_board_of_a_name_like_a_known_one_is_not_that_one():
+    for name in ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "NVIDIA H20-3e", "Tesla V100-PCIE-16GB"):
+        assert device_by_driver_name(name) is None
+
+
+def test_an_h800_is_an_h100_with_fewer_links():
+    full, cut = DEVICES["h100-80gb"], DEVICES["h800-80gb"]
+    assert (cut.sustained, cut.matmul_flops_per_s, cut.bytes_per_s) == (
+        "h100",
+        full.matmul_flops_per_s,
+        full.bytes_per_s,
+    )
+    assert LINKS[cut.link].bytes_per_s == 200e9

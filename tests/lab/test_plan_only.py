@@ -348,6 +348,21 @@ def test_what_does_not_go_together_is_one_line(words, field, what):
     assert "\n" not in str(raised.value)
 
 
+def test_a_thousand_million_micro_batches_are_counted_and_not_listed():
+    row = json.loads(_answer("--gpus 2 --stage 2 --micro-batch 1 --global-batch 2000000000 --json").text)["rows"][0]
+    few = json.loads(_answer("--gpus 2 --stage 2 --micro-batch 1 --global-batch 2000 --json").text)["rows"][0]
+    assert row["grad_accum_steps"] == 10**9
+    scattered = [each["messages"]["bytes_by_op"]["reduce_scatter"] for each in (row, few)]
+    assert scattered[0] == 10**6 * scattered[1]
+    assert row["messages"]["count"] > 10**9
+
+
+def test_a_plan_names_its_figures_in_units_that_show_them():
+    told = _answer("--model gpt2-demo --gpus 2 --gpus-per-node 1 --micro-batch 1 --stage 1").text
+    assert told.startswith("gpt2-demo: 842k parameters, ")
+    assert "in a node" not in told
+
+
 def test_a_price_is_for_all_gpus_and_all_tokens():
     found = _plan(world_size=8)
     cost = found.cost(10**10, 2.5)
@@ -374,6 +389,28 @@ def test_of_gpus_whose_ranges_of_rates_overlap_it_is_said_that_either_may_be_the
     assert "By the ranges of their rates it may as well be h100-80gb." in told
     least, most = rates[1] / 1.6, rates[1] / 0.85
     assert f"{least:,.0f} to {most:,.0f}" in told
+
+
+def test_a_gpu_without_bfloat16_is_compared_in_float16():
+    words = "--model llama-tiny --gpus 8 --stage 1 --micro-batch 1 --seq-len 128"
+    both = f"{words} --gpu v100-32gb,h100-80gb"
+    old, new = json.loads(_answer(f"{both} --json").text)["plans"]
+    assert (old["dtype"], new["dtype"]) == ("float16", "bfloat16")
+    assert old["rows"] == json.loads(_answer(f"{words} --gpu v100-32gb --dtype float16 --json").text)["rows"]
+    told = _answer(both).text
+    assert "\n  v100-32gb, float16  yes " in told
+    assert told.endswith("v100-32gb does not compute in bfloat16: planned in float16.")
+
+
+def test_a_gpu_that_cannot_be_planned_leaves_the_others_and_says_why():
+    words = "--model llama-tiny --gpus 8 --stage 1 --micro-batch 1 --seq-len 128 --dtype fp8"
+    both = f"{words} --gpu a100-80gb,h100-80gb --price 1/h,2/h"
+    found = json.loads(_answer(f"{both} --json").text)
+    assert (found["plans"][0]["refused"][:5], found["best"]) == ("dtype", "h100-80gb")
+    assert found["plans"][1]["cost"]["dollars_per_h"] == 2
+    assert "a100-80gb is not planned: dtype: a100-80gb has no products of 8-bit" in _answer(both).text
+    with pytest.raises(UserError, match="no products of 8-bit"):
+        _answer(f"{words} --gpu a100-80gb,v100-32gb")
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def test_a_model_of_ours_may_be_given_itself():
         (
             "gpt2-demo",
             {"gpu": "v100-32gb"},
-            r"^dtype: a v100-32gb does not compute in bfloat16; choose float32, float16",
+            r"^dtype: v100-32gb does not compute in bfloat16; choose float32, float16",
         ),
         ("gpt2-demo", {"optimizer": "lamb"}, r"^optimizer: nothing is known of 'lamb'"),
         ("gpt2-demo", {"dtype": "int8"}, r"^dtype: 'int8' is not a choice"),

@@ -74,10 +74,10 @@ def test_the_command_plans_with_cards_and_pods_and_says_so():
             {"gpu": "tpu-v6e", "offload": "optimizer"},
             r"^offload: the host of a tpu-v6e-32gb is not known; leave it out",
         ),
-        ({"gpu": "tpu-v6e", "dtype": "fp8"}, r"^dtype: a tpu-v6e-32gb has no products of 8-bit floating point"),
+        ({"gpu": "tpu-v6e", "dtype": "fp8"}, r"^dtype: tpu-v6e-32gb has no products of 8-bit floating point"),
         (
             {"gpu": "tpu-v6e", "dtype": "float16"},
-            r"^dtype: a tpu-v6e-32gb does not compute in float16; choose bfloat16$",
+            r"^dtype: tpu-v6e-32gb does not compute in float16; choose bfloat16$",
         ),
     ],
 )

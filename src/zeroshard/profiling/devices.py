@@ -9,7 +9,11 @@ MiB of an A100, L40S, L4, A10 and T4: modal-labs/modal-client, pull request 2797
 and 79.25, H100 79.11, H100 NVL 93.00, H100 of 96 GB 95.0, B200 178.35, L40S 44.40, A10 21.99, RTX 4090 23.52, RTX 3090
 23.69, RTX 5090 31.36, RTX A6000 47.54, RTX 6000 Ada 47.4, A40 44.35, A10G 22.03, V100 15.78 and 31.74, T4 14.56, MI300X
 191.98 (AMD's GB are GiB). Of those that come in several sizes the least. Nobody's report was found of an H200 NVL, L4,
-MI325X and MI250X: taken as the H200, as the A10, and in AMD's GB.
+MI325X and MI250X: taken as the H200, as the A10, and in AMD's GB. B300 267.69, GB200 184.31, GB300 276.50, RTX PRO 6000
+94.97, MI355X 287.98, H20 95.1; an H800, an A800 and an L20 as an H100, an A100 and an L40S, of which nvidia-smi prints
+the same.
+
+Boards of one chip that are sold with fewer links (H800, A800) sustain what that chip does.
 
 Nobody computes at the peak. ``matmul_share`` is what large products of matrices reach: Bekman, "Machine Learning
 Engineering", table of maximum achievable matmul FLOPS, bf16, where a row has a share of its own, else a round figure
@@ -118,12 +122,20 @@ def _sold(
 
 def _like(name: str) -> str:
     """The row of `zeroshard.lab.predict.rates.SUSTAINED` for a device by its name."""
-    return next((row for row in ("a100", "h100", "h200", "b200", "mi300x") if name.startswith(row)), "")
+    return next((_CHIPS.get(row, row) for row in _SUSTAINED if name.startswith(row)), "")
+
+
+_CHIPS = {"a800": "a100", "h800": "h100"}
+_SUSTAINED = ("a100", "a800", "h100", "h200", "h800", "b200", "b300", "gb200", "gb300", "mi300x", "mi325x", "mi355x")
 
 
 # A device is found by the name that its driver reports where each word of `driver_name` is a word of it; the first row
 # that fits wins, so narrower rows stand first.
 _TABLE = (
+    # 72 GPUs of a rack are one node by NVLink: --gpus-per-node 72
+    _sold("gb300-279gb", 276.5, (80, 2500, 2500), 8000, "nvlink5", "NVIDIA GB300 NVL72 data sheet", "GB300"),
+    _sold("gb200-186gb", 184.3, (80, 2500, 2500), 8000, "nvlink5", "NVIDIA GB200 NVL72 data sheet", "GB200"),
+    _sold("b300-270gb", 267.6, (75, 2250, 2250), 8000, "nvlink5", "NVIDIA HGX and DGX B300 data sheets", "B300"),
     _sold("b200-180gb", 178.3, (75, 2250, 2250), 8000, "nvlink5", "NVIDIA HGX and DGX B200 data sheets", "B200"),
     _sold("h200-nvl-141gb", 139.8, (60, 835.5, 835.5), 4800, "nvlink4", "NVIDIA H200 data sheet, NVL", "H200 NVL", 0.8),
     _sold("h200-141gb", 139.8, (67, 989.5, 989.5), 4800, "nvlink4", "NVIDIA H200 data sheet, SXM", "H200", 0.8),
@@ -140,6 +152,8 @@ _TABLE = (
         "H100 PCIe",
         0.8,
     ),
+    _sold("h800-80gb", 79.1, (67, 989.5, 989.5), 3350, "nvlink4-h800", "NVIDIA H800 data sheet, SXM", "H800", 0.803),
+    _sold("h20-96gb", 95.0, (44, 148, 148), 4000, "nvlink4", "NVIDIA H20 data sheet, SXM, HBM3 of 96 GB", "H20"),
     # SXM boards call themselves "H100 80GB HBM3"
     _sold(
         "h100-80gb",
@@ -182,6 +196,7 @@ _TABLE = (
         "A100 SXM4 40GB",
         0.869,
     ),
+    _sold("a800-80gb", 79.1, (19.5, 312, 312), 2039, "nvlink3-a800", "NVIDIA A800 data sheet, SXM", "A800 SXM4", 0.869),
     _sold("a100-pcie-80gb", 79.1, (19.5, 312, 312), 1935, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100 80GB", 0.811),
     _sold("a100-pcie-40gb", 39.4, (19.5, 312, 312), 1555, "pcie4", "NVIDIA A100 data sheet, PCIe", "A100", 0.811),
     _sold(
@@ -197,8 +212,27 @@ _TABLE = (
     _sold("a40-48gb", 44.3, (37.4, 149.7, 149.7), 696, "pcie4", "NVIDIA A40 data sheet", "A40"),
     _sold("a10g-24gb", 22.0, (35, 70, 70), 600, "pcie4", "NVIDIA A10G data sheet", "A10G"),
     _sold("l40s-48gb", 44.4, (91.6, 362.05, 362.05), 864, "pcie4", "NVIDIA L40S data sheet", "L40S"),
-    _sold("l4-24gb", 21.9, (30.3, 121, 121), 300, "pcie4-x8", "NVIDIA L4 data sheet", "L4"),
+    _sold("l20-48gb", 44.4, (59.8, 119.5, 119.5), 864, "pcie4", "NVIDIA L20 data sheet", "L20"),
+    _sold("l4-24gb", 21.9, (30.3, 121, 121), 300, "pcie4", "NVIDIA L4 data sheet", "L4"),
     _sold("a10-24gb", 21.9, (31.2, 125, 125), 600, "pcie4", "NVIDIA A10 data sheet", "A10"),
+    _sold(
+        "rtx-pro-6000-server-96gb",
+        94.9,
+        (120, 480, 480),
+        1597,
+        "pcie5",
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition data sheet",
+        "RTX PRO 6000 Server",
+    ),
+    _sold(
+        "rtx-pro-6000-96gb",
+        94.9,
+        (125, 503.8, 503.8),
+        1792,
+        "pcie5",
+        "NVIDIA RTX Blackwell PRO GPU architecture white paper, Workstation Edition of 600 W",
+        "RTX PRO 6000 Workstation",
+    ),
     _sold(
         "rtx-5090-32gb",
         31.3,
@@ -223,6 +257,7 @@ _TABLE = (
     _sold("v100-32gb", 31.7, (15.7, 0, 125), 900, "nvlink2", "NVIDIA V100 data sheet, SXM2", "V100 SXM2 32GB"),
     _sold("v100-16gb", 15.7, (15.7, 0, 125), 900, "nvlink2", "NVIDIA V100 data sheet, SXM2", "V100 SXM2 16GB"),
     _sold("t4-16gb", 14.5, (8.1, 0, 65), 320, "pcie3", "NVIDIA T4 data sheet", "T4"),
+    _sold("mi355x-288gb", 287.9, (157.3, 2516.6, 2516.6), 8000, "xgmi4", "AMD Instinct MI355X data sheet", "MI355X"),
     _sold(
         "mi325x-256gb", 255.9, (163.4, 1307.4, 1307.4), 6000, "xgmi3", "AMD Instinct MI325X data sheet", "MI325X", 0.604
     ),
@@ -239,7 +274,14 @@ _TPU_TABLE = (
 _TABLE += tuple(replace(device, device_type="tpu") for device in _TPU_TABLE)
 DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
-_OTHER_DEVICES = {"MIG", "Laptop", "D"}  # a slice of a device, or a smaller one under nearly the same name
+_OTHER_DEVICES = {
+    "MIG",
+    "Laptop",
+    "D",
+    "Max",
+    "PCIE",
+    "3e",
+}  # a slice of a device, or a smaller one under nearly the same name
 
 
 def device_by_driver_name(reported: str) -> Device | None:

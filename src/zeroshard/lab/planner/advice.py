@@ -106,7 +106,7 @@ def nearest_change(
     sequences.
     """
     best = min(rows, key=lambda row: row.needed_bytes)
-    gib = f"{best.needed_bytes / GIB:.1f} GiB where {planner.device.memory_bytes / GIB:.1f} are"
+    gib = f"{best.needed_bytes / GIB:,.1f} GiB where {planner.device.memory_bytes / GIB:.1f} are"
     if best.headroom_bytes >= 0:
         gib += f" and {planner.headroom:.0%} must stay free"
     start = f"Nothing fits: {describe(best, planner.cluster.world_size, planner.num_gpus)} needs {gib}"

@@ -107,11 +107,26 @@ def _with_cost(config: PlanConfig, found: Plan) -> str:
 
 
 def _compared_gpus(config: PlanConfig) -> PlanAnswer:
-    """A plan for each kind of GPU."""
-    plans = [_plan(config.model_copy(update={"gpu": name})) for name in config.gpu_names]
+    """A plan for each kind of GPU; those of which there is none say why, unless it is all of them."""
+    plans: list[Plan | compare_gpus.Refusal] = []
+    errors = []
+    for name in config.gpu_names:
+        try:
+            plans.append(_plan(config.model_copy(update={"gpu": name, "dtype": _dtype_on(name, config.dtype)})))
+        except UserError as error:
+            errors.append(error)
+            plans.append(compare_gpus.Refusal(name, str(error)))
+    if len(errors) == len(plans):
+        raise errors[0]
     found = compare_gpus.offers(plans, parse_prices(config.price, len(plans)), config.tokens)
     status = ExitStatus.CHECK_FAILED if compare_gpus.cheapest(found) is None else ExitStatus.OK
-    return PlanAnswer(status, _printed(config, compare_gpus.as_dict(found), compare_gpus.text(found)))
+    return PlanAnswer(status, _printed(config, compare_gpus.as_dict(found), compare_gpus.text(found, config.dtype)))
+
+
+def _dtype_on(gpu: str, dtype: str) -> str:
+    """What a GPU that is older than bfloat16 computes in beside others."""
+    served = find_device(gpu).device.matmul_flops_per_s
+    return "float16" if dtype == "bfloat16" and dtype not in served and "float16" in served else dtype
 
 
 def chosen_row(config: PlanConfig, found: Plan) -> Row:

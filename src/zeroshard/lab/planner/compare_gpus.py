@@ -27,47 +27,78 @@ class Offer:
         return self.plan.device.name
 
 
-def offers(plans: Sequence[Plan], prices: Sequence[float], num_tokens: int) -> list[Offer]:
+@dataclass(frozen=True)
+class Refusal:
+    """A kind of GPU for which there is no plan, and why."""
+
+    name: str
+    reason: str
+
+
+Answers = Sequence[Offer | Refusal]
+
+
+def offers(plans: Sequence[Plan | Refusal], prices: Sequence[float], num_tokens: int) -> list[Offer | Refusal]:
     """``prices``: dollars an hour, as many as plans; none: nobody asks what they cost."""
-    found = []
+    found: list[Offer | Refusal] = []
     for index, plan in enumerate(plans):
-        found.append(Offer(plan, plan.cost(num_tokens, prices[index] if prices else 0.0)))
+        cost_of = prices[index] if prices else 0.0
+        found.append(plan if isinstance(plan, Refusal) else Offer(plan, plan.cost(num_tokens, cost_of)))
     return found
 
 
-def cheapest(found: Sequence[Offer]) -> Offer | None:
+def planned(found: Answers) -> list[Offer]:
+    """Those with a plan."""
+    return [each for each in found if isinstance(each, Offer)]
+
+
+def cheapest(found: Answers) -> Offer | None:
     """Of those that fit: by dollars for a token where prices are known, else by speed."""
-    fitting = [(offer.cost, offer) for offer in found if offer.cost is not None]
+    fitting = [(offer.cost, offer) for offer in planned(found) if offer.cost is not None]
     if not fitting:
         return None
     return min(fitting, key=lambda pair: (pair[0].dollars_per_billion, -pair[0].tokens_per_s))[1]
 
 
-def text(found: Sequence[Offer]) -> str:
-    """A table, one line for each GPU, and a sentence."""
+def text(found: Answers, dtype: str) -> str:
+    """A table, one line for each GPU, and a sentence; ``dtype``: what was asked for."""
     best = cheapest(found)
-    costs = [offer.cost for offer in found if offer.cost is not None]
+    costs = [offer.cost for offer in planned(found) if offer.cost is not None]
     priced = bool(costs) and costs[0].dollars_per_h > 0
     titles = ["GPU", "fits", "take", "memory", "tokens/s", RANGE]
     titles += ["$/h"] * priced + ["$ for 1B tokens"] * priced
     num_tokens = costs[0].num_tokens if costs else 0
     titles += [f"{count(num_tokens)} tokens"] * bool(num_tokens) + ["$ for them"] * (priced and bool(num_tokens))
-    rows = [_cells(offer, len(titles), priced=priced) for offer in found]
+    rows = [
+        [each.name, "not planned", *[""] * (len(titles) - 2)]
+        if isinstance(each, Refusal)
+        else _cells(each, len(titles), dtype, priced=priced)
+        for each in found
+    ]
     marks = ["  ", *("> " if offer is best else "  " for offer in found)]
     table = columns([titles, *rows], right=range(3, len(titles)))
     lines = [mark + line for mark, line in zip(marks, table, strict=True)]
-    workload = found[0].plan.workload
-    head = f"{workload.name}, {found[0].plan.dtype}, {workload.optimizer}, sequences of {workload.seq_len}"
-    return "\n".join([f"{head}, {found[0].plan.num_gpus:,} GPUs", "", *lines, "", sentence(found)])
+    first = planned(found)[0].plan
+    workload = first.workload
+    head = f"{workload.name}, {dtype}, {workload.optimizer}, sequences of {workload.seq_len}"
+    return "\n".join([f"{head}, {first.num_gpus:,} GPUs", "", *lines, "", sentence(found), *_remarks(found, dtype)])
 
 
-def _cells(offer: Offer, width: int, *, priced: bool) -> list[str]:
+def _remarks(found: Answers, dtype: str) -> list[str]:
+    """Which GPUs are planned in another dtype, and which are not planned."""
+    others = [offer for offer in planned(found) if offer.plan.dtype != dtype]
+    told = [f"{each.name} does not compute in {dtype}: planned in {each.plan.dtype}." for each in others]
+    return told + [f"{each.name} is not planned: {each.reason}." for each in found if isinstance(each, Refusal)]
+
+
+def _cells(offer: Offer, width: int, dtype: str, *, priced: bool) -> list[str]:
     best, cost, plan = offer.plan.best, offer.cost, offer.plan
+    name = offer.name if plan.dtype == dtype else f"{offer.name}, {plan.dtype}"
     if best is None or cost is None:
         least = min(plan.rows, key=lambda row: row.needed_bytes)
-        return [offer.name, "no", "", f"{least.needed_bytes / GIB:.1f} GiB", *[""] * (width - 4)]
+        return [name, "no", "", f"{least.needed_bytes / GIB:,.1f} GiB", *[""] * (width - 4)]
     row = describe(best, plan.cluster.world_size, plan.num_gpus)
-    cells = [offer.name, "yes", row, f"{best.needed_bytes / GIB:.1f} GiB", f"{best.tokens_per_s:,.0f}", _range(best)]
+    cells = [name, "yes", row, f"{best.needed_bytes / GIB:.1f} GiB", f"{best.tokens_per_s:,.0f}", _range(best)]
     if priced:
         cells += [f"{cost.dollars_per_h:g}", dollars(cost.dollars_per_billion)]
     if cost.num_tokens:
@@ -83,7 +114,7 @@ def _range(row: Row) -> str:
     return f"{least:,.0f} to {most:,.0f}"
 
 
-def unsure(found: Sequence[Offer]) -> list[str]:
+def unsure(found: Answers) -> list[str]:
     """GPUs that may be better than the one to take, by the ranges of rates: in tokens for a dollar, or for a second."""
     best = cheapest(found)
     if best is None:
@@ -91,7 +122,7 @@ def unsure(found: Sequence[Offer]) -> list[str]:
     least, _ = _for_a_dollar(best)
     return [
         offer.name
-        for offer in found
+        for offer in planned(found)
         if offer is not best and offer.cost is not None and _for_a_dollar(offer)[1] > least
     ]
 
@@ -106,12 +137,12 @@ def _for_a_dollar(offer: Offer) -> tuple[float, float]:
     return least / dollars_per_s, most / dollars_per_s
 
 
-def sentence(found: Sequence[Offer]) -> str:
+def sentence(found: Answers) -> str:
     """Which to take, and how sure that is."""
     best = cheapest(found)
     if best is None or best.cost is None:
         return "Nothing fits on any of them: plan one of them alone to hear which change would help."
-    others = [offer.cost for offer in found if offer.cost is not None and offer is not best]
+    others = [offer.cost for offer in planned(found) if offer.cost is not None and offer is not best]
     plan = best.plan
     row = describe(plan.best, plan.cluster.world_size, plan.num_gpus) if plan.best is not None else ""
     start = f"{best.name}, {row}: {best.cost.sentence()}" if best.cost.dollars_per_h or best.cost.num_tokens else ""
@@ -129,12 +160,15 @@ def sentence(found: Sequence[Offer]) -> str:
     return f"{kind} {start or f'{best.name}, {row}.'}{after}"
 
 
-def as_dict(found: Sequence[Offer]) -> dict[str, Any]:
-    """For JSON."""
+def as_dict(found: Answers) -> dict[str, Any]:
+    """For JSON; a GPU without a plan has no rows, and says why as ``refused``."""
     best = cheapest(found)
     return {
         "plans": [
-            {**offer.plan.as_dict(), "cost": None if offer.cost is None else offer.cost.as_dict()} for offer in found
+            {"gpu": {"name": each.name}, "rows": [], "best": None, "cost": None, "refused": each.reason}
+            if isinstance(each, Refusal)
+            else {**each.plan.as_dict(), "cost": None if each.cost is None else each.cost.as_dict()}
+            for each in found
         ],
         "best": None if best is None else best.name,
         "unsure": unsure(found),

@@ -15,7 +15,7 @@ from zeroshard.lab.predict.plan_only import PlanOnly
 from zeroshard.lab.predict.process_memory import ProcessMemory
 from zeroshard.lab.predict.rates import Software
 from zeroshard.lab.predict.timeline import Timing
-from zeroshard.lab.predict.traffic import OnLink, bytes_by_op
+from zeroshard.lab.predict.traffic import OnLink, bytes_of_step, num_messages
 from zeroshard.lab.predict.workload import Workload
 
 Binds = Literal["memory", "communication", "matrix products", "memory bandwidth", "kernel launches", "quantising"]
@@ -74,11 +74,10 @@ class Row:
     @property
     def messages_bytes(self) -> dict[str, int]:
         """Bytes of a rank's step by operation."""
-        return bytes_by_op(self.step.messages())
+        return bytes_of_step(self.step)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        messages = self.step.messages()
         return {
             "stage": self.stage,
             "shard_size": self.shard_size,
@@ -96,8 +95,8 @@ class Row:
                 "after_update": self.step.after_update,
             },
             "messages": {
-                "count": len(messages),
-                "bytes_by_op": bytes_by_op(messages),
+                "count": num_messages(self.step),
+                "bytes_by_op": bytes_of_step(self.step),
                 "by_link": [asdict(each) for each in self.by_link],
             },
             **({"meetings": self.meetings.as_dict()} if self.meetings.every > 1 else {}),

@@ -89,10 +89,11 @@ def remedies(
     if not there and not inside:
         what = f"nothing fits on {planner.cluster.world_size} x {planner.device.name} at micro-batch {rows}"
         raise UserError("ask", f"remedy: {what}", "ask --ask fewest-gpus, or give another --micro-batch")
-    bound = max(row.tokens_per_s for row in [*there, *inside])
+    flat = list(_flat(planner, stages, rows, alone))
+    bound = max(row.tokens_per_s for row in [*there, *inside, *(row for _, row in flat)])
     found = [
         Remedy(name, row, row.tokens_per_s / bound)
-        for name, row in [*_flat(planner, stages, rows, alone), *_local(planner, stages, rows, alone, bound)]
+        for name, row in [*flat, *_local(planner, stages, rows, alone, bound)]
     ]
     base = min((each.row for each in found), key=lambda row: row.needed_bytes)
     enough = [each for each in found if each.enough]
@@ -197,10 +198,8 @@ def _told(planner: Planner, found: Sequence[Remedy], base: Row, best: Remedy | N
     cluster, between = planner.cluster, planner.cluster.between
     if cluster.world_size <= cluster.ranks_per_node:
         between = cluster.within
-    where = (
-        f"{planner.workload.name} on {cluster.world_size:,} x {planner.device.name}, {between.bytes_per_s * 8 / 1e6:g}"
-    )
-    lines = [f"{where} Mbit/s for each GPU, micro-batch {found[0].row.micro_batch}", ""]
+    where = f"{planner.workload.name} on {cluster.world_size:,} x {planner.device.name}, {_rate(between.bytes_per_s)}"
+    lines = [f"{where} for each GPU, micro-batch {found[0].row.micro_batch}", ""]
     lines += columns([head, *cells], right=range(1, len(head)))
     if best is None:
         conclusion = (
@@ -212,3 +211,9 @@ def _told(planner: Planner, found: Sequence[Remedy], base: Row, best: Remedy | N
         every = f"a meeting every {best.row.meetings.every:,} steps"
         conclusion = f"{best.name} keeps {best.share:.0%} with {every}; measure the loss."
     return "\n".join([*lines, "", conclusion, *stage_zero_note(planner.workload.precision, [e.row for e in found])])
+
+
+def _rate(bytes_per_s: float) -> str:
+    """In bits, as networks are sold: ``400 Gbit/s``, ``100 Mbit/s``."""
+    bits = bytes_per_s * 8
+    return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"

@@ -236,7 +236,7 @@ class Request:
         self._require_attention(device)
         if workload.dtype in DTYPES and workload.dtype not in device.matmul_flops_per_s:
             served = ", ".join(device.matmul_flops_per_s)
-            raise UserError("dtype", f"a {device.name} does not compute in {workload.dtype}", f"choose {served}")
+            raise UserError("dtype", f"{device.name} does not compute in {workload.dtype}", f"choose {served}")
         num_ranks = self.beside.num_ranks
         num_replicas = self.world_size // num_ranks
         if self.global_batch and self.global_batch % num_replicas:

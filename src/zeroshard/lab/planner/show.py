@@ -74,7 +74,7 @@ def heading(plan: Plan) -> str:
     """What was planned, with the sources of its figures."""
     workload, cluster, device = plan.workload, plan.cluster, plan.device
     lines = [
-        f"{workload.name}: {workload.num_params / 1e9:.3g}B parameters, {plan.dtype}, {workload.optimizer}, "
+        f"{workload.name}: {_count(workload.num_params)} parameters, {plan.dtype}, {workload.optimizer}, "
         f"{workload.num_bytes_of_states:.3g} bytes of state for each{_trained(workload)}, unsharded; "
         f"sequences of {workload.seq_len}",
         f"{plan.num_gpus:,} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each ({device.source})",
@@ -82,7 +82,7 @@ def heading(plan: Plan) -> str:
     if plan.num_gpus > cluster.world_size:
         held = f"{plan.num_gpus // cluster.world_size} GPUs of a tensor or pipeline hold a model together"
         lines.append(f"{held}; {cluster.world_size:,} such groups share out training state, rank by rank")
-    if plan.num_gpus > 1:
+    if min(plan.num_gpus, plan.gpus_in_node) > 1:
         per_node = min(plan.gpus_in_node, plan.num_gpus)
         lines.append(
             f"{per_node} in a node over {cluster.within.name} at {cluster.within.bytes_per_s / 1e9:g} GB/s "
@@ -99,7 +99,15 @@ def _trained(workload: Workload) -> str:
     """Of how many parameters that is, where some are frozen."""
     if workload.num_trained_params == workload.num_params:
         return ""
-    return f" of the {workload.num_trained_params / 1e6:.3g}M that are trained"
+    return f" of the {_count(workload.num_trained_params)} that are trained"
+
+
+def _count(number: int) -> str:
+    """``8.03B``, ``842k``: three digits."""
+    for letter, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:#.3g}{letter}".replace(f".{letter}", letter)
+    return str(number)
 
 
 def table(plan: Plan) -> str:
@@ -142,8 +150,8 @@ def cells(row: Row, world_size: int) -> tuple[str, ...]:
         "all" if row.shard_size == world_size else f"{row.shard_size:,}",
         micro,
         "yes" if row.fits else "no",
-        f"{row.needed_bytes / GIB:.1f} GiB",
-        f"{row.headroom_bytes / GIB:+.1f} GiB",
+        f"{row.needed_bytes / GIB:,.1f} GiB",
+        f"{row.headroom_bytes / GIB:+,.1f} GiB",
         *(speed if row.fits else ("", "", "", "")),
         row.binds,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -131,10 +132,19 @@ class Step:
     host_bytes: int = 0
     offloaded_numel: int = 0
 
+    @property
+    def parts(self) -> tuple[tuple[list[Action], int], ...]:
+        """Its actions in order, and how many times they are taken: millions of micro-batches are one list."""
+        return ((self.first, 1), (self.middle, self.num_middle), (self.last, 1), (self.update, 1))
+
     def messages(self) -> list[Message]:
-        """The collectives of the step in order of issue, without control messages."""
-        parts = [self.first, *[self.middle] * self.num_middle, self.last, self.update]
-        return [a.message for part in parts for a in part if isinstance(a, Issue) and not a.control]
+        """The collectives of the step in order of issue, without control messages; of each micro-batch its own."""
+        return [message for actions, times in self.parts for message in sent(actions) * times]
+
+
+def sent(actions: Iterable[Action]) -> list[Message]:
+    """The collectives among ``actions`` in order of issue, without control messages."""
+    return [action.message for action in actions if isinstance(action, Issue) and not action.control]
 
 
 @dataclass(frozen=True)

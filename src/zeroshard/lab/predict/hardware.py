@@ -156,10 +156,9 @@ def _link(name: str, gb_per_s: float, step_s: float, source: str) -> Link:
 
 def _protocols(name: str, step_s: float) -> tuple[Protocol, ...]:
     """Of a link by its name and Simple's latency; none over sockets, nor of RCCL, which nobody measured."""
-    if name in LL_GB_PER_S:
-        return (_ll(0.6e-6, 0.6e-6, LL_GB_PER_S[name]), LL128)
-    if name == "nvlink4-pcie":
-        return (_ll(0.6e-6, 0.6e-6, LL_GB_PER_S["nvlink4"]), LL128)
+    generation = name.partition("-")[0]
+    if generation in LL_GB_PER_S:
+        return (_ll(0.6e-6, 0.6e-6, LL_GB_PER_S[generation]), LL128)
     if step_s == PCIE_STEP_S:
         return (_ll(1.0e-6, 1.0e-6, math.inf),)
     return NETWORK_PROTOCOLS if step_s == NETWORK_STEP_S else ()
@@ -170,8 +169,11 @@ _LINK_TABLE = (
     _link("nvlink5", 900, NVLINK_STEP_S, "NVIDIA Blackwell: 18 links, 1.8 TB/s both ways"),
     _link("nvlink4", 450, NVLINK_STEP_S, "NVIDIA H100 data sheet: 18 links, 900 GB/s both ways"),
     _link("nvlink4-pcie", 300, NVLINK_STEP_S, "NVIDIA H100 NVL data sheet: 600 GB/s both ways, between two boards"),
+    _link("nvlink4-h800", 200, NVLINK_STEP_S, "NVIDIA H800 data sheet: 8 links, 400 GB/s both ways"),
     _link("nvlink3", 300, NVLINK_STEP_S, "NVIDIA A100 data sheet: 12 links, 600 GB/s both ways"),
+    _link("nvlink3-a800", 200, NVLINK_STEP_S, "NVIDIA A800 data sheet: 8 links, 400 GB/s both ways"),
     _link("nvlink2", 150, NVLINK_STEP_S, "NVIDIA V100 data sheet: 6 links, 300 GB/s both ways"),
+    _link("xgmi4", 537.6, NVLINK_STEP_S, "AMD MI355X data sheet: 7 links of 153.6 GB/s both ways; latency as NVLink's"),
     _link("xgmi3", 448, NVLINK_STEP_S, "AMD MI300X data sheet: 7 links of 128 GB/s both ways; latency as NVLink's"),
     _link("xgmi2", 200, NVLINK_STEP_S, "AMD MI250X data sheet: 8 links of 100 GB/s both ways, half to the own module"),
     _link("pcie5", 63.0, PCIE_STEP_S, f"{_PCIE} 32 GT/s, 128b/130b"),

@@ -37,10 +37,25 @@ from zeroshard.profiling.devices import Device
 
 Offload = Literal["none", "optimizer"]
 FP8_TIME = 0.67
-FP8_DEVICES = ("h100", "h200", "b200", "l4", "l40s", "rtx-4090", "rtx-5090", "rtx-6000-ada", "mi300x", "mi325x")
+FP8_DEVICES = (
+    "h100",
+    "h200",
+    "h800",
+    "h20",
+    "b200",
+    "b300",
+    "gb200",
+    "gb300",
+    "l4",
+    "l20",
+    "l40s",
+    "rtx-4090",
+    "rtx-5090",
+)
+FP8_DEVICES += ("rtx-6000-ada", "rtx-pro-6000", "mi300x", "mi325x", "mi355x")
 HOST_ADAM_PER_S = 4.5e9  # CPU-Adam on a DGX-2: 1 B parameters in 0.22 s (ZeRO-Offload, table 4)
 HOST_LINKS = {"nvlink5": "pcie5", "nvlink4": "pcie5", "nvlink4-pcie": "pcie5", "nvlink3": "pcie4", "nvlink2": "pcie3"}
-HOST_LINKS |= {"xgmi3": "pcie5", "xgmi2": "pcie4"}
+HOST_LINKS |= {"nvlink4-h800": "pcie5", "nvlink3-a800": "pcie4", "xgmi4": "pcie5", "xgmi3": "pcie5", "xgmi2": "pcie4"}
 
 
 @dataclass(frozen=True)
@@ -95,7 +110,7 @@ class PlanOnly:
         if self.offload != "none" and self.optimizer_in_backward:
             raise UserError("offload", "the host updates after backward, not inside it", "leave one of the two out")
         if self.fp8 and not _computes_in_8_bits(device.name):
-            what = f"a {device.name} has no products of 8-bit floating point"
+            what = f"{device.name} has no products of 8-bit floating point"
             raise UserError("dtype", what, f"choose bfloat16, or one of {', '.join(FP8_DEVICES)}")
         if self.offload != "none" and device.device_type != "cuda":
             is_tpu = device.device_type == "tpu"

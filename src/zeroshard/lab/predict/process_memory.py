@@ -31,7 +31,7 @@ from zeroshard.profiling.devices import Device
 
 CONTEXT_BYTES = 2**29
 NCCL_PAIR_BYTES, NCCL_BYTES = 544 * 10**6, 688 * 10**6
-WORKSPACE_BYTES = {"h100": 2**25, "h200": 2**25, "b200": 2**25}
+WORKSPACE_BYTES = dict.fromkeys(("h100", "h200", "b200", "b300", "gb200", "gb300"), 2**25)
 USUAL_WORKSPACE_BYTES = 2**23
 # Reserved over allocated bytes, less states: nanotron's logs of LLaMA-1B on 8 H100 (huggingface.co/nanotron/old_bench:
 # dp-2 tp-4 and dp-4 tp-2 with micro-batches of 8, dp-2 tp-2 pp-2 with 1): 1.06, 1.02, 1.13.

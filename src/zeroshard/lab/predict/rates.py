@@ -87,6 +87,7 @@ _HOPPER: Mapping[Attention, tuple[float, float]] = {
     "cudnn": (0.55, 0.53),
     "flash-3": (0.63, 0.575),
 }
+_BLACKWELL: Mapping[Attention, tuple[float, float]] = {"flash-2": (0.15, 0.14), "flash-3": (0.39, 0.36)}
 SUSTAINED: Mapping[str, Sustained] = {
     "a100": Sustained(108, 0.765, {"flash-1": (0.375, 0.30), "flash-2": (0.65, 0.55)}, 0.75, 0.10),
     "h100": Sustained(132, 0.605, _HOPPER, 0.75, 0.10),
@@ -94,7 +95,14 @@ SUSTAINED: Mapping[str, Sustained] = {
     # One run, of which not all is said: Llama 3 8B on 8 of them, FSDP, compiled, micro-batches of 4, 410 TFLOP/s of the
     # model (ROCm/TransformerEngine, issue 79), taken to be sequences of 4,096. FlashAttention-2 at an H100's FLOP/s.
     "mi300x": Sustained(304, 0.35, {"flash-2": (0.26, 0.248)}, 0.75, 0.10, fitted=False),
-    "b200": Sustained(148, 0.515, {"flash-2": (0.15, 0.14), "flash-3": (0.39, 0.36)}, 0.75, 0.10),
+    # No run was read of these: of a peak, what the chip before sustains; of an MI325X's products as much more as large
+    # ones reach there (Bekman's table: 0.604 and 0.514), and an MI355X's as an MI325X's.
+    "mi325x": Sustained(304, 0.41, {"flash-2": (0.26, 0.248)}, 0.75, 0.10, fitted=False),
+    "mi355x": Sustained(256, 0.41, {"flash-2": (0.26, 0.248)}, 0.75, 0.10, fitted=False),
+    "b200": Sustained(148, 0.515, _BLACKWELL, 0.75, 0.10),
+    "b300": Sustained(148, 0.515, _BLACKWELL, 0.75, 0.10, fitted=False),
+    "gb200": Sustained(152, 0.515, _BLACKWELL, 0.75, 0.10, fitted=False),
+    "gb300": Sustained(152, 0.515, _BLACKWELL, 0.75, 0.10, fitted=False),
 }
 # Seconds of host time that an operation takes to be issued: computation cannot be faster than its host.
 HOST_S: Mapping[Impl, float] = {"eager": 8e-6, "compile": 4e-6, "kernels": 4e-6}

@@ -76,7 +76,7 @@ def simulate(
 ) -> Timing:
     """Lay ``step`` out in time; ``software``: who computes, on a device of which more than rates is known."""
     clock = _Clock(device, cluster, software or Software(), with_spans=with_spans)
-    for actions, times in ((step.first, 1), (step.middle, step.num_middle), (step.last, 1), (step.update, 1)):
+    for actions, times in step.parts:
         if actions and times:
             clock.run(actions, times)
     return clock.timing()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import accumulate as accumulated
 from operator import or_
 
-from zeroshard.lab.predict.actions import Accumulate, Issue, Message, Settings, Step
+from zeroshard.lab.predict.actions import Accumulate, Issue, Message, Settings, Step, sent
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.memory import OptimizerState
@@ -106,6 +106,20 @@ def bytes_by_op(found: Iterable[Message]) -> dict[str, int]:
     return dict(total)
 
 
+def bytes_of_step(step: Step) -> dict[str, int]:
+    """`bytes_by_op` of ``step``, which may have more micro-batches than there is memory to list their messages."""
+    total: Counter[str] = Counter()
+    for actions, times in step.parts:
+        for op, num_bytes in bytes_by_op(sent(actions)).items() if times else ():
+            total[op] += times * num_bytes
+    return dict(total)
+
+
+def num_messages(step: Step) -> int:
+    """Collectives of a step, without control messages."""
+    return sum(times * len(sent(actions)) for actions, times in step.parts)
+
+
 @dataclass(frozen=True)
 class OnLink:
     """What a rank's step sends by one operation among so many ranks, without control messages.
@@ -127,9 +141,8 @@ class OnLink:
 
 def bytes_by_link(step: Step, cluster: Cluster) -> tuple[OnLink, ...]:
     """Bytes by operation, ranks and link, in the order in which the step first sends them."""
-    parts = ((step.first, 1), (step.middle, step.num_middle), (step.last, 1), (step.update, 1))
     found: dict[tuple[str, int, str], list[int]] = {}
-    for actions, times in parts:
+    for actions, times in step.parts:
         for action in actions:
             if isinstance(action, Issue) and not action.control:
                 message = action.message
