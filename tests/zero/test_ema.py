@@ -200,6 +200,25 @@ def test_an_evaluation_between_forward_and_backward_leaves_the_gradients_as_they
         assert all(torch.equal(without[name], after[name]) for name in without)
 
 
+@pytest.mark.parametrize("stage", [*STAGES, KEEP_WEIGHTS], ids=[*map(str, STAGES), "keep"])
+def test_no_step_by_gradients_of_the_average(stage):
+    def rank_main(comm):
+        model, _zero, optim, ema = _engine(comm, stage)
+        _steps(model, optim, ema, range(2))
+        with ema.weights():
+            model(_rows(2)).square().mean().backward()
+            loss = model(_rows(3)).square().mean()
+        with pytest.raises(RuntimeError, match="^step: the gradients are of the averages, by a backward inside ema"):
+            optim.step()
+        optim.zero_grad()
+        _steps(model, optim, ema, range(2, 3))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    run_threads(rank_main, 2)
+
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_whole_weights_follow_the_average_in_and_out(stage):
     def rank_main(comm):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nets import Net, backward, one_process, rows, train
+from zeroshard import checkpoint
 from zeroshard.comm import run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 
@@ -186,3 +187,22 @@ def test_the_first_rank_alone_may_have_the_state(stage):
     first, second = run_threads(lambda comm: Zero(_tied(), stage=stage, comm=comm).state_dict(rank0_only=True), 2)
     assert second == {}
     assert all(torch.equal(first[name], tensor) for name, tensor in _tied().state_dict().items())
+
+
+@at_every_stage
+@pytest.mark.parametrize("how", ["state_dict", "checkpoint"])
+def test_no_backward_goes_through_a_forward_of_weights_that_were_loaded_over(stage, how, tmp_path):
+    def rank_main(comm):
+        net = Net()
+        zero = Zero(net, stage=stage, comm=comm)
+        if how == "checkpoint":
+            checkpoint.save(tmp_path / "saved", zero, step=0)
+        loss = net(rows(comm.rank)).square().mean()
+        if how == "checkpoint":
+            checkpoint.load(tmp_path / "saved", zero)
+        else:
+            zero.load_state_dict(Net(seed=1).state_dict())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    run_threads(rank_main, 2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from replica_runs import DILOCO, both, engine_of, loss_of, same, train
+from replica_runs import DILOCO, Net, both, engine_of, loss_of, same, train
 from zeroshard import checkpoint
-from zeroshard.comm import NullCommunicator, ObservedCommunicator, run_threads
-from zeroshard.zero import LocalSteps
+from zeroshard.comm import LocalCommunicator, NullCommunicator, ObservedCommunicator, run_threads
+from zeroshard.zero import LocalSteps, Zero
 
 
 def test_a_replica_whose_first_step_is_skipped_sends_as_much_as_the_others():
@@ -99,3 +99,110 @@ def test_a_step_that_was_skipped_and_cleared_is_no_mistake(clear):
 def test_settings_of_another_type_are_refused_before_they_are_used(given, words):
     with pytest.raises(ValueError, match=words):
         LocalSteps(**given)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["units apart", "in the same units"])
+def test_half_of_a_step_is_told_of(shared):
+    """Two optimizers, and a meeting between their steps."""
+
+    def rank_main(comm):
+        net = Net()
+        zero = Zero(net, 2, comm=comm, shard_size=1, replicas=LocalSteps(every=4))
+        params = list(net.parameters())
+        halves = (params[::2], params[1::2]) if shared else (params[:3], params[3:])
+        one, other = (zero.optimizer(torch.optim.AdamW, half) for half in halves)
+        for step in range(2):
+            loss_of(net, step, comm.rank, comm.world_size).backward()
+            one.step()
+            if step == 1:
+                zero.replicas.step()
+                one.zero_grad()
+                with pytest.raises(RuntimeError, match=r"^step: zero\.replicas\.step\(\) was called while gradients"):
+                    other.step()
+                other.zero_grad()
+                loss_of(net, step, comm.rank, comm.world_size).backward()
+                one.step()
+            other.step()
+            zero.replicas.step()
+            zero.zero_grad()
+        return zero.replicas.num_steps
+
+    assert run_threads(rank_main, 2) == [3, 3]
+
+
+def test_a_scaler_may_skip_the_step_of_one_optimizer_of_two():
+    net = Net()
+    zero = Zero(net, 1, comm=LocalCommunicator(), shard_size=1, replicas=LocalSteps(every=4))
+    params = list(net.parameters())
+    optimizers = [zero.optimizer(torch.optim.SGD, half, lr=0.1) for half in (params[:2], params[2:])]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step in range(3):
+        scaler.scale(loss_of(net, step, 0, 1)).backward()
+        if step == 1:
+            net.first.bias.grad.fill_(torch.inf)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        zero.replicas.step()
+        zero.zero_grad()
+    assert zero.replicas.num_steps == 3
+    assert scaler.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_steps", [2, 3], ids=["between meetings", "at rest"])
+def test_gradients_of_anchors_may_be_read_and_not_stepped_by(stage, num_steps):
+    def rank_main(comm):
+        net, zero, optim = engine = engine_of(comm, stage, DILOCO, 2)
+        train(comm, engine, range(num_steps))
+        with zero.replicas.anchors():
+            loss_of(net, 7, 0, 1).backward()
+            with pytest.raises(RuntimeError, match=r"^step: the anchors are in the place of the weights"):
+                optim.step()
+        of_anchors = zero.full_grads()
+        before = zero.state_dict()
+        with pytest.raises(RuntimeError, match=r"^step: the gradients are of the anchors, .* call zero_grad\(\)"):
+            optim.step()
+        assert same(zero.state_dict(), before)
+        optim.zero_grad()
+        train(comm, engine, range(num_steps, 4))
+        return of_anchors
+
+    alike = run_threads(rank_main, 4)
+    assert all(same(alike[0], other) for other in alike)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_evaluation_of_anchors_between_forward_and_backward_leaves_the_gradients_as_they_are(stage):
+    def rank_main(comm):
+        grads = []
+        for evaluated in (False, True):
+            net, zero, _ = engine = engine_of(comm, stage, DILOCO, 2)
+            train(comm, engine, range(2))
+            loss = loss_of(net, 7, 0, 1)
+            if evaluated:
+                with zero.replicas.anchors(), torch.no_grad():
+                    loss_of(net, 8, 0, 1)
+            loss.backward()
+            grads.append(zero.full_grads())
+        return grads
+
+    assert all(same(without, after) for without, after in run_threads(rank_main, 4))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_no_backward_goes_through_a_forward_of_other_weights(stage):
+    def rank_main(comm):
+        net, zero, optim = engine = engine_of(comm, stage, DILOCO, 2)
+        train(comm, engine, range(2))
+        before = loss_of(net, 7, 0, 1)
+        with zero.replicas.anchors():
+            inside = loss_of(net, 7, 0, 1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                before.backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            inside.backward()
+        optim.zero_grad()
+        train(comm, engine, range(2, 3))
+
+    run_threads(rank_main, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -29,6 +30,7 @@ from zeroshard.lab.planner.planner import Planner, planner_for
 from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.planner.remedy import remedies
 from zeroshard.lab.planner.show import seconds, size, text
+from zeroshard.lab.planner.unused_links import told, unused_links
 from zeroshard.lab.predict.dry_run import Measured, dry_run
 from zeroshard.lab.predict.hardware import find_device, this_machine
 from zeroshard.lab.predict.on_meta import serves_step
@@ -60,16 +62,18 @@ def _answer(config: PlanConfig) -> PlanAnswer:
         return _compared_gpus(config)
     given = arguments(config)
     if config.ask != "none":
-        answer = ask(config, _asked_planner(config, given))
+        planner = _asked_planner(config, given)
+        answer = ask(config, planner)
         content: dict[str, Any] = {"question": config.ask, "value": answer.value, "unit": answer.unit}
         content |= {"rows": list(answer.rows)} if answer.rows else {}
         status = ExitStatus.CHECK_FAILED if answer.value is None else ExitStatus.OK
-        return PlanAnswer(status, _printed(config, content, answer.sentence))
+        return PlanAnswer(status, _printed(config, content, answer.sentence, unused_links(config, [planner.cluster])))
     found = _plan(config)
     if config.explain or config.dry_run:
         planner = planner_for(**given)
         row = chosen_row(config, found)
-        said = [_printed(config, found.as_dict(), explain(planner, row))] if config.explain else []
+        unused = unused_links(config, [found.cluster])
+        said = [_printed(config, found.as_dict(), explain(planner, row), unused)] if config.explain else []
         if config.dry_run:
             compared = compare(config, planner, row)
             said.append(_printed(config, compared, _comparison_text(compared)))
@@ -103,7 +107,8 @@ def _with_cost(config: PlanConfig, found: Plan) -> str:
     prices = parse_prices(config.price, 1)
     cost = found.cost(config.tokens, prices[0] if prices else 0.0) if asked else None
     content = found.as_dict() | ({"cost": None if cost is None else cost.as_dict()} if asked else {})
-    return _printed(config, content, text(found) + (f"\n{cost.sentence()}" if cost is not None else ""))
+    plain = text(found) + (f"\n{cost.sentence()}" if cost is not None else "")
+    return _printed(config, content, plain, unused_links(config, [found.cluster]))
 
 
 def _compared_gpus(config: PlanConfig) -> PlanAnswer:
@@ -120,7 +125,9 @@ def _compared_gpus(config: PlanConfig) -> PlanAnswer:
         raise errors[0]
     found = compare_gpus.offers(plans, parse_prices(config.price, len(plans)), config.tokens)
     status = ExitStatus.CHECK_FAILED if compare_gpus.cheapest(found) is None else ExitStatus.OK
-    return PlanAnswer(status, _printed(config, compare_gpus.as_dict(found), compare_gpus.text(found, config.dtype)))
+    unused = unused_links(config, [each.cluster for each in plans if isinstance(each, Plan)])
+    shown = compare_gpus.text(found, config.dtype)
+    return PlanAnswer(status, _printed(config, compare_gpus.as_dict(found), shown, unused))
 
 
 def _dtype_on(gpu: str, dtype: str) -> str:
@@ -290,5 +297,8 @@ def _comparison_text(compared: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _printed(config: PlanConfig, content: dict[str, Any], plain: str) -> str:
-    return json.dumps(content, indent=2, allow_nan=False) if config.json else plain
+def _printed(config: PlanConfig, content: dict[str, Any], plain: str, unused: Sequence[str] = ()) -> str:
+    """As JSON or as text; ``unused``: settings that have changed nothing."""
+    if config.json:
+        return json.dumps(content | ({"unused": list(unused)} if unused else {}), indent=2, allow_nan=False)
+    return "\n".join([plain, *told(unused, config.gpus)])

@@ -42,6 +42,7 @@ from torch import Tensor
 
 from zeroshard.comm import Work, empty_for, scope
 from zeroshard.wire_formats import Format
+from zeroshard.zero.buffers.barred import Barred
 from zeroshard.zero.buffers.layout import FlatLayout, Piece
 from zeroshard.zero.buffers.shards import reduce_shards
 from zeroshard.zero.buffers.wire import AcrossReplicas, PackedReduce, Rounding
@@ -63,6 +64,7 @@ class FlatGrads:
         factor: what ``reduced`` is still to be multiplied by, 0-dim fp32; None where nothing is due. Clipping leaves
             it to an optimizer that multiplies as it reads; whatever else looks at ``reduced`` calls `apply_factor`.
         wire, rounding: the format that gradients travel in, None: as they are; how they are rounded to it.
+        barred: gradients by which no optimizer may step.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class FlatGrads:
         self.keep_local = strategy.grads is not SHARD or comm.world_size == 1
         self.device, self.reduced_dtype, self.reduce_dtype = device, reduced_dtype, reduce_dtype
         self.used = [False] * len(layout.slots)
+        self.barred = Barred()
         self.reduced: Tensor | None = None
         self.factor: Tensor | None = None
         self._local: Tensor | None = None
@@ -125,6 +128,7 @@ class FlatGrads:
         if grad.is_sparse:
             grad = grad.to_dense()
         self._vacate_local()
+        self.barred.came(slot)
         view = self._local_views()[slot]
         if self._may_wait(slot, grad):
             self._waiting[slot] = grad
@@ -325,6 +329,7 @@ class FlatGrads:
         start, stop = self._held_of(slot)
         self.reduced[start:stop].copy_(part)
         self._written[slot], self.used[slot] = False, True
+        self.barred.cleared({slot})
 
     def _held_of(self, slot: int) -> tuple[int, int]:
         place = self.layout.slots[slot]
@@ -348,6 +353,7 @@ class FlatGrads:
         """Make the gradients of ``slots`` zero, reduced or not; those that there are stay there."""
         self.settle()
         self.rounding.end_step()
+        self.barred.cleared(slots)
         self.apply_factor()  # a factor that is not finite would make NaN of the zeros
         self._copy_in()
         for slot in slots:
@@ -362,6 +368,7 @@ class FlatGrads:
         """Forget the gradients of ``slots``; with the last of them all buffers are freed."""
         self.settle()
         self.rounding.end_step()
+        self.barred.cleared(slots)
         for slot in slots:
             self._written[slot] = self.used[slot] = False
         if not any(self.used):
@@ -387,9 +394,5 @@ class FlatGrads:
     @property
     def resident_bytes(self) -> int:
         """Bytes that gradient buffers hold now."""
-        storages = {}
-        for tensor in self.buffers:
-            if tensor is not None:
-                storage = tensor.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()  # no address: on meta all have one
-        return sum(storages.values())
+        storages = (tensor.untyped_storage() for tensor in self.buffers if tensor is not None)
+        return sum({each._cdata: each.nbytes() for each in storages}.values())  # no address: on meta all have one

@@ -83,7 +83,7 @@ _ATTRIBUTES = """
     is_meta is_nested is_quantized is_sparse itemsize layout nbytes ndim output_nr requires_grad retains_grad shape
 """
 _METHODS = """
-    dim element_size is_complex is_contiguous is_floating_point ndimension nelement numel register_hook
+    dim element_size is_complex is_contiguous is_floating_point is_inference ndimension nelement numel register_hook
     register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride __len__
 """
 _NO_VALUES = frozenset(

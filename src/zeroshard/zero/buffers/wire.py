@@ -96,13 +96,11 @@ class Rounding:
 
     Attributes:
         step: optimizer steps so far, as `zeroshard.Zero.resume_at` may set it.
-        num_cleared: how often gradients were cleared or made zero.
     """
 
     def __init__(self, seed: int, unit: str, rank: int) -> None:
         self._seed, self._unit, self._rank = seed, unit, rank
-        self.step, self.num_cleared = 0, 0
-        self._num_reductions = 0
+        self.step = self._num_reductions = 0
         self._over = self._is_loaded = False
 
     @property
@@ -112,7 +110,6 @@ class Rounding:
 
     def end_step(self) -> None:
         """Gradients are cleared: what is reduced next belongs to the next step."""
-        self.num_cleared += 1
         self._over = self._over or self._num_reductions > 0
 
     def resume_at(self, step: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.zero.buffers.barred import bar
 from zeroshard.zero.buffers.common_copy import Replaced
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.levels import Levels
@@ -126,6 +127,8 @@ class Stepping:
 
     def _averages_came_or_went(self) -> None:
         assert self.ema is not None
+        whose = None if self.ema.applied else "the averages"
+        bar((group.grads.barred for group in self._runtime.groups()), whose, "ema.weights()")
         self._runtime.masters_replaced("back" if self.ema.applied else "for now")
 
     def require_weights(self, what: str) -> None:
@@ -279,8 +282,9 @@ class Stepping:
         self._runtime.require_unpinned("step")
         self.require_weights("step")
         self._runtime.take_changes()
+        self._require_own_grads(self._members(optimizer))
         if self.replicas is not None:
-            self.replicas.before_update(self._members(optimizer))
+            self.replicas.begin_anchors()
         buffers = self._reduced_buffers()
         factors = {id(buffer.factor): buffer.factor for buffer in buffers}
         if len(factors) == 1 and isinstance(optimizer, SavesPasses):
@@ -289,12 +293,19 @@ class Stepping:
             buffer.apply_factor()
         return None
 
+    def _require_own_grads(self, members: set[nn.Parameter]) -> None:
+        """Raise RuntimeError where gradients of ``members`` are not of the weights that a step would change."""
+        for group in self._runtime.groups():
+            for slot, why in group.grads.barred.why.items():
+                if group.params.params[slot] in members:
+                    raise RuntimeError(f"step: {why}")
+
     def after_update(self, optimizer: Optimizer) -> None:
         """Mark the weights that ``optimizer`` may have changed, the same on every rank."""
         self._runtime.forget_calls()
-        if self.replicas is not None:
-            self.replicas.after_update(optimizer)
         members = self._members(optimizer)
+        if self.replicas is not None:
+            self.replicas.after_update(optimizer, members)
         copied = isinstance(optimizer, SavesPasses)
         for group in self._runtime.groups():
             used = group.grads.used

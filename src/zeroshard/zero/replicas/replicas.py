@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm import CONTROL, scope
+from zeroshard.zero.buffers.barred import bar
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.replicas.local_steps import LocalSteps
@@ -102,28 +103,19 @@ class Replicas:
                 put_bytes(buffer, content)
         self._runtime.masters_replaced()
 
-    def before_update(self, members: set[nn.Parameter]) -> None:
-        """An optimizer is about to change ``members``: weights that nobody has trained before are anchors now.
-
-        Raises:
-            RuntimeError: `step` was called between their backward and this.
-        """
-        self.require_local("step")
-        self.order.require_before(members)
-        self._begin_anchors()
-
-    def _begin_anchors(self) -> None:
+    def begin_anchors(self) -> None:
+        """Weights are about to be changed: those that nobody has trained before are anchors now."""
         for key, group in self.groups():
             if group.trained or any(group.grads.used):
                 self.outer_of(key, group)
 
-    def after_update(self, optimizer: Optimizer) -> None:
-        """The optimizer has stepped.
+    def after_update(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
+        """The optimizer of ``members`` has stepped.
 
         Raises:
             RuntimeError: it did so before, and `step` was not called in between.
         """
-        self.order.stepped(optimizer)
+        self.order.stepped(optimizer, members)
         self.rests = False
 
     def begin_again(self) -> None:
@@ -190,7 +182,7 @@ class Replicas:
         self.require_local("replicas.step")
         self._runtime.require_unpinned("replicas.step")
         self.order.ends((group for _, group in self.groups()), taken=taken)
-        self._begin_anchors()  # of a replica whose first step was skipped
+        self.begin_anchors()  # of a replica whose first step was skipped
         self.num_steps += 1
         if not taken:
             self._mark_stale(group for _, group in self.groups())
@@ -302,27 +294,36 @@ class Replicas:
     def anchors(self) -> Generator[None]:
         """In this block the model computes with the anchors, the same on every replica: evaluate them. Collective.
 
-        Where local weights are the anchors already, nothing is done. Else this rank holds a copy of its local masters.
+        Where local weights are the anchors already, they stay. Else this rank holds a copy of its local masters.
+        Gradients of this block may be read, and no optimizer steps by them.
         """
         self.require_local("anchors")
-        if self.still_rests():
-            yield
-            return
+        with nullcontext() if self.still_rests() else self._shown():
+            self._visit("the anchors")  # at rest too: who trains in this block is told so at the first step
+            try:
+                yield
+            finally:
+                self._visit(None)
+
+    def _visit(self, whose: str | None) -> None:
+        self.applied = whose is not None
+        bar((group.grads.barred for _, group in self.groups()), whose, "replicas.anchors()")
+
+    @contextmanager
+    def _shown(self) -> Generator[None]:
         self._runtime.take_changes()
         local = [(group, outer, group.params.master.clone()) for _, group, outer in self.by_group()]
         with torch.no_grad():
             for group, outer, _ in local:
                 outer.show(group)
-        self._runtime.masters_replaced()
-        self.applied = True
+        self._runtime.masters_replaced("for now")
         try:
             yield
         finally:
             with torch.no_grad():
                 for group, _, master in local:
                     group.params.master.copy_(master)
-            self._runtime.masters_replaced()
-            self.applied = False
+            self._runtime.masters_replaced("back")
 
     def still_rests(self) -> bool:
         """Whether local weights are the anchors: not any more where some were written into since. Collective."""

@@ -4,8 +4,9 @@ Forgotten, replicas would never meet. Called for each backward, or before the op
 often than was asked for, and gradients of weights that a meeting has replaced would be stepped by.
 
 [Note: Steps that were skipped]
-    A `torch.amp.GradScaler` skips a step and tells nobody. So that gradients wait for a step when `Replicas.step` is
-    called is remembered, and is a mistake only if the optimizer steps by them later: who skips a step clears them.
+    A `torch.amp.GradScaler` skips a step and tells nobody, also that of one optimizer of several. So gradients that
+    wait for a step when `Replicas.step` is called are barred, and are a mistake only if their optimizer steps by them
+    later: who skips a step clears them.
 """
 
 from __future__ import annotations
@@ -17,24 +18,20 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.buffers.unit import FlatGroup
 
+_WAITED = (
+    "zero.replicas.step() was called while gradients waited for this step; call it once after the steps of all "
+    "optimizers, and not after each backward"
+)
+
 
 class StepOrder:
     """What has happened since the last `Replicas.step`."""
 
     def __init__(self) -> None:
         self._stepped: list[Optimizer] = []
-        self._waited: dict[FlatGroup, int] = {}  # gradients that waited at `ends`, by how often they had been cleared
+        self._members: set[nn.Parameter] = set()  # of those that have stepped
 
-    def require_before(self, members: set[nn.Parameter]) -> None:
-        """Raise RuntimeError where `ends` came between the backward and the step of the optimizer of ``members``."""
-        for group, num_cleared in self._waited.items():
-            if group.grads.rounding.num_cleared == num_cleared and not members.isdisjoint(group.params.params):
-                raise RuntimeError(
-                    "step: zero.replicas.step() was called while gradients waited for this step; call it once after "
-                    "each step of the optimizer, and not after each backward"
-                )
-
-    def stepped(self, optimizer: Optimizer) -> None:
+    def stepped(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
         """The optimizer has stepped; raises RuntimeError where it did so before, without `ends` in between."""
         if any(optimizer is known for known in self._stepped):
             raise RuntimeError(
@@ -42,18 +39,20 @@ class StepOrder:
                 "the optimizer"
             )
         self._stepped.append(optimizer)
+        self._members |= members
 
     def ends(self, groups: Iterable[FlatGroup], *, taken: bool) -> None:
         """A step of all optimizers is over; ``taken``: nobody has said that it was skipped."""
-        early = taken and not self._stepped
-        waiting = [group for group in groups if early and (group.grads.pending or group.grads.reduced is not None)]
-        self._waited = {group: group.grads.rounding.num_cleared for group in waiting}
-        self._stepped.clear()
+        for group in groups if taken else ():
+            for slot, param in enumerate(group.params.params):
+                if group.grads.used[slot] and param not in self._members:
+                    group.grads.barred.why[slot] = _WAITED
+        self.forget()
 
     def forget(self) -> None:
         """Begin again, as after a load."""
         self._stepped.clear()
-        self._waited.clear()
+        self._members.clear()
 
     def require_counted(self, what: str) -> None:
         """Raise RuntimeError, in the name of ``what``, where a step of an optimizer was not followed by `ends`."""

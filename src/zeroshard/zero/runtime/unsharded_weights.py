@@ -15,6 +15,7 @@ from torch._guards import CompileContext
 from zeroshard.zero.buffers.common_copy import Replaced
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.runtime.collective_order import CollectiveOrder
+from zeroshard.zero.runtime.graph_versions import GraphVersions
 
 
 class UnshardedWeights:
@@ -38,6 +39,7 @@ class UnshardedWeights:
         self.held_by_graph = False
         self.order: Sequence[Unit] = units[1:]
         self._warned = False
+        self._versions = GraphVersions()
 
     def gather(self, unit: Unit, *, again: bool = False) -> None:
         """Issue the gather of the unit's weights; ``again``: even of current ones, which other ranks may lack."""
@@ -91,6 +93,8 @@ class UnshardedWeights:
         Whole weights follow at once, in one order on every rank: `pin` shows them, and a backward whose forward is over
         would ask for those alone that this rank runs.
         """
+        params = (param for unit in self._units for group in unit.groups for param in group.params.params)
+        self._versions.replaced(params, replaced)
         for unit in self._units:
             for group in unit.groups:
                 group.params.mark_stale(replaced=replaced)

@@ -62,6 +62,7 @@ def load_state_dict(
                 if source is not None:
                     start, stop = piece.interval
                     params.piece_of_master(piece).copy_(source.reshape(-1)[start:stop].view(piece.shape))
+            torch.autograd.graph.increment_version(params.params)  # no backward through a graph from before
             params.mark_stale()
         for tensor, source in given.items():
             if not isinstance(tensor, nn.Parameter):

@@ -104,6 +104,7 @@ def load_named_shards(
                     for kind, shape in kinds.items()
                     if kind not in MODEL_KINDS
                 }
+            torch.autograd.graph.increment_version(group.params.params)  # no backward through a graph from before
             group.params.mark_stale()
             _load_gathered(group, reader)
             _load_rounding(group, reader)
