@@ -142,6 +142,23 @@ def test_what_a_class_does_after_the_step_that_it_extends_is_done_to_pieces(stag
             torch.testing.assert_close(state[number]["average"], kept["average"], rtol=1e-5, atol=1e-6)
 
 
+def test_a_hook_may_remove_itself_as_the_last_of_a_step():
+    seen = []
+
+    def once(*_):
+        seen.append(len(seen))
+        handle.remove()
+
+    net = Net()
+    optim = Zero(net, comm=NullCommunicator(2)).optimizer(torch.optim.AdamW)
+    handle = optim.register_step_post_hook(once)
+    for _ in range(2):
+        net(rows(0)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+    assert seen == [0]
+
+
 def test_hooks_around_an_inner_step_see_the_weights_that_it_has_made():
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])
 

@@ -109,7 +109,7 @@ class ThreePoints:
     Before the first update gradients are there and, with most optimizers, no state; after it everything is.
 
     Args:
-        optimizer: whose update is meant; its hooks are gone again after it.
+        optimizer: whose first update is meant.
         account: bytes by category, now.
 
     Attributes:
@@ -119,17 +119,16 @@ class ThreePoints:
     def __init__(self, optimizer: Optimizer, account: Callable[[], Mapping[str, int]]) -> None:
         self.bytes: dict[str, Bytes] = {}
         self._account = account
-        self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(lambda *_: self._see("before_step")),
-            optimizer.register_step_post_hook(lambda *_: self._see("after_step")),
-        ]
+        self._before = optimizer.register_step_pre_hook(lambda *_: self._see("before_step"))
+        optimizer.register_step_post_hook(lambda *_: self._see("after_step"))
         self._see("initialised")
 
     def _see(self, point: str) -> None:
+        if "after_step" in self.bytes:  # torch takes no hook that removes itself, unless it is the last one
+            return
         self.bytes[point] = dict(self._account())
         if point == "after_step":
-            for handle in self._handles:
-                handle.remove()
+            self._before.remove()
 
 
 @dataclass(frozen=True)

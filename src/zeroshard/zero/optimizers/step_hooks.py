@@ -28,9 +28,7 @@ def put_around(piecewise: PiecewiseOptimizer) -> None:
     own["register_step_pre_hook"] = _between(
         optimizer.register_step_pre_hook, optimizer._optimizer_step_pre_hooks, steps.enters, steps.begins
     )
-    own["register_step_post_hook"] = _between(
-        optimizer.register_step_post_hook, optimizer._optimizer_step_post_hooks, steps.ends, steps.leaves
-    )
+    _first(optimizer._optimizer_step_post_hooks, optimizer.register_step_post_hook(steps.ends))
     own["step"] = MethodType(steps.guarded(optimizer.step), optimizer)
 
 
@@ -38,7 +36,7 @@ def _between(
     register: Callable[..., Any], hooks: Any, first: Callable[..., Any], last: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Run ``first`` before and ``last`` after all other hooks; returns what registers those that come later."""
-    hooks.move_to_end(register(first).id, last=False)
+    _first(hooks, register(first))
     ours = register(last)
 
     def register_between(hook: Callable[..., Any]) -> Any:
@@ -49,12 +47,17 @@ def _between(
     return register_between
 
 
+def _first(hooks: Any, handle: Any) -> None:
+    hooks.move_to_end(handle.id, last=False)
+
+
 class _Steps:
     """The steps of one optimizer: which one is running, and how deep inside of itself."""
 
     def __init__(self, piecewise: PiecewiseOptimizer) -> None:
         self._piecewise, self._grads = piecewise, NarrowGrads(piecewise)
         self._depth = 0
+        self._leaving: Any = None  # the handle of `leaves`
 
     def guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """``step``, after which the groups hold parameters even where it fails."""
@@ -66,6 +69,7 @@ class _Steps:
                 return step(*args, **kwargs)
             finally:
                 self._depth = 0
+                self._leave()
                 self._grads.restore()
                 self._piecewise.show_params()
 
@@ -83,6 +87,8 @@ class _Steps:
         self._depth += 1
         if self._depth > 1:
             self._piecewise.show_pieces()
+            self._leave()
+            self._leaving = optimizer.register_step_post_hook(self.leaves)
             return None
         itself, *given = args  # torch passes the optimizer along
         closure = given[0] if given else kwargs.get("closure")
@@ -111,9 +117,19 @@ class _Steps:
             self._piecewise.listener.after_update(optimizer)
 
     def leaves(self, *_: Any) -> None:
-        """Show pieces to what is left of the class's own code: [Note: A step inside a step]."""
+        """Show pieces to what is left of the class's own code: [Note: A step inside a step].
+
+        It is there for an inner step alone: torch takes no other hook than the last one that removes itself.
+        """
         if self._depth:
             self._piecewise.show_pieces()
+        if self._depth == 1:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._leaving is not None:
+            self._leaving.remove()
+            self._leaving = None
 
     def _once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure runs backward inside ``step``: only after it are there gradients to use."""
