@@ -186,6 +186,33 @@ def several_operations_are_in_flight(comm):
         assert torch.equal(gathered[i], everyone)
 
 
+def tensors_of_any_strides_are_taken(comm):
+    size, rank = comm.world_size, 0 if isinstance(_inner(comm), NullCommunicator) else comm.rank
+
+    def strided(rows: int, fill: float) -> torch.Tensor:
+        return torch.full((3, 2 * rows), fill).t()[::2]  # [rows, 3], in no order and with gaps
+
+    own = strided(2, 0.0).copy_(torch.arange(6.0).view(2, 3) + 10 * rank)
+    distance = 0 if isinstance(_inner(comm), NullCommunicator) else 10
+    theirs = [torch.arange(6.0).view(2, 3) + distance * r for r in range(size)]
+    whole = strided(2 * size, -1.0)
+    comm.all_gather(whole, own).wait()
+    assert torch.equal(whole, torch.cat(theirs))
+    part = strided(2, -1.0)
+    comm.reduce_scatter(part, whole).wait()
+    assert torch.equal(part, size * theirs[comm.rank])
+    part, halves = strided(2, 1.0), torch.zeros(8)
+    comm.all_reduce(part).wait()
+    assert torch.equal(part, torch.full((2, 3), float(size)))
+    comm.all_reduce(halves[::2].add_(1.0)).wait()
+    assert torch.equal(halves, torch.tensor([float(size), 0.0]).repeat(4))
+    comm.broadcast(own, src=0).wait()
+    assert torch.equal(own, theirs[0])
+    parts, all_parts = strided(2 * size, float(rank)), strided(2 * size, -1.0)
+    all_to_all(comm, all_parts, parts).wait()
+    assert all_parts[::2, 0].tolist() == [theirs[r][0, 0].item() / 10 for r in range(size)]
+
+
 def empty_tensors_are_nothing(comm):
     comm.all_reduce(torch.empty(0)).wait()
     comm.reduce_scatter(torch.empty(0), torch.empty(0)).wait()
@@ -273,6 +300,7 @@ CASES = {
         all_to_all_is_everybodys_part_for_this_rank,
         broadcast_sends_from_any_rank,
         several_operations_are_in_flight,
+        tensors_of_any_strides_are_taken,
         empty_tensors_are_nothing,
         arguments_that_do_not_fit_are_refused,
         parts_talk_among_themselves,

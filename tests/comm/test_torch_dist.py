@@ -135,3 +135,16 @@ def test_without_messages_of_the_host_they_lie_on_the_device_and_no_group_is_mad
         "or give comm=TorchCommunicator(host_messages=False)"
     )
     assert gloo_ranks(2).run(messages_on_the_device) == [("cuda:0", "cuda:0", said)] * 2
+
+
+def _refuses_what_gloo_does_not_add(comm):
+    for dtype in (torch.int16, torch.uint32, torch.float8_e4m3fn):
+        tensor = torch.ones(4).to(dtype)
+        for call in (lambda t=tensor: comm.all_reduce(t), lambda t=tensor: comm.reduce_scatter(t[:2], t)):
+            with pytest.raises(ValueError, match=r"dtype: gloo does not reduce .*RingCommunicator"):
+                call()
+        comm.broadcast(tensor, src=0).wait()
+
+
+def test_dtypes_that_gloo_does_not_add_are_refused_by_name(gloo_ranks):
+    gloo_ranks(2).run(_refuses_what_gloo_does_not_add)

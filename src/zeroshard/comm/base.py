@@ -201,6 +201,11 @@ def check_shards(whole: Tensor, shard: Tensor, world_size: int) -> None:
         )
 
 
+def fill(output: Tensor, flat: Tensor) -> None:
+    """``output``, of any shape and strides, becomes the elements of ``flat`` in order."""
+    output.detach().copy_(flat.reshape(output.shape))
+
+
 def check_parts(output: Tensor, input: Tensor, world_size: int) -> None:
     """Raise ValueError unless both tensors hold ``world_size`` equal parts, alike and in different memory."""
     if output.dtype != input.dtype:

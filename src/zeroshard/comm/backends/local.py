@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import DONE, ReduceOp, Work, check_op, check_parts, check_rank, check_shards
+from zeroshard.comm.base import DONE, ReduceOp, Work, check_op, check_parts, check_rank, check_shards, fill
 
 
 class LocalCommunicator:
@@ -31,13 +31,13 @@ class LocalCommunicator:
         """Copy ``input`` to ``output``, unless they are the same memory."""
         check_shards(output, input, 1)
         if output.data_ptr() != input.data_ptr():
-            output.view(-1).copy_(input.reshape(-1))
+            fill(output, input)
         return DONE
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
         """Copy ``input`` to ``output``."""
         check_parts(output, input, 1)
-        output.view(-1).copy_(input.reshape(-1))
+        fill(output, input)
         return DONE
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:

@@ -19,6 +19,7 @@ from zeroshard.comm.base import (
     check_parts,
     check_rank,
     check_shards,
+    fill,
     own_group,
 )
 
@@ -54,13 +55,16 @@ class NullCommunicator:
         check_shards(input, output, self.world_size)
         own = input.reshape(self.world_size, -1)[self.rank]
         if output.data_ptr() != own.data_ptr():
-            output.view(-1).copy_(own)
+            fill(output, own)
         return self.all_reduce(output, op)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Repeat ``input`` once for each rank."""
         check_shards(output, input, self.world_size)
         shard = input.reshape(-1)
+        if not output.is_contiguous():
+            fill(output, shard.repeat(self.world_size))
+            return DONE
         for row in output.view(self.world_size, -1):
             if row.data_ptr() != shard.data_ptr():
                 row.copy_(shard)
@@ -70,7 +74,7 @@ class NullCommunicator:
         """Take the part for this rank from each of ``world_size`` copies of ``input``."""
         check_parts(output, input, self.world_size)
         own = input.reshape(self.world_size, -1)[self.rank]
-        output.view(self.world_size, -1).copy_(own.expand(self.world_size, -1))
+        fill(output, own.expand(self.world_size, -1))
         return DONE
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:

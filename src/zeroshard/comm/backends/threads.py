@@ -29,19 +29,13 @@ from zeroshard.comm.base import (
     check_parts,
     check_rank,
     check_shards,
+    fill,
     own_group,
 )
 from zeroshard.comm.labels import current_scope
+from zeroshard.comm.reductions import COMBINE
 
 T = TypeVar("T")
-
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "sum": lambda total, x: total.add_(x),
-    "max": lambda total, x: torch.maximum(total, x, out=total),
-    "min": lambda total, x: torch.minimum(total, x, out=total),
-    "product": lambda total, x: total.mul_(x),
-}
-
 
 MANY_RANKS = 64  # above it one thread does the arithmetic of all; in a smaller world each rank's is its own to observe
 
@@ -122,7 +116,7 @@ def _finish(tensor: Tensor) -> None:
 def _reduced(pieces: list[Tensor], op: str) -> Tensor:
     total = pieces[0].clone()
     for piece in pieces[1:]:
-        _COMBINE[op](total, piece)
+        COMBINE[op](total, piece, out=total)
     return total
 
 
@@ -143,7 +137,7 @@ class ThreadCommunicator:
         table = self._table
         call = (*call, current_scope())  # tensors of one size would pass for each other
         _finish(tensor)
-        table.tensors[self.rank], table.calls[self.rank] = tensor, call
+        table.tensors[self.rank], table.calls[self.rank] = tensor.detach(), call
         table.meet()
         for rank, other in enumerate(table.differing):
             if other != call:
@@ -165,7 +159,7 @@ class ThreadCommunicator:
         combined = self._table.combined
         total = _reduced(pieces, op) if combined is None else combined.view_as(tensor)
         self._leave()
-        tensor.copy_(total)
+        fill(tensor, total)
         return DONE
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
@@ -177,7 +171,7 @@ class ThreadCommunicator:
         own, combined = slice(self.rank * n, (self.rank + 1) * n), self._table.combined
         total = _reduced([x.reshape(-1)[own] for x in pieces], op) if combined is None else combined[own]
         self._leave()
-        output.view(-1).copy_(total)
+        fill(output, total)
         return DONE
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
@@ -187,9 +181,13 @@ class ThreadCommunicator:
         if self._table.combined is not None:
             combined = self._table.combined
             self._leave()  # outputs may be where others' inputs lie
-            output.view(-1).copy_(combined)
+            fill(output, combined)
             return DONE
-        for row, piece in zip(output.view(self.world_size, -1), pieces, strict=True):
+        if not output.is_contiguous():
+            fill(output, torch.cat([piece.reshape(-1) for piece in pieces]))
+            self._leave()
+            return DONE
+        for row, piece in zip(output.detach().view(self.world_size, -1), pieces, strict=True):
             if row.data_ptr() != piece.data_ptr():
                 row.copy_(piece.reshape(-1))
         self._leave()
@@ -199,8 +197,7 @@ class ThreadCommunicator:
         """Take every rank's part for this one; done on return."""
         check_parts(output, input, self.world_size)
         tensors = self._exchange(input, "all_to_all", input.numel(), input.dtype)
-        for row, theirs in zip(output.view(self.world_size, -1), tensors, strict=True):
-            row.copy_(theirs.reshape(self.world_size, -1)[self.rank])
+        fill(output, torch.cat([theirs.reshape(self.world_size, -1)[self.rank] for theirs in tensors]))
         self._leave()
         return DONE
 
@@ -209,7 +206,7 @@ class ThreadCommunicator:
         check_rank(src, self.world_size)
         pieces = self._exchange(tensor, "broadcast", src, tensor.numel(), tensor.dtype)
         if self.rank != src:
-            tensor.copy_(pieces[src].view_as(tensor))
+            fill(tensor, pieces[src])
         self._leave()
         return DONE
 

@@ -36,6 +36,7 @@ from zeroshard.comm.base import (
     check_parts,
     check_rank,
     check_shards,
+    fill,
     own_group,
 )
 
@@ -51,6 +52,15 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _beside: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by group without a CPU backend: gloo's of the same ranks
+
+
+_NARROW = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
+_NOT_ADDED = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, *_NARROW})  # by gloo
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """``tensor`` without its graph if its elements lie in order, as c10d takes them; else a copy in order."""
+    return tensor.detach().contiguous()
 
 
 class _TorchWork:
@@ -151,12 +161,21 @@ class TorchCommunicator:
             todo = "set GLOO_SOCKET_IFNAME to the network interface that they share"
             raise RuntimeError(f"{what}; {todo}, or give comm=TorchCommunicator(host_messages=False)") from error
 
+    def _check_adds(self, tensor: Tensor) -> None:
+        """Raise ValueError for a dtype that gloo moves but does not add."""
+        if self._is_gloo(tensor) and tensor.dtype in _NOT_ADDED:
+            what = f"gloo does not reduce {str(tensor.dtype).removeprefix('torch.')}"
+            raise ValueError(f"dtype: {what}; convert the tensor, or use RingCommunicator, which reduces every dtype")
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce in place; asynchronous."""
         check_op(op)
         if tensor.numel() == 0 or self.world_size == 1:
             return DONE
-        return _TorchWork(dist.all_reduce(tensor, _OPS[op], group=self._group_for(tensor), async_op=True))
+        self._check_adds(tensor)
+        packed = _packed(tensor)
+        handle = dist.all_reduce(packed, _OPS[op], group=self._group_for(tensor), async_op=True)
+        return _TorchWork(handle, None if packed.data_ptr() == tensor.data_ptr() else (tensor.detach(), packed))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce and keep this rank's slice; asynchronous. Over gloo, ``input`` is overwritten."""
@@ -164,47 +183,58 @@ class TorchCommunicator:
         check_shards(input, output, self.world_size)
         if output.numel() == 0:
             return DONE
+        self._check_adds(input)
+        input, given = _packed(input), output.detach()
+        output = _packed(given)
         own = input.view(-1)[self.rank * output.numel() : (self.rank + 1) * output.numel()]
-        in_place = own.data_ptr() == output.data_ptr()
+        in_place = own.data_ptr() == given.data_ptr()
         if not self._is_gloo(input):
-            return _TorchWork(_reduce_scatter(output, input, _OPS[op], group=self._group_for(input), async_op=True))
+            copy = None if output.data_ptr() == given.data_ptr() else (given, output)
+            handle = _reduce_scatter(output, input, _OPS[op], group=self._group_for(input), async_op=True)
+            return _TorchWork(handle, copy)
         handle = None
         if self.world_size > 1:
             handle = dist.all_reduce(input, _OPS[op], group=self._group_for(input), async_op=True)
         elif not in_place:
-            output.view(-1).copy_(own)
-        return _TorchWork(handle, None if in_place else (output.view(-1), own))
+            fill(given, own)
+        return _TorchWork(handle, None if in_place else (given, own.view(given.shape)))
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Gather every rank's shard; asynchronous."""
         check_shards(output, input, self.world_size)
         if input.numel() == 0:
             return DONE
-        whole, shard = output.view(-1), input.view(-1)
+        target = _packed(output)
+        copy = None if target.data_ptr() == output.data_ptr() else (output.detach(), target)
+        whole, shard = target.view(-1), _packed(input).view(-1)
         if self._is_gloo(input):
             whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
-        return _TorchWork(_all_gather(whole, shard, group=self._group_for(input), async_op=True))
+        return _TorchWork(_all_gather(whole, shard, group=self._group_for(input), async_op=True), copy)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
         """Take every rank's part for this one; asynchronous."""
         check_parts(output, input, self.world_size)
         if input.numel() == 0:
             return DONE
-        whole, parts = output.view(-1), input.view(-1)
         if self.world_size == 1:
-            whole.copy_(parts)
+            fill(output, input)
             return DONE
+        target = _packed(output)
+        copy = None if target.data_ptr() == output.data_ptr() else (output.detach(), target)
+        whole, parts = target.view(-1), _packed(input).view(-1)
         if self._is_gloo(input):
             whole, parts = whole.view(torch.uint8), parts.view(torch.uint8)
-        return _TorchWork(dist.all_to_all_single(whole, parts, group=self._group_for(input), async_op=True))
+        return _TorchWork(dist.all_to_all_single(whole, parts, group=self._group_for(input), async_op=True), copy)
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Take rank ``src``'s tensor; asynchronous."""
         check_rank(src, self.world_size)
         if tensor.numel() == 0 or self.world_size == 1:
             return DONE
-        message = tensor.view(-1).view(torch.uint8) if self._is_gloo(tensor) else tensor
-        return _TorchWork(dist.broadcast(message, group=self._group_for(tensor), group_src=src, async_op=True))
+        packed = _packed(tensor)
+        copy = None if packed.data_ptr() == tensor.data_ptr() else (tensor.detach(), packed)
+        message = packed.view(-1).view(torch.uint8) if self._is_gloo(tensor) else packed
+        return _TorchWork(dist.broadcast(message, group=self._group_for(tensor), group_src=src, async_op=True), copy)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

@@ -14,15 +14,6 @@ from zeroshard.comm.queued.worker import Operation
 
 PACKED_BYTES = 1 << 20  # of a strided tensor, copied at a time
 
-Combine = Callable[..., Tensor]  # (a, b, out=c), c being a or b or neither
-
-COMBINE: dict[str, Combine] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-}
-
 
 def shard_interval(numel: int, world_size: int, rank: int) -> tuple[int, int]:
     """Start and stop of rank ``rank``'s shard: ``ceil(numel / world_size)`` elements, fewer or none at the end."""
@@ -63,6 +54,25 @@ def on_flat(tensor: Tensor, run: Callable[[Tensor], None]) -> Operation:
             piece.copy_(packed)
 
     return run_on_copies
+
+
+def flat_input(tensor: Tensor) -> Tensor:
+    """The elements of ``tensor`` in order: a view where there is one, else a copy."""
+    return tensor.detach().reshape(-1)
+
+
+def to_flat(tensor: Tensor, run: Callable[[Tensor], None]) -> Operation:
+    """``run`` on a flat tensor that it fills, and which becomes ``tensor``: a view of it where there is one."""
+    tensor = tensor.detach()
+    flat = tensor.reshape(-1)
+    if flat.data_ptr() == tensor.data_ptr():
+        return lambda: run(flat)
+
+    def run_on_copy() -> None:
+        run(flat)
+        tensor.copy_(flat.view(tensor.shape))
+
+    return run_on_copy
 
 
 def _pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeroshard.comm.base import ReduceOp, Work, check_op, check_parts, check_rank, check_shards
 from zeroshard.comm.queued.messages import CPU, require_cpu
-from zeroshard.comm.queued.pieces import Topics, on_flat
+from zeroshard.comm.queued.pieces import Topics, flat_input, on_flat, to_flat
 from zeroshard.comm.queued.worker import Operation, Worker
 
 
@@ -41,20 +41,21 @@ class QueuedCommunicator(ABC):
         """Reduce and keep this rank's slice."""
         check_op(op)
         check_shards(input, output, self.world_size)
-        whole, shard = input.detach().view(-1), output.detach().view(-1)
-        return self._submit(f"reduce_scatter {op}", lambda: self._reduce_scatter(whole, op, shard), input, output)
+        whole = flat_input(input)
+        operation = to_flat(output, lambda shard: self._reduce_scatter(whole, op, shard))
+        return self._submit(f"reduce_scatter {op}", operation, input, output)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Gather every rank's shard."""
         check_shards(output, input, self.world_size)
-        whole, shard = output.detach().view(-1), input.detach().view(-1)
-        return self._submit("all_gather", lambda: self._all_gather(whole, shard), output, input)
+        shard = flat_input(input)
+        return self._submit("all_gather", to_flat(output, lambda whole: self._all_gather(whole, shard)), output, input)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
         """Take every rank's part for this one."""
         check_parts(output, input, self.world_size)
-        whole, parts = output.detach().view(-1), input.detach().view(-1)
-        return self._submit("all_to_all", lambda: self._all_to_all(whole, parts), input, output)
+        parts = flat_input(input)
+        return self._submit("all_to_all", to_flat(output, lambda whole: self._all_to_all(whole, parts)), input, output)
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """Take rank ``src``'s tensor; any strides."""

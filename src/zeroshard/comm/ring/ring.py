@@ -28,8 +28,9 @@ from torch import Tensor
 
 from zeroshard.comm.base import Groups, ReduceOp, Work
 from zeroshard.comm.queued.messages import Transport
-from zeroshard.comm.queued.pieces import COMBINE, copy, shard_interval
+from zeroshard.comm.queued.pieces import copy, shard_interval
 from zeroshard.comm.queued.queued import QueuedCommunicator
+from zeroshard.comm.reductions import COMBINE
 from zeroshard.comm.ring import small
 from zeroshard.comm.ring.sockets import SocketTransport
 

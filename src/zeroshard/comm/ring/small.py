@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zeroshard.comm.base import ReduceOp
 from zeroshard.comm.queued.messages import Transport
-from zeroshard.comm.queued.pieces import COMBINE
+from zeroshard.comm.reductions import COMBINE, as_indexable
 
 MOST_BYTES = 16 << 10  # that a rank receives; above them bytes cost more than rounds save
 
@@ -44,7 +44,7 @@ def gather_rows(own: Tensor, transport: Transport) -> Tensor:
 def reduce_rows(rows: Tensor, op: ReduceOp) -> Tensor:
     """[W, n] -> [n], each shard in the order in which a ring reduces it: the same bits."""
     world_size, numel = rows.shape
-    in_order = rows.gather(0, _ring_order(world_size, numel))
+    in_order = as_indexable(rows).gather(0, _ring_order(world_size, numel)).view(rows.dtype)
     total = in_order[0]
     for row in in_order[1:]:
         COMBINE[op](row, total, out=total)

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from zeroshard.comm.base import Groups, ReduceOp, own_group
 from zeroshard.comm.queued.messages import members, own_store
-from zeroshard.comm.queued.pieces import COMBINE, Combine, copy, shard_interval
+from zeroshard.comm.queued.pieces import copy, shard_interval
 from zeroshard.comm.queued.queued import QueuedCommunicator
+from zeroshard.comm.reductions import COMBINE, Combine
 from zeroshard.comm.shm.mapped import Segment
 from zeroshard.comm.shm.slots import NUM_COUNTERS, NUM_SLOTS, SLOT_BYTES, Slots
 from zeroshard.errors import UserError

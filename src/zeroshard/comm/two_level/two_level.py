@@ -24,8 +24,9 @@ from torch import Tensor
 
 from zeroshard.comm.base import Groups, ReduceOp, own_group
 from zeroshard.comm.queued.messages import members, own_store
-from zeroshard.comm.queued.pieces import COMBINE, copy
+from zeroshard.comm.queued.pieces import copy
 from zeroshard.comm.queued.queued import QueuedCommunicator
+from zeroshard.comm.reductions import COMBINE
 from zeroshard.comm.ring.ring import RingCommunicator
 from zeroshard.comm.ring.sockets import SocketTransport
 from zeroshard.comm.shm.shm import SharedMemoryCommunicator, hosts_of_ranks
