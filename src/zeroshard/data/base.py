@@ -13,7 +13,8 @@ same shifted by one as targets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -46,7 +47,11 @@ class Batches(Protocol):
 
 
 class Tokens(Protocol):
-    """A stream of token ids with random access: what batches need to know of a corpus."""
+    """A stream of token ids with random access: what batches need to know of a corpus.
+
+    One that lies on a disk may have a method ``read_ahead(starts, lengths)``, which begins to fetch these windows and
+    returns at once.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -56,6 +61,38 @@ class Tokens(Protocol):
     def gather(self, starts: NDArray[np.int64], length: int) -> NDArray[np.unsignedinteger]:
         """``[len(starts), length]``: the ``length`` tokens from each start."""
         ...
+
+
+class ReadAhead:
+    """The rows of each micro-batch, and word of those of the next one: disks fetch it while this one is trained on.
+
+    Args:
+        rows: of a step and a micro-step, a pure function.
+        grad_accum_steps: micro-steps of a step.
+        read_ahead: begins to fetch rows, and returns at once.
+    """
+
+    def __init__(
+        self,
+        rows: Callable[[int, int], NDArray[np.int64]],
+        grad_accum_steps: int,
+        read_ahead: Callable[[NDArray[np.int64]], None],
+    ) -> None:
+        self._rows, self._grad_accum_steps, self._read_ahead = rows, grad_accum_steps, read_ahead
+        self._known: dict[tuple[int, int], NDArray[np.int64]] = {}  # that are being fetched
+
+    def __call__(self, step: int, micro_step: int) -> NDArray[np.int64]:
+        """The rows; all that are not yet being fetched begin to be."""
+        wraps = micro_step + 1 == self._grad_accum_steps
+        following = (step + 1, 0) if wraps else (step, micro_step + 1)
+        before, self._known = self._known, {}
+        for place in ((step, micro_step), following):
+            rows = before.get(place)
+            if rows is None:
+                rows = self._rows(*place)
+                self._read_ahead(rows)
+            self._known[place] = rows
+        return self._known[step, micro_step]
 
 
 class TokenBatches:
@@ -86,6 +123,7 @@ class TokenBatches:
         self.micro_batch_size, self.grad_accum_steps = micro_batch_size, grad_accum_steps
         self.rank, self.world_size = rank, world_size
         self.num_rows = num_rows(tokens, seq_len)
+        self._ahead = ReadAhead(self._rows, grad_accum_steps, partial(read_rows_ahead, tokens, seq_len=seq_len))
         if self.num_rows < 1:
             raise ValueError(f"{tokens.num_tokens} tokens hold no row of seq_len {seq_len}: {seq_len + 1} are needed")
 
@@ -98,10 +136,13 @@ class TokenBatches:
         """``(tokens_BT, targets_BT)``, int64, on the CPU. A ValueError where ``micro_step`` is out of range."""
         if not 0 <= micro_step < self.grad_accum_steps:
             raise ValueError(f"micro_step must be in [0, {self.grad_accum_steps}), got {micro_step}")
+        return _read_rows(self.tokens, self._ahead(step, micro_step), self.seq_len)
+
+    def _rows(self, step: int, micro_step: int) -> NDArray[np.int64]:
         block = micro_step * self.world_size + self.rank
         first = step * self.global_batch_size + block * self.micro_batch_size
         positions = np.arange(first, first + self.micro_batch_size)
-        return _read_rows(self.tokens, order.rows(self.seed, positions, self.num_rows), self.seq_len)
+        return order.rows(self.seed, positions, self.num_rows)
 
 
 class EvalBatches:
@@ -149,6 +190,7 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         for rows, counts in eval_turns(self._rows, self.micro_batch_size, self.rank, self.world_size):
+            read_rows_ahead(self.tokens, rows, self.seq_len)  # side by side, where a reader would wait for one by one
             yield *_read_rows(self.tokens, rows, self.seq_len), rows.size if counts else 0
 
 
@@ -189,6 +231,13 @@ def require_enough(tokens: Tokens, seq_len: int, rows: int, *, split: str = "tra
 def _read_rows(tokens: Tokens, rows: NDArray[np.int64], seq_len: int) -> tuple[Tensor, Tensor]:
     window = tokens.gather(rows * seq_len, seq_len + 1)  # [B, T + 1]
     return torch.from_numpy(window[:, :-1].astype(np.int64)), torch.from_numpy(window[:, 1:].astype(np.int64))
+
+
+def read_rows_ahead(tokens: Tokens, rows: NDArray[np.int64], seq_len: int) -> None:
+    """Begin to fetch rows that are read soon, where the stream knows how; return at once."""
+    read_ahead = getattr(tokens, "read_ahead", None)
+    if read_ahead is not None:
+        read_ahead(rows * seq_len, seq_len + 1)
 
 
 def check_sizes(rank: int, world_size: int, **sizes: int) -> None:

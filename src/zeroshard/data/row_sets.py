@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zeroshard.data.base import Tokens, num_rows
+from zeroshard.data.base import Tokens, num_rows, read_rows_ahead
 
 
 class Rows(Protocol):
@@ -33,6 +33,10 @@ class Rows(Protocol):
 
     def read(self, wanted: NDArray[np.int64]) -> tuple[Tensor, ...]:
         """``(tokens_BT, targets_BT)``, int64, and of packed rows ``positions_BT``."""
+        ...
+
+    def read_ahead(self, wanted: NDArray[np.int64]) -> None:
+        """Begin to fetch rows that are read soon; return at once."""
         ...
 
 
@@ -64,3 +68,7 @@ class TextRows:
         """``(tokens_BT, targets_BT)``, int64."""
         window = self.tokens.gather(wanted * self.seq_len, self.seq_len + 1).astype(np.int64)  # [B, T + 1]
         return torch.from_numpy(window[:, :-1].copy()), torch.from_numpy(window[:, 1:].copy())
+
+    def read_ahead(self, wanted: NDArray[np.int64]) -> None:
+        """Begin to fetch them; return at once."""
+        read_rows_ahead(self.tokens, wanted, self.seq_len)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
+from zeroshard.data.mapped_pages import MappedPages
 from zeroshard.data.meta import DTYPES, SPLITS, ShardMeta, SplitMeta, read_meta
 from zeroshard.errors import UserError
 from zeroshard.regular_files import open_binary
@@ -32,6 +33,7 @@ class TokenDataset:
     """
 
     def __init__(self, shards: Sequence[NDArray[np.unsignedinteger]], vocab_size: int) -> None:
+        self._pages = [MappedPages(shard) for shard in shards if shard.size]
         # np.asarray drops the memmap subclass, whose every slice would cost a Python call.
         self._shards = [np.asarray(shard) for shard in shards if shard.size] or [np.empty(0, np.uint16)]
         self._bounds = np.cumsum([0, *(shard.size for shard in self._shards)])  # [num_shards + 1]
@@ -101,6 +103,15 @@ class TokenDataset:
         for row in np.flatnonzero(crosses).tolist():  # few: a border between shards is a rare place
             out[row] = self.window(int(first[row]), length)
         return out
+
+    def read_ahead(self, starts: ArrayLike, lengths: ArrayLike) -> None:
+        """Have the kernel fetch windows of so many tokens from these starts, which are read soon; returns at once."""
+        first, itemsize = np.asarray(starts, dtype=np.int64), self._shards[0].itemsize
+        sizes = np.broadcast_to(np.asarray(lengths, dtype=np.int64) * itemsize, first.shape)
+        index = np.searchsorted(self._bounds, first, side="right") - 1
+        for shard in set(index.tolist()):
+            inside = index == shard  # up to the shard's end: few windows go on in the next one
+            self._pages[shard].read_ahead((first[inside] - self._bounds[shard]) * itemsize, sizes[inside])
 
     def _windows(self, shard: int, length: int) -> NDArray[np.unsignedinteger]:
         """Every window of a shard as a view, [size - length + 1, length]: no copy before it is indexed."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zeroshard.data import order
-from zeroshard.data.base import EvalBatch, check_sizes, eval_turns
+from zeroshard.data.base import EvalBatch, ReadAhead, check_sizes, eval_turns
 from zeroshard.data.row_sets import Rows
 from zeroshard.errors import UserError
 
@@ -53,6 +53,7 @@ class ExampleBatches:
         self.rows, self._rows_at = rows, rows_at or partial(order.rows, seed, num_rows=rows.num_rows)
         self.micro_batch_size, self.grad_accum_steps = micro_batch_size, grad_accum_steps
         self.rank, self.world_size = rank, world_size
+        self._ahead = ReadAhead(self._rows, grad_accum_steps, rows.read_ahead)
 
     @property
     def num_micro_batches(self) -> int:
@@ -61,19 +62,23 @@ class ExampleBatches:
 
     def __call__(self, step: int, micro_step: int) -> tuple[Tensor, ...]:
         """As `zeroshard.data.Batches`. A ValueError where ``micro_step`` is out of range."""
-        return self.rows.read(self._rows(step, micro_step))
+        self._check(micro_step)
+        return self.rows.read(self._ahead(step, micro_step))
 
     def weight(self, step: int, micro_step: int) -> float:
         """What this rank's loss is multiplied by: [Note: The mean over what counts]."""
         first = step * self.num_micro_batches * self.micro_batch_size
         positions = np.arange(first, first + self.num_micro_batches * self.micro_batch_size)
         total = self.rows.targets_in(self._rows_at(positions)).sum()
+        self._check(micro_step)
         own = self.rows.targets_in(self._rows(step, micro_step)).sum()
         return float(own * self.num_micro_batches / total)
 
-    def _rows(self, step: int, micro_step: int) -> NDArray[np.int64]:
+    def _check(self, micro_step: int) -> None:
         if not 0 <= micro_step < self.grad_accum_steps:
             raise ValueError(f"micro_step must be in [0, {self.grad_accum_steps}), got {micro_step}")
+
+    def _rows(self, step: int, micro_step: int) -> NDArray[np.int64]:
         block = step * self.num_micro_batches + micro_step * self.world_size + self.rank
         positions = np.arange(block * self.micro_batch_size, (block + 1) * self.micro_batch_size)
         return self._rows_at(positions)
@@ -117,6 +122,7 @@ class ExampleEvalBatches:
 
     def __iter__(self) -> Iterator[EvalBatch]:
         for rows, counts in eval_turns(self._rows, self.micro_batch_size, self.rank, self.world_size):
+            self.rows.read_ahead(rows)  # side by side, where a reader would wait for one by one
             tokens_BT, targets_BT, *positions = self.rows.read(rows)
             yield tokens_BT, targets_BT, int(self.rows.targets_in(rows).sum()) if counts else 0, *positions
 

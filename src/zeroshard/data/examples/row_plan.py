@@ -96,6 +96,13 @@ class ExampleRows:
         found = (torch.from_numpy(tokens), torch.from_numpy(targets))
         return (*found, torch.from_numpy(positions)) if self.packed else found
 
+    def read_ahead(self, wanted: NDArray[np.int64]) -> None:
+        """Begin to fetch the ids of their members; return at once."""
+        members = [self.members[self.first[row] : self.first[row + 1]] for row in wanted.tolist()]
+        chosen = np.concatenate([np.empty(0, np.int64), *members])
+        begins = self.examples.begins[chosen]
+        self.examples.tokens.read_ahead(begins, self.examples.ends[chosen] - begins)
+
     def in_words(self) -> str:
         """``1,200 examples in 321 rows, 96.1 % full``; full of tokens, the rest is padding."""
         kind, rows = ("pieces of documents" if self.examples.counts is None else "examples"), self.num_rows
