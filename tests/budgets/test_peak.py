@@ -30,6 +30,10 @@ WIRES = {
     "wire int4, bf16 computes": MixedPrecision(torch.bfloat16, gather="int8", reduce="int4"),
     "wire bf16, bf16 adds up": MixedPrecision(None, torch.bfloat16, gather=torch.bfloat16, reduce=torch.bfloat16),
 }
+NODES = {
+    "by nodes": MixedPrecision(gather="int8", reduce="int8", block=16, node_size=2),
+    "by nodes, bf16 adds up": MixedPrecision(None, torch.bfloat16, reduce="int4", node_size=4),
+}
 DIFFERENCES = {
     "differences": MixedPrecision(gather="int4-delta", block=16),
     "differences, bf16 computes": MixedPrecision(torch.bfloat16, gather="int4-delta", reduce="int8"),
@@ -52,7 +56,7 @@ def _model(name, recomputed="none", num_layers=4, **built):
 def _trace(name, recomputed, micro_batch, precision, **built):
     """What a plan is made of; it knows no stage and no world."""
     model = _model(name, recomputed, **built)
-    return trace_language_model(model, micro_batch, SEQ_LEN, {**PRECISIONS, **WIRES, **DIFFERENCES}[precision])
+    return trace_language_model(model, micro_batch, SEQ_LEN, {**PRECISIONS, **WIRES, **NODES, **DIFFERENCES}[precision])
 
 
 def _both(
@@ -70,7 +74,7 @@ def _both(
     rank=0,
     **built,
 ):
-    model, policy = _model(name, recomputed, **built), {**PRECISIONS, **WIRES, **DIFFERENCES}[precision]
+    model, policy = _model(name, recomputed, **built), {**PRECISIONS, **WIRES, **NODES, **DIFFERENCES}[precision]
     shards = shard_size or world_size
     num_replicas = world_size // shards
     buffers = buffers_of(model, shards, model.units, precision=policy)
@@ -163,6 +167,22 @@ def test_wire_formats_are_planned_to_the_byte(row, accumulate, shard_size, wire,
     settings = {"num_micro": 2, "accumulate": accumulate, "shard_size": shard_size, "recomputed": "full"}
     predicted, listed, measured = _both("llama-tiny", row, 4, wire, rank=3, **settings)
     assert "all_to_all" in {message.op for message in listed}
+    _assert_equal(predicted, listed, measured)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("wire", NODES)
+@pytest.mark.parametrize("accumulate", [None, "local", "sharded"])
+@pytest.mark.parametrize("secondary", [None, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_exchanges_between_nodes_are_planned_to_the_byte(stage, secondary, accumulate, wire, monkeypatch):
+    monkeypatch.setattr(precision_module, "EXACT_NUMEL", 64)
+    row = replace(STAGES[stage], secondary_shard_size=secondary if stage == 3 else None)
+    settings = {"num_micro": 2, "accumulate": accumulate, "recomputed": "full"}
+    predicted, listed, measured = _both("llama-tiny", row, 8, wire, rank=5, **settings)
+    assert {("reduce_scatter", NODES[wire].node_size), ("all_to_all", 8 // NODES[wire].node_size)} <= {
+        (message.op, message.world_size) for message in listed
+    }
     _assert_equal(predicted, listed, measured)
 
 

@@ -92,6 +92,68 @@ def test_a_second_copy_is_planned_by_link_as_an_engine_on_two_nodes_counts_it(wi
     assert row.as_dict()["messages"]["by_link"][0]["num_bytes"] == row.by_link[0].num_bytes
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_exchange_between_nodes_is_planned_by_link_as_an_engine_on_two_nodes_counts_it(stage):
+    wire = {"gather": "int8", "reduce": "int4", "node_size": 2}
+    row = plan("gpt2-demo", stage=stage, wire=wire, overrides=SIZES, **NODES).rows[0]
+    assert row.node_size == row.as_dict()["node_size"] == 2
+    counted = run_threads(lambda comm: _counted(comm, STAGES[stage], wire), 4)
+    planned = Counter()
+    for each in row.by_link:
+        planned[each.op, each.num_ranks] += each.num_bytes
+    assert counted == [planned] * 4
+    links = {(each.op, each.num_ranks): each.link for each in row.by_link}
+    assert links["reduce_scatter", 2] == "within a node"
+    assert links["all_to_all", 2] == "between nodes"
+
+
+def test_over_many_nodes_an_exchange_of_their_sums_is_faster_than_one_of_all_ranks():
+    given = {"world_size": 64, "network": "10Gbit/s", "micro_batch": 1, "gpu": "h100-80gb", "stage": 3}
+    flat, nodes = (
+        plan("gpt2-124m", wire={"gather": "int8", "reduce": "int8", **size}, **given).rows[0]
+        for size in ({}, {"node_size": 8})
+    )
+    assert nodes.timing.comm_s < 0.45 * flat.timing.comm_s
+    assert {row.node_size for row in plan("gpt2-124m", wire=INT8_BY_8, **{**given, "stage": None}).rows} == {0, 8}
+
+
+INT8_BY_8 = {"gather": "int8", "reduce": "int8", "node_size": 8}
+
+
+def test_nodes_are_among_the_remedies_and_are_explained():
+    given = {"model": SMALL, "gpus": 4, "gpus_per_node": 2, "network": "100Mbit/s", "micro_batch": 1, "stage": "2"}
+    rows = json.loads(answer_plan(validate(PlanConfig, {**given, "ask": "remedy", "json": True})).text)["rows"]
+    nodes = {row["remedy"]: row["node_size"] for row in rows if row["node_size"]}
+    assert nodes == {"stage 2, weights and gradients in int8, added up in nodes of 2": 2}
+    wire = {"grads": "int8", "node_size": 2}
+    said = answer_plan(validate(PlanConfig, {**given, "wire": wire, "explain": True})).text
+    assert "each rank its part of the sum over its node: (N-1)/N P g" in said
+    assert "quantised sums of nodes, each to its owner: (M-1)/M S N q" in said
+    assert "gradients added up in nodes of 2" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"gpus": 2}, r"^wire.node_size: 2 does not share out 2 ranks .*; leave it out"),
+        (
+            {"wire": {"grads": "int8", "node_size": 3}},
+            r"^wire.node_size: 3 does not share out 8 .*; choose .* 4$",
+        ),
+        ({"gpus": 24, "gpus_per_node": 4, "wire": {"grads": "int8", "node_size": 8}}, r"^wire.node_size: 8 does not"),
+        ({"shard_size": 2}, r"^wire.node_size: 2 is given, and with shard_size = 2"),
+        ({"ask": "fewest-gpus"}, r"^wire.node_size: fewest-gpus changes the GPUs that it shares out"),
+        ({"stage": "0"}, r"^wire.grads: stage 0 has no owner of a shard"),
+        ({"ask": "remedy", "wire": {"grads": "int8", "node_size": 5}}, r"^wire.node_size: 5 does not share out 8"),
+    ],
+)
+def test_nodes_that_make_no_sense_are_refused_in_a_line(given, words):
+    asked = {"model": SMALL, "gpus": 8, "micro_batch": 1, "wire": {"grads": "int8", "node_size": 2}, **given}
+    with pytest.raises(UserError, match=words) as caught:
+        answer_plan(validate(PlanConfig, asked))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_second_copy_costs_its_bytes_and_saves_the_second_gather_between_nodes():
     without, near = (plan("gpt2-demo", stage=3, node_copy=size, overrides=SIZES, **NODES).rows[0] for size in (None, 2))
     padded = sum(buffer.layout.padded_numel for buffer in planner_for("gpt2-demo", overrides=SIZES).part.buffers(4))
@@ -118,7 +180,8 @@ def test_a_copy_is_among_the_remedies_and_is_explained():
     given = {"model": SMALL, "gpus": 4, "gpus_per_node": 2, "network": "100Mbit/s", "micro_batch": 1, "stage": "3"}
     rows = json.loads(answer_plan(validate(PlanConfig, {**given, "ask": "remedy", "json": True})).text)["rows"]
     copies = {row["remedy"]: row["node_copy"] for row in rows if row["node_copy"]}
-    assert copies == {f"stage 3, copy over 2{wire}": 2 for wire in ("", *WIRES)}
+    by_nodes = f"{WIRES[-1]}, added up in nodes of 2"
+    assert copies == {f"stage 3, copy over 2{wire}": 2 for wire in ("", *WIRES, by_nodes)}
     said = answer_plan(validate(PlanConfig, {**given, "node_copy": 2, "explain": True})).text
     assert "unsharded weights from the second copy in the node: (C-1)/C P c" in said
     assert "arXiv:2306.10209, section 3.2" in said

@@ -43,6 +43,11 @@ CASES = {
     "int4 and as it is": (*_wire("zero2", "int4", "as-is"), SOAK),
     "differences in int4": (*_wire("zero2", "int4-delta", "int4", {"wire": {"gather": "int4", "block": 32}}), SOAK),
     "int8 over two replicas": (*_wire("zero3", "as-is", "int8", shard_size=1), SOAK),
+    "int8 between nodes": (
+        4,
+        {"strategy": "zero2", "wire": {**INT8, "node_size": 2}},
+        {"wire": {"gather": "int8", "reduce": "int8"}},
+    ),
     "copy": (4, {"strategy": "zero3", "node_copy": 2}, NO_COPY),
     "copy, int8, several micro-batches": (
         4,

@@ -86,6 +86,7 @@ class Case:
     saves: str = ""
     wire: str | None = None
     secondary: int | None = None
+    node_size: int | None = None
 
 
 class _Later:
@@ -130,7 +131,7 @@ def _train(case, monkeypatch, plant=lambda monkeypatch: None):
     model = Net(4, block=lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)), path=PATHS[case.path])
     dtype = torch.bfloat16 if case.bfloat16 else None
     reduce = "int8" if case.wire == "int4-delta" else case.wire
-    precision = MixedPrecision(param_dtype=dtype, gather=case.wire, reduce=reduce)
+    precision = MixedPrecision(param_dtype=dtype, gather=case.wire, reduce=reduce, node_size=case.node_size)
     monkeypatch.setattr(zero_precision, "EXACT_NUMEL", WIDTH)
     with device:
         zero = Zero(
@@ -169,12 +170,15 @@ def _train(case, monkeypatch, plant=lambda monkeypatch: None):
     return device
 
 
-AROUND = {  # whether the communicator computes on the caller's stream, evaluations, saves, what travels, a second copy
+# Whether the communicator computes on the caller's stream, evaluations, saves, what travels, a second copy, nodes.
+AROUND = {
     "alone": (False, False, "", None, None),
     "evaluates, saves in place": (False, True, "in place", None, 2),
     "inline, saves at once": (True, False, "at once", None, None),
     "int8 travels": (False, False, "", "int8", 2),
     "int8 travels inline, evaluates": (True, True, "", "int8", None),
+    "int8 travels between nodes": (False, False, "", "int8", None, 2),
+    "int8 travels between nodes inline, evaluates": (True, True, "", "int8", 2, 2),
     "differences travel, evaluates, saves at once": (False, True, "at once", "int4-delta", None),
 }
 
@@ -193,11 +197,13 @@ def test_nothing_is_touched_before_what_it_must_wait_for(
     num_micro, accumulate = accumulation
     case = Case(stage, prefetch, num_micro, accumulate, shard_size, bfloat16, path, *AROUND[around])
     if stage == 0:  # which knows neither
-        case = replace(case, shard_size=None, wire=None)
+        case = replace(case, shard_size=None, wire=None, node_size=None)
     if stage == 3 and case.wire == "int4-delta":
         case = replace(case, wire="int8")
     if stage < 3 or case.shard_size is not None:  # which has no second copy, or too few ranks for it
         case = replace(case, secondary=None)
+    if case.shard_size is not None:
+        case = replace(case, node_size=None)
     _train(case, monkeypatch)
 
 
@@ -384,6 +390,14 @@ FAULTS = {
         Case(3, wire="int8"),  # at stages 1 and 2 the next codes come after the step, and so after these
     ),
     "a shard is quantised before it is computed": (_forgets("reduce"), Case(2, wire="int8")),
+    "a node's sum is quantised before it has come": (
+        _replaces(FlatGrads, "reduce_across", _waits_for_no_reduction),
+        Case(2, wire="int8", node_size=2),
+    ),
+    "a node's sum is freed while it is quantised": (
+        _replaces(wire, "read_here", lambda packed: None),
+        Case(2, wire="int8", node_size=2, num_micro=2),
+    ),
     "weights are quantised before the step is over": (_forgets("copy_in"), Case(1, wire="int8")),
     "differences are taken before the step is over": (_forgets("copy_in"), Case(2, wire="int4-delta")),
     "codes are read before they have come": (

@@ -118,7 +118,7 @@ class Zero:
             comm = TorchCommunicator() if dist.is_available() and dist.is_initialized() else LocalCommunicator()
         self.model = model
         self.comm: Communicator = comm
-        self.levels = Levels.of(comm, shard_size, self.strategy.secondary_shard_size)
+        self.levels = Levels.of(comm, shard_size, self.strategy.secondary_shard_size, self.precision.node_size)
         self._accumulate = accumulate
 
         on_meta = [param for param in model.parameters() if param.is_meta]

@@ -26,6 +26,19 @@ from zeroshard.zero.strategy import SHARD, ShardingStrategy
 
 
 @dataclass(frozen=True)
+class Nodes:
+    """Nodes of equally many ranks, as one rank sees them, where gradients are added up inside a node first.
+
+    Attributes:
+        inside: the ranks of its node.
+        between: the ranks at its place in every node, in order.
+    """
+
+    inside: Communicator
+    between: Communicator
+
+
+@dataclass(frozen=True)
 class Levels:
     """The ranks, as one of them sees them.
 
@@ -34,18 +47,26 @@ class Levels:
         shard: those among which training state is sharded; this rank owns the shard of its rank there.
         replicas: those that own the same shard.
         node: those among which a second copy of weights is sharded; None where there is none.
+        nodes: over which gradients travel in two steps; None where they do in one.
     """
 
     world: Communicator
     shard: Communicator
     replicas: Communicator
     node: Communicator | None = None
+    nodes: Nodes | None = None
 
     @classmethod
-    def of(cls, comm: Communicator, shard_size: int | None = None, secondary_shard_size: int | None = None) -> Levels:
+    def of(
+        cls,
+        comm: Communicator,
+        shard_size: int | None = None,
+        secondary_shard_size: int | None = None,
+        node_size: int | None = None,
+    ) -> Levels:
         """The levels of a world whose state is sharded over ``shard_size`` ranks, None: over all. Collective.
 
-        ``secondary_shard_size``: as `ShardingStrategy` has it.
+        ``secondary_shard_size``: as `ShardingStrategy` has it; ``node_size``: as `MixedPrecision` has it.
 
         Raises:
             ValueError: the world cannot be shared out so, or ``comm`` has no parts.
@@ -53,17 +74,21 @@ class Levels:
         world_size = comm.world_size
         if shard_size is not None:
             check_shard_size(shard_size, world_size)
-        node = None
+        node, nodes = None, None
         if secondary_shard_size is not None:
             check_secondary(secondary_shard_size, shard_size or world_size)
             node = split(comm, _rows(world_size, secondary_shard_size))
+        if node_size is not None:
+            check_node_size(node_size, world_size, shard_size)
+            inside = node if node_size == secondary_shard_size else None
+            inside = inside or split(comm, _rows(world_size, node_size))
+            nodes = Nodes(inside, split(comm, _columns(world_size, node_size)))
         if shard_size is None or shard_size == world_size:
-            return cls(world=comm, shard=comm, replicas=LocalCommunicator(), node=node)
+            return cls(world=comm, shard=comm, replicas=LocalCommunicator(), node=node, nodes=nodes)
         if shard_size == 1:
             return cls(world=comm, shard=LocalCommunicator(), replicas=comm, node=node)
-        columns = [list(range(first, world_size, shard_size)) for first in range(shard_size)]
         shard = split(comm, _rows(world_size, shard_size))
-        return cls(world=comm, shard=shard, replicas=split(comm, columns), node=node)
+        return cls(world=comm, shard=shard, replicas=split(comm, _columns(world_size, shard_size)), node=node)
 
     @property
     def inside(self) -> Levels:
@@ -79,6 +104,22 @@ class Levels:
 def _rows(world_size: int, length: int) -> list[list[int]]:
     """Neighbours, so many in each."""
     return [list(range(first, first + length)) for first in range(0, world_size, length)]
+
+
+def _columns(world_size: int, length: int) -> list[list[int]]:
+    """Of rows of so many neighbours, those at each place."""
+    return [list(range(first, world_size, length)) for first in range(length)]
+
+
+def check_node_size(size: int, world_size: int, shard_size: int | None) -> None:
+    """Raise ValueError unless ``world_size`` ranks, which shard together, fall into several nodes of ``size``."""
+    if shard_size not in (None, world_size):
+        what = f"with a shard_size of {shard_size} gradients are added up inside these ranks before they travel further"
+        raise ValueError(f"node_size: {what}; leave it out")
+    sizes = [each for each in range(2, world_size) if world_size % each == 0]
+    if size not in sizes:
+        todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
+        raise ValueError(f"node_size: {world_size} ranks are not several nodes of {size}; {todo}")
 
 
 def check_secondary(size: int, num_shards: int) -> None:

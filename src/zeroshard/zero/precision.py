@@ -49,13 +49,17 @@ class MixedPrecision:
         reduce: what gradients travel in, as ``gather``; they are summed in fp32 and accumulate in ``reduce_dtype``.
             With a ``shard_size`` it is what crosses between the replicas. None: ``reduce_dtype``. Stages 1, 2 and 3.
         block: elements that share a scale in a block format.
+        node_size: ranks of a node, all neighbours. With it gradients are added up inside each node in
+            ``reduce_dtype``, and the sums alone travel between nodes in ``reduce``: see
+            `zeroshard.zero.buffers.node_reduce`. None: each rank sends its gradients to every other in that format.
         rounding_seed: of the noise by which gradients are rounded stochastically.
 
     Norms' weights and biases, and whatever else has one dimension or fewer than `EXACT_NUMEL` elements, travel as they
     are, in flat buffers of their own: there are few of them, and a block's scale would be set by its largest neighbour.
 
     Raises:
-        ValueError: a dtype that is not a floating-point one; no such format; a block that does not pack.
+        ValueError: a dtype that is not a floating-point one; no such format; a block that does not pack; a
+            ``node_size`` below 2, or without ``reduce``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -65,9 +69,11 @@ class MixedPrecision:
     reduce: torch.dtype | str | None = None
     block: int = BLOCK
     rounding_seed: int = 0
+    node_size: int | None = None
 
     def __post_init__(self) -> None:
         check_block("block", self.block)
+        self._check_nodes()
         for field in ("gather", "reduce"):
             _check_travels(field, getattr(self, field))
         for field in ("param_dtype", "reduce_dtype"):
@@ -75,6 +81,16 @@ class MixedPrecision:
             check_has_range(field, dtype)
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{field}: {dtype} is not a floating-point dtype; use torch.bfloat16 or torch.float32")
+
+    def _check_nodes(self) -> None:
+        size = self.node_size
+        if size is None:
+            return
+        if isinstance(size, bool) or not isinstance(size, int) or size < 2:
+            raise ValueError(f"node_size: {size!r} are no ranks of a node; give 2 or more")
+        if self.reduce is None:
+            what = f"{size} is given, and gradients travel in no format of their own"
+            raise ValueError(f"node_size: {what}; add reduce='int8', or leave it out")
 
     def compute_dtype(self, master: torch.dtype) -> torch.dtype:
         """The dtype of full weights whose master is ``master``."""
@@ -115,7 +131,7 @@ class MixedPrecision:
 
     def exactly(self) -> MixedPrecision:
         """The same without wire formats."""
-        return replace(self, gather=None, reduce=None)
+        return replace(self, gather=None, reduce=None, node_size=None)
 
     def reduced_dtype(self, master: torch.dtype) -> torch.dtype:
         """The dtype in which reduced gradients of weights with that master wait for the optimizer.

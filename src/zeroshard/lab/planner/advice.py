@@ -47,6 +47,8 @@ def describe(row: Row, world_size: int, num_gpus: int = 1) -> str:
     stage = "the given row" if row.stage is None else f"stage {row.stage}"
     if row.node_copy:
         stage += f" with a second copy over {row.node_copy}"
+    if row.node_size:
+        stage += f", gradients added up in nodes of {row.node_size}"
     if row.shard_size < world_size:
         stage += f" over {row.shard_size} GPUs, replicated {world_size // row.shard_size} times"
     if row.meetings.every > 1:

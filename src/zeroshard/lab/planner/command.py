@@ -23,7 +23,7 @@ from zeroshard.lab.planner.inverse import (
     largest_model,
     lowest_bandwidth,
 )
-from zeroshard.lab.planner.plan import check_node_copy, micro_batches, plan
+from zeroshard.lab.planner.plan import check_node_copy, check_wire_nodes, micro_batches, plan
 from zeroshard.lab.planner.plan_cache import PlanAnswer
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, planner_for
@@ -86,6 +86,7 @@ def _answer(config: PlanConfig) -> PlanAnswer:
 def _asked_planner(config: PlanConfig, given: dict[str, Any]) -> Planner:
     planner = planner_for(**given)
     check_node_copy(planner, 3, config.shard_size or None)
+    check_wire_nodes(planner)
     if config.ask in ("largest-model", "lowest-bandwidth", "crossover"):
         micro_batches(planner, config.micro_batch or 1)  # refuses what the global batch is no multiple of
     return planner

@@ -13,7 +13,7 @@ from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.train.config.replica_settings import ReplicasConfig
 from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig
-from zeroshard.train.config.wire_settings import NO_COPY, WireConfig
+from zeroshard.train.config.wire_settings import NO_COPY, WireConfig, check_wire_nodes
 
 Question = Literal[
     "none",
@@ -146,6 +146,10 @@ class PlanConfig(Config):
         if self.wire.given and (self.stage == "0" or (self.dry_run and self.stage == "all")):
             what = "stage 0 has no owner of a shard, who sends or sums it in a format of its own"
             raise UserError(f"wire.{self.wire.given}", what, "leave it out, or give --stage 1, 2 or 3")
+        check_wire_nodes(self.wire.node_size, self.shard_size)
+        if self.wire.node_size and self.ask == "fewest-gpus":
+            what = "fewest-gpus changes the GPUs that it shares out"
+            raise UserError("wire.node_size", what, "leave one of the two out")
         self._copies_what_is_sharded()
         self._differences_are_to_what_stays()
         if self.within_node:

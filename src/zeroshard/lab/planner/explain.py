@@ -29,11 +29,13 @@ ACROSS = (
     "2 (R-1)/R S g",
     "Zhang et al. 2022, MiCS, arXiv:2205.00119, section 3",
 )
+BETWEEN = ("quantised sums of nodes, each to its owner", "(M-1)/M S N q", f"{ZEROPP}, section 3.3")
+INSIDE = ("each rank its part of the sum over its node", "(N-1)/N P g", "zeroshard.zero.buffers.node_reduce")
 NEAR = ("unsharded weights from the second copy in the node", "(C-1)/C P c, packed P q", f"{ZEROPP}, section 3.2")
 ALIKE = 0.1  # units whose times differ by a smaller share are told in one line
 LEGEND = (
     "P: elements of a unit's padded buffer, S = P / W of a shard; W ranks shard, R hold the same shard, "
-    "C of a node a second copy; "
+    "C of a node a second copy, M nodes of N ranks; "
     "c, g, q: bytes of an element of weights that compute, of gradients on their way, of a wire format with its scales."
 )
 
@@ -160,7 +162,9 @@ def _why(action: Issue, row: Row) -> tuple[str, str, str]:
     """What a collective is for, the bytes that each rank sends, and the paper."""
     message = action.message
     if action.replicas:
-        return ACROSS
+        return BETWEEN if message.op == "all_to_all" and row.node_size else ACROSS
+    if message.op == "reduce_scatter" and row.node_size and message.world_size == row.node_size:
+        return INSIDE
     if message.phase == "weights" and message.world_size == row.node_copy:
         return NEAR
     return WHY[(message.op, message.phase)]

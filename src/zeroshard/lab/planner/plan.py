@@ -51,6 +51,7 @@ def plan(
     world_size = planner.cluster.world_size
     stages = _stages(stage, shard_size, world_size, local_steps, planner.ranks_a_place)
     check_node_copy(planner, stage, shard_size)
+    check_wire_nodes(planner)
     stages = stages if stage is not None else tuple(each for each in stages if planner.has(each))
     shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing: all stages are alike there
     rows = list(_rows(planner, shown, micro_batch, shard_size, local_steps))
@@ -67,6 +68,16 @@ def plan(
         software=planner.software,
         gpus_per_node=planner.gpus_per_node,
     )
+
+
+def check_wire_nodes(planner: Planner) -> None:
+    """Raise UserError where the GPUs are not several nodes of as many as add up gradients before they travel."""
+    size, cluster = planner.workload.precision.node_size, planner.cluster
+    sizes = copy_sizes(cluster.world_size, cluster)
+    if size is not None and size not in sizes:
+        what = f"{size} does not share out {cluster.world_size} ranks to several groups, each in a node"
+        todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
+        raise UserError("wire.node_size", what, todo)
 
 
 def check_node_copy(planner: Planner, stage: int | ShardingStrategy | None, shard_size: int | None) -> None:

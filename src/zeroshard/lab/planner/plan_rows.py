@@ -42,6 +42,7 @@ class Row:
         meetings: of replicas that take local steps; ``timing`` has their share of each step in it.
         padding: how many times as large flat buffers are as the parameters in them.
         node_copy: ranks of a node that keep a second copy of the weights; 0: there is none.
+        node_size: ranks of a node in which gradients are added up before they travel in a wire format; 0: none do.
         by_link: what is sent, by operation, ranks and link.
         spread: predicted / published tokens/s on the runs that nothing was fitted to, the 10th and 90th of a hundred.
     """
@@ -64,6 +65,7 @@ class Row:
     padding: float = 1.0
     meetings: Meetings = field(default_factory=Meetings)
     node_copy: int = 0
+    node_size: int = 0
     by_link: tuple[OnLink, ...] = field(default=(), repr=False)
 
     @property
@@ -82,6 +84,7 @@ class Row:
             "stage": self.stage,
             "shard_size": self.shard_size,
             "node_copy": self.node_copy,
+            "node_size": self.node_size,
             "micro_batch": self.micro_batch,
             "grad_accum_steps": self.num_micro,
             "fits": self.fits,

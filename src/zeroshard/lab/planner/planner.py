@@ -113,7 +113,8 @@ class Planner:
         if local_steps is not None:
             meetings = meetings_of(buffers, local_steps, strategy, self.cluster, timing.step_s, self.device)
             timing = meetings.added_to(timing)
-        process = self._process_memory(step, strategy, micro_batch, shards)
+        node_size = self._settings(strategy, micro_batch, shards).nodes_of(shards) or 0
+        process = self._process_memory(step, strategy, micro_batch, shards, node_size)
         needed = step.peak.total + process.total + meetings.held_bytes
         left = self.device.memory_bytes - needed
         fits = left >= self.headroom * self.device.memory_bytes
@@ -139,6 +140,7 @@ class Planner:
             meetings=meetings,
             padding=padding_of(buffers),
             node_copy=strategy.secondary_shard_size or 0,
+            node_size=node_size,
             by_link=bytes_by_link(step, self.cluster),
         )
 
@@ -156,14 +158,19 @@ class Planner:
         return replace(row, reshard_after_forward=reshards, secondary_shard_size=copied or None)
 
     def _process_memory(
-        self, step: Step, strategy: ShardingStrategy, micro_batch: int, num_shards: int
+        self, step: Step, strategy: ShardingStrategy, micro_batch: int, num_shards: int, node_size: int
     ) -> ProcessMemory:
         workload = self.part
         config = getattr(workload.model, "config", None)
         num_logits = micro_batch * workload.seq_len * getattr(config, "vocab_size", 0)
         what = Process(
             num_logits=num_logits // self.beside.tensor_parallel,
-            group_sizes=(num_shards, self.cluster.world_size // num_shards),
+            group_sizes=(
+                num_shards,
+                self.cluster.world_size // num_shards,
+                *{strategy.secondary_shard_size or 0, node_size},
+                num_shards // node_size if node_size else 0,
+            ),
             own_loss=workload.kernels != "reference",
             shards_grads=strategy.grads is SHARD and num_shards > 1,
             recomputes=getattr(config, "activation_checkpointing", "none") != "none",
@@ -215,9 +222,10 @@ class Planner:
         workload, on_cuda, beside = self.part, self.device.device_type == "cuda", self.beside
         offloads, num_micro = beside.offload != "none", max(self.num_micro(micro_batch), 1)
         casts = any(workload.precision.compute_dtype(p.dtype) != p.dtype for p in workload.model.parameters())
+        over_nodes = num_shards == self.cluster.world_size  # else the sum inside a replica is that of a node
         return Settings(
             strategy=strategy,
-            precision=workload.precision,
+            precision=workload.precision if over_nodes else replace(workload.precision, node_size=None),
             num_micro=num_micro,
             accumulate=self.accumulate,
             prefetch=self.prefetch,

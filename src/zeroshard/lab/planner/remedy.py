@@ -1,10 +1,10 @@
 """Which remedy of a slow network is enough, and what each costs: the answer to ``plan --ask remedy``.
 
-A remedy sends less than the stages do: 16-bit gradients, int8 both ways, a second copy of weights in the node, state
-sharded inside a node only, fewer meetings of replicas. Each is planned on the network that was given, and compared
-with the fastest step that fits on a network of unlimited bandwidth, where nothing is waited for. For local steps the
-answer is the smallest ``every`` that keeps `ENOUGH` of that speed: a larger one only costs loss. No plan knows how
-much: measure it, as docs/slow-links.md does.
+A remedy sends less than the stages do: 16-bit gradients, int8 both ways, gradients added up inside a node before they
+travel, a second copy of weights in the node, state sharded inside a node only, fewer meetings of replicas. Each is
+planned on the network that was given, and compared with the fastest step that fits on a network of unlimited bandwidth,
+where nothing is waited for. For local steps the answer is the smallest ``every`` that keeps `ENOUGH` of that speed: a
+larger one only costs loss. No plan knows how much: measure it, as docs/slow-links.md does.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Remedy:
             "stage": self.row.stage,
             "shard_size": self.row.shard_size,
             "node_copy": self.row.node_copy,
+            "node_size": self.row.node_size,
             "micro_batch": self.row.micro_batch,
             "every": self.row.meetings.every,
             "step_s": self.row.timing.step_s,
@@ -116,7 +117,7 @@ def _replica_size(planner: Planner) -> int:
 def _flat(planner: Planner, stages: Sequence[int], rows: int, alone: int) -> Iterator[tuple[str, Row]]:
     """All ranks at each step, by what travels: sharded over all, with a second copy in the node, over a replica's."""
     copied = planner.node_copy or _copy_in_the_node(planner.cluster)
-    for precision in _wires(planner.workload.precision):
+    for precision in _wires(planner.workload.precision, _copy_in_the_node(planner.cluster)):
         each = planner.on(workload=replace(planner.workload, precision=precision), node_copy=0)
         for stage in stages:
             if not stage and precision.has_wire and precision != planner.workload.precision:
@@ -125,15 +126,17 @@ def _flat(planner: Planner, stages: Sequence[int], rows: int, alone: int) -> Ite
             found = [(f"stage {stage}{words}", each.row(stage, rows))]
             if stage == 3 and copied:
                 found.append((f"stage 3, copy over {copied}{words}", each.on(node_copy=copied).row(stage, rows)))
-            if stage and 1 < alone < planner.cluster.world_size:
+            if stage and 1 < alone < planner.cluster.world_size and precision.node_size is None:
                 found.append((f"stage {stage} over {alone}{words}", each.row(stage, rows, alone)))
             yield from (pair for pair in found if pair[1].fits)
 
 
-def _wires(given: MixedPrecision) -> list[MixedPrecision]:
-    """What may travel, each once: as given, gradients in 16 bits, int8 both ways."""
-    narrow = replace(given, reduce_dtype=torch.bfloat16, reduce=None)
-    return list(dict.fromkeys([given, narrow, replace(given, gather="int8", reduce="int8")]))
+def _wires(given: MixedPrecision, node_size: int) -> list[MixedPrecision]:
+    """What may travel, each once: as given, gradients in 16 bits, int8 both ways, and so by nodes where there are."""
+    narrow = replace(given, reduce_dtype=torch.bfloat16, reduce=None, node_size=None)
+    packed = replace(given, gather="int8", reduce="int8", node_size=None)
+    by_nodes = [replace(packed, node_size=given.node_size or node_size)] if given.node_size or node_size else []
+    return list(dict.fromkeys([given, narrow, packed, *by_nodes]))
 
 
 def wire_in_words(precision: MixedPrecision, stage: int = 3) -> str:
@@ -141,9 +144,10 @@ def wire_in_words(precision: MixedPrecision, stage: int = 3) -> str:
     reduced = precision.reduce_dtype if precision.reduce is None or not stage else precision.reduce
     travels = {"weights": precision.gather if stage else None, "gradients": reduced}
     named = {what: str(form).removeprefix("torch.") for what, form in travels.items() if form is not None}
+    nodes = f", added up in nodes of {precision.node_size}" if precision.node_size and stage else ""
     if len(set(named.values())) == 1:
-        return f", {' and '.join(named)} in {next(iter(named.values()))}"
-    return "".join(f", {what} in {form}" for what, form in named.items())
+        return f", {' and '.join(named)} in {next(iter(named.values()))}{nodes}"
+    return "".join(f", {what} in {form}" for what, form in named.items()) + nodes
 
 
 def _copy_in_the_node(cluster: Cluster) -> int:

@@ -57,7 +57,8 @@ class Compute:
 class Issue:
     """A collective is started, after what was computed before it; ``number`` names it.
 
-    ``replicas``: among the ranks that hold the same shard. ``control``: a few bytes that all ranks must hear.
+    ``replicas``: among the ranks that hold the same shard, or have the same place in each node. ``control``: a few
+    bytes that all ranks must hear.
     ``work``: what a GPU computes before it on the collective's own stream, beside what else is computed.
     """
 
@@ -183,6 +184,14 @@ class Settings:
     agrees: bool = False
     frees_grads: bool = False
     offloads: bool = False
+
+    def nodes_of(self, num_shards: int) -> int | None:
+        """Ranks of a node in which gradients are added up before they travel; None: they travel in one exchange.
+
+        Stage 0 has no such exchange, and where there are replicas the sum inside one is it.
+        """
+        fits = self.num_replicas == 1 and self.strategy.optim is SHARD and num_shards > 1
+        return self.precision.node_size if fits else None
 
     @property
     def reduces_each_backward(self) -> bool:

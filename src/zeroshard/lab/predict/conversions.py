@@ -10,6 +10,7 @@ computes::
                 from a second copy      dequantise W n
     gradients   before the exchange     quantise (W - 1) n, stochastically
                 after it                sum of W - 1 pieces of n that were received
+                over M nodes            M in the place of W
     replicas    before the exchange     quantise (R - 1) n / R, stochastically
                 after it                sum of R - 1 pieces of n / R, and quantise the sum
                 after its gather        dequantise n
@@ -67,7 +68,8 @@ class BufferFormats:
 
         Args:
             op, phase: of its `Message`.
-            num_ranks: that take part; fewer than `num_shards` where weights come from a second copy.
+            num_ranks: that take part; fewer than `num_shards` where weights come from a second copy, and in the
+                exchange between nodes.
             replicas: whether they hold the same shard.
         """
         numel, others = self.shard_numel, num_ranks - 1

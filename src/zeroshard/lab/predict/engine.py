@@ -192,8 +192,9 @@ class _Log(StorageEvents):
         control = label == CONTROL
         buffer, phase = (CONTROL, CONTROL) if control else label.rsplit("/", 1)
         assert self.levels is not None
-        replicas = comm is self.levels.replicas and not control
+        nodes, replicas = self.levels.nodes, comm is self.levels.replicas and not control
         before, after = self._converted(comm, op, buffer, phase, replicas=replicas)
+        replicas = replicas or (nodes is not None and comm is nodes.between)
         if not self.has_streams:
             self.told += before
             before = ()
@@ -258,7 +259,8 @@ class _Engine:
         num_shards = max((buffer.layout.world_size for buffer in buffers), default=1)
         world = _Peers(num_shards * settings.num_replicas, settings.rank, log, uniform_order=settings.uniform_order)
         near = settings.strategy.secondary_shard_size if num_shards > 1 else None
-        log.levels = levels = Levels.of(world, num_shards if settings.num_replicas > 1 else None, near)
+        nodes = settings.nodes_of(num_shards)
+        log.levels = levels = Levels.of(world, num_shards if settings.num_replicas > 1 else None, near, nodes)
         groups: dict[str, list[FlatGroup]] = {name: [] for name in ("root", *names)}
         self._grads: dict[str, tuple[FlatGroup, int, Tensor]] = {}
         for buffer in buffers:

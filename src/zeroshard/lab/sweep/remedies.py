@@ -10,6 +10,7 @@ A name is one of these, or several that go together, with commas between them:
     every=32,fragments=4    ... in parts that meet at different steps; with overlap=2 while two steps compute
     node-copy=2             stage 3: a second copy of weights over a node's two ranks
     int8,node-copy=2        any of these with the first three
+    int8,node-size=2        gradients are added up inside a node of two before they travel
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ NUMBERS: Mapping[str, tuple[str, type[int] | type[float]]] = {
     "outer-momentum": ("replicas.outer_momentum", float),
     "block": ("wire.block", int),
     "node-copy": ("node_copy", int),
+    "node-size": ("wire.node_size", int),
 }
 NONE = "none"
 _TABLES = ("wire", "replicas", "node_copy")  # what remedies set, and nobody beside them

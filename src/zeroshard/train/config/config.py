@@ -37,7 +37,7 @@ from zeroshard.train.config.sections import (
 )
 from zeroshard.train.config.toml import read_toml
 from zeroshard.train.config.validate import validate
-from zeroshard.train.config.wire_settings import WireConfig, check_node_copy, check_wire
+from zeroshard.train.config.wire_settings import WireConfig, check_node_copy, check_wire, check_wire_nodes
 
 # Of an imported run: what LLaMA's first public fine-tunings took, https://github.com/tatsu-lab/stanford_alpaca
 FINE_TUNING: Mapping[str, float] = MappingProxyType({"lr": 2e-5, "min_lr": 2e-6})
@@ -262,6 +262,7 @@ class TrainConfig(Config):
         strategy = strategy_entry(self.strategy)
         check_replicas(self.replicas, self.strategy, self.shard_size, ema_decay=self.ema_decay, dtype=self.dtype)
         check_wire(self.wire, self.strategy, local_steps=self.replicas.on)
+        check_wire_nodes(self.wire.node_size, self.shard_size)
         if self.shard_size and not (strategy.planned and (strategy.stage or self.replicas.on)):
             what = f"{self.strategy} has no shards of ours to size"
             sharding = [name for name in strategies_with("planned") if STRATEGIES[name].stage]

@@ -37,6 +37,13 @@ class WireConfig(Config):
         256, description="Elements that share a scale in int8, int4, e4m3: a multiple of 16 from 16 to 4096."
     )
 
+    node_size: int = Field(
+        0,
+        ge=0,
+        description="GPUs of a node, where there are several nodes: gradients are added up inside each in "
+        "reduce_dtype, and the sums alone travel in wire.grads. 0: every GPU sends its own to all others.",
+    )
+
     @property
     def given(self) -> str:
         """The first setting by which anything travels otherwise; empty where none does."""
@@ -53,7 +60,8 @@ class WireConfig(Config):
         def travels(name: str) -> Any:
             return None if name == "as-is" else dtypes.get(name, name)
 
-        return {"gather": travels(self.weights), "reduce": travels(self.grads), "block": self.block}
+        given = {"gather": travels(self.weights), "reduce": travels(self.grads), "block": self.block}
+        return given | ({"node_size": self.node_size} if self.node_size else {})
 
     @model_validator(mode="after")
     def _blocks_travel(self) -> Self:
@@ -64,7 +72,16 @@ class WireConfig(Config):
         if self.block != type(self).model_fields["block"].default and not in_blocks:
             what = f"{self.block} is given, and nothing travels in blocks"
             raise UserError("wire.block", what, "add --wire.grads int8, or leave it out")
+        self._nodes_exchange()
         return self
+
+    def _nodes_exchange(self) -> None:
+        """Raise UserError for nodes that have nothing to exchange."""
+        if self.node_size == 1:
+            raise UserError("wire.node_size", "1 GPU has nothing to add up", "give the GPUs of a node, or leave it out")
+        if self.node_size and self.grads == "as-is":
+            what = f"{self.node_size} is given, and gradients travel as they are"
+            raise UserError("wire.node_size", what, "add --wire.grads int8, or leave it out")
 
 
 def check_wire(wire: WireConfig, strategy: str, *, local_steps: bool) -> None:
@@ -96,6 +113,21 @@ def check_node_size(node_copy: int, num_shards: int) -> None:
         what = f"{node_copy} does not share out {num_shards} ranks that shard weights to several groups"
         todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
         raise UserError("node_copy", what, todo)
+
+
+def check_wire_nodes(node_size: int, shard_size: int) -> None:
+    """Raise UserError where gradients are added up inside ``shard_size`` ranks already."""
+    if node_size and shard_size:
+        what = f"{node_size} is given, and with shard_size = {shard_size} gradients are added up inside these ranks"
+        raise UserError("wire.node_size", what, "leave one of the two out")
+
+
+def check_wire_node_size(node_size: int, world_size: int) -> None:
+    """Raise UserError where ``world_size`` ranks are not several nodes of so many."""
+    sizes = [size for size in range(2, world_size) if world_size % size == 0]
+    if node_size and node_size not in sizes:
+        todo = f"choose one of {', '.join(map(str, sizes))}" if sizes else "leave it out"
+        raise UserError("wire.node_size", f"{world_size} ranks are not several nodes of {node_size}", todo)
 
 
 def check_node_copy(node_copy: int, strategy: str, *, reshards: bool) -> None:

@@ -33,7 +33,7 @@ from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.replica_settings import ReplicasConfig, check_num_replicas
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
-from zeroshard.train.config.wire_settings import check_node_size
+from zeroshard.train.config.wire_settings import check_node_size, check_wire_node_size
 from zeroshard.train.setup.agree import agree_on, model_facts
 from zeroshard.train.setup.compiled import compile_blocks
 from zeroshard.zero import LocalSteps, loaded_later
@@ -69,6 +69,7 @@ def check_shard_size(config: TrainConfig, world_size: int) -> None:
         what = f"{config.shard_size} does not divide a world of {world_size}"
         raise UserError("shard_size", what, f"choose one of {sizes}, or 0 for all ranks")
     check_node_size(config.node_copy, config.shard_size or world_size)
+    check_wire_node_size(config.wire.node_size, world_size)
     check_num_replicas(config.replicas, config.shard_size, world_size, config.nnodes)
 
 

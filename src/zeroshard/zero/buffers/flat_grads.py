@@ -23,10 +23,11 @@ Both go when gradients are cleared (``zero_grad()``), and stay where they are ma
     they come: autograd may hand over a tensor then that others have too.
 
 [Note: Two levels]
-    Where there are replicas (see `levels`), the sum over this rank's own group is followed by one over replicas, of the
-    shard alone. It can be issued only when the first is done, and every rank must issue it at the same place among
-    its collectives; so whoever walks the schedule does, by `reduce_across`. Until then nothing else may: a gradient
-    that comes late on one rank finds the first sum a place outside of the buffer that it goes to.
+    Where there are replicas (see `levels`), the sum over this rank's own group is followed by one over replicas, of
+    the shard alone; in a wire format over nodes, the sum inside one by an exchange between them (`node_reduce`). It can
+    be issued only when the first is done, at the same place among every rank's collectives; so whoever walks the
+    schedule does, by `reduce_across`. Until then nothing else may: a gradient that comes late on one rank finds the
+    first sum a place outside of the buffer that it goes to.
 
 [Note: Unused parameters]
     A parameter without a gradient on this rank contributes zeros. Whether any rank had one is agreed once per
@@ -44,6 +45,7 @@ from zeroshard.comm import Work, empty_for, scope
 from zeroshard.wire_formats import Format
 from zeroshard.zero.buffers.barred import Barred
 from zeroshard.zero.buffers.layout import FlatLayout, Piece
+from zeroshard.zero.buffers.node_reduce import NodeReduce, packed_reduce
 from zeroshard.zero.buffers.shards import reduce_shards
 from zeroshard.zero.buffers.wire import AcrossReplicas, PackedReduce, Rounding
 from zeroshard.zero.levels import Levels
@@ -83,7 +85,7 @@ class FlatGrads:
         self.name = name
         self.layout = layout
         self.comm = comm = levels.shard
-        self.replicas = levels.replicas
+        self.replicas, self._nodes = levels.replicas, levels.nodes
         self.shard_optim = strategy.optim is SHARD
         self.keep_local = strategy.grads is not SHARD or comm.world_size == 1
         self.device, self.reduced_dtype, self.reduce_dtype = device, reduced_dtype, reduce_dtype
@@ -99,10 +101,10 @@ class FlatGrads:
         self._num_together = small if small >= LEAST_TOGETHER and reduce_dtype.is_floating_point else 0
         self._work: Work | None = None
         self._arriving: Tensor | None = None
-        self._across = 0  # collectives of the sum over replicas that are yet to be issued
+        self._across = 0  # collectives of the sum over replicas, or nodes, that are yet to be issued
         self._streams: Streams = NO_STREAMS
         self.wire = wire if self.shard_optim else None
-        self._packed: PackedReduce | AcrossReplicas | None = None
+        self._packed: PackedReduce | NodeReduce | AcrossReplicas | None = None
         self.rounding = Rounding(rounding_seed, name, levels.world.rank)
         self._scale = 1.0 / levels.world.world_size
         self._scale_is_exact = math.frexp(self._scale)[0] == 0.5
@@ -214,10 +216,7 @@ class FlatGrads:
     # -- reduction --------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Start to reduce this rank's sum over all ranks; zeros stand where it has no gradient. Collective.
-
-        Where there are replicas, `reduce_across` goes on with it.
-        """
+        """Start to reduce this rank's sum, with zeros where it has no gradient; `reduce_across` goes on. Collective."""
         self._go_across()
         self._vacate_local()
         views = self._local_views()
@@ -236,7 +235,12 @@ class FlatGrads:
         self._arriving = target
         with scope(f"{self.name}/grads"), self._streams.on("reduce", self._streams.mark()):
             self._work = self._streams.issued(self._collective(target, local))
-        self._across = (2 if self.wire is not None else 1) if self.replicas.world_size > 1 else 0
+        self._across = self._num_across()
+
+    def _num_across(self) -> int:
+        if self.replicas.world_size > 1:
+            return 1 if self.wire is None else 2
+        return 0 if self._packed is None else self._packed.num_left
 
     @property
     def crossing(self) -> bool:
@@ -248,9 +252,9 @@ class FlatGrads:
             self.reduce_across()
 
     def reduce_across(self) -> None:
-        """Where there are replicas: issue the next collective by which their shards are added up. Collective.
+        """Issue the next collective by which replicas' shards, or sums of nodes, are added up. Collective.
 
-        [Note: Two levels]; in a wire format there are two of them.
+        [Note: Two levels]; in a wire format there are two of them over replicas.
         """
         if not self._across:
             return
@@ -264,15 +268,14 @@ class FlatGrads:
     def _collective_across(self, shard: Tensor) -> Work:
         if self.wire is None:
             return self.replicas.all_reduce(shard)
-        if isinstance(self._packed, AcrossReplicas):
-            return self._packed.gather()
-        self._packed = AcrossReplicas(self.replicas, self.wire, shard, self.rounding)
-        return self._packed.exchange()
+        if self._packed is None:
+            self._packed = AcrossReplicas(self.replicas, self.wire, shard, self.rounding)
+        return self._packed.issue()
 
     def _collective(self, target: Tensor, local: Tensor) -> Work:
         if self.wire is not None and self.comm.world_size > 1 and self.replicas.world_size == 1:
-            self._packed = PackedReduce(self.comm, self.wire, local, self.rounding)
-            return self._packed.exchange()
+            self._packed = packed_reduce(self.comm, self._nodes, self.wire, local, self.rounding)
+            return self._packed.issue()
         if self.shard_optim:
             return reduce_shards(self.comm, self.layout, target, local)
         if self.comm.uniform_order or self.layout.owners is not None:

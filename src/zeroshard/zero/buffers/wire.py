@@ -148,18 +148,20 @@ class PackedReduce:
 
     Attributes:
         packed: what arrives.
+        num_left: collectives that are yet to be issued.
     """
 
     def __init__(self, comm: Communicator, form: Format, local: Tensor, rounding: Rounding) -> None:
-        self._comm, self._form = comm, form
+        self._comm, self._form, self.num_left = comm, form, 1
         shards = local.view(comm.world_size, -1)
         self._own = shards[comm.rank]
         self._sent = rows_for(comm, form, self._own.numel(), local.device)
-        _pack(self._sent, shards, form, rounding.keys(comm.world_size), but=comm.rank)
+        pack_rows(self._sent, shards, form, rounding.keys(comm.world_size), but=comm.rank)
         self.packed = torch.empty_like(self._sent)
 
-    def exchange(self) -> Work:
+    def issue(self) -> Work:
         """Issue the collective."""
+        self.num_left -= 1
         return all_to_all(self._comm, self.packed.view(-1), self._sent.view(-1))
 
     def deliver(self, target: Tensor) -> None:
@@ -182,25 +184,29 @@ class AcrossReplicas:
 
     Attributes:
         packed: what arrives.
+        num_left: collectives that are yet to be issued.
     """
 
     def __init__(self, comm: Communicator, form: Format, values: Tensor, rounding: Rounding) -> None:
-        self._comm, self._form = comm, form
+        self._comm, self._form, self.num_left = comm, form, 2
         self._length = -(-values.numel() // comm.world_size)
         *keys, self._key = rounding.keys(comm.world_size + 1)
         ranks = (comm.rank,) if values.is_meta else range(comm.world_size)  # a plan's worlds are large
         pieces = [_padded(values, rank * self._length, self._length) for rank in ranks]
         self._own = pieces[comm.rank if len(pieces) > 1 else 0].to(torch.float32, copy=True)
         self._sent = rows_for(comm, form, self._length, values.device)
-        _pack(self._sent, pieces, form, keys, but=comm.rank)
+        pack_rows(self._sent, pieces, form, keys, but=comm.rank)
         self.packed = torch.empty_like(self._sent)
 
-    def exchange(self) -> Work:
-        """Issue the exchange of the pieces."""
-        return all_to_all(self._comm, self.packed.view(-1), self._sent.view(-1))
+    def issue(self) -> Work:
+        """Issue the exchange of the pieces; once that is done, the gather of their sums."""
+        self.num_left -= 1
+        if self.num_left:
+            return all_to_all(self._comm, self.packed.view(-1), self._sent.view(-1))
+        return self._gather()
 
-    def gather(self) -> Work:
-        """Once that is done: add up this replica's piece, and issue the gather of the sums."""
+    def _gather(self) -> Work:
+        """Add up this replica's piece, and issue the gather of the sums."""
         dequantised_sum(self.packed, self._own, self._comm.rank, self._own, self._form)
         own = self.packed[self._comm.rank]
         quantise(self._own, own, self._form, self._key)
@@ -256,7 +262,7 @@ def by_rank(rows: Tensor, parts: Tensor | Sequence[Tensor]) -> list[tuple[Tensor
     return [] if rows.is_meta else list(zip(rows, parts, strict=True))
 
 
-def _pack(rows: Tensor, parts: Tensor | Sequence[Tensor], form: Format, keys: Sequence[int], but: int) -> None:
+def pack_rows(rows: Tensor, parts: Tensor | Sequence[Tensor], form: Format, keys: Sequence[int], but: int) -> None:
     """Quantise each part into its row; nobody reads row ``but``."""
     for rank, (row, part) in enumerate(by_rank(rows, parts)):
         if rank != but:

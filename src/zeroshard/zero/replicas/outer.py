@@ -68,7 +68,7 @@ class Outer:
             self._rounding.resume_at(num_steps)
             self._packed = AcrossReplicas(replicas, settings.form, self._difference, self._rounding)
             with scope(f"{group.params.name}/difference"):
-                self._work = self._packed.exchange()
+                self._work = self._packed.issue()
             return self._packed.packed.nbytes
         message = empty_for(replicas, own.numel(), settings.dtype or self.anchor.dtype, own.device)
         if message.dtype == own.dtype == self.anchor.dtype:
@@ -88,7 +88,7 @@ class Outer:
         assert self._work is not None
         self._work.wait()
         with scope(f"{group.params.name}/difference"):
-            self._work = self._packed.gather()
+            self._work = self._packed.issue()
         self._gathers = True
 
     def difference(self) -> Tensor | None:
