@@ -201,11 +201,16 @@ def _turns(remedy: str, stage: int) -> str:
 # -- the planner --------------------------------------------------------------------------------------------------
 
 GBITS = (1, 2, 5, 10, 25, 50, 100)
+INT8_BY_NODES = {"gather": "int8", "reduce": "int8", "node_size": 8}
 PLANNED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # stage, precision, and how state is spread
     "stage 2": (2, {}, {}),
     "stage 3": (3, {}, {}),
     "stage 3, int8": (3, {"gather": "int8", "reduce": "int8"}, {}),
     "stage 3, int8, node copy": (3, {"gather": "int8", "reduce": "int8"}, {"node_copy": 8}),
+    "stage 2, int8 by nodes": (2, INT8_BY_NODES, {}),
+    "stage 3, int8 by nodes": (3, INT8_BY_NODES, {}),
+    "stage 3, int8 by nodes, node copy": (3, INT8_BY_NODES, {"node_copy": 8}),
+    "stage 3, int8, int4 gradients by nodes, node copy": (3, {**INT8_BY_NODES, "reduce": "int4"}, {"node_copy": 8}),
     "stage 3 over 8": (3, {}, {"shard_size": 8}),
     "stage 3 over 8, int8": (3, {"gather": "int8", "reduce": "int8"}, {"shard_size": 8}),
     "stage 3 over 8, int4 gradients": (3, {"gather": "int8", "reduce": "int4"}, {"shard_size": 8}),

@@ -48,7 +48,7 @@ def test_rows_of_stage_zero_that_have_no_wire_format_say_so():
     for given in ({}, {"ask": "remedy", "network": "1Gbit/s", "gpu": "a100-80gb"}):
         config = validate(PlanConfig, {"model": SMALL, "gpus": 2, "micro_batch": 1, "wire": {"grads": "int4"}, **given})
         said = answer_plan(config).text
-        assert said.splitlines()[-1].startswith("Stage 0 has no owner of a shard")
+        assert any(line.startswith("Stage 0 has no owner of a shard") for line in said.splitlines())
         assert said.count("its rows have no wire format") == 1
     named = [line.split("  ")[0] for line in said.splitlines()]
     assert "stage 2, gradients in int4" in named  # as given, and the others are what they are called
