@@ -24,10 +24,9 @@ Both go when gradients are cleared (``zero_grad()``), and stay where they are ma
 
 [Note: Two levels]
     Where there are replicas (see `levels`), the sum over this rank's own group is followed by one over replicas, of
-    the shard alone; in a wire format over nodes, the sum inside one by an exchange between them (`node_reduce`). It can
-    be issued only when the first is done, at the same place among every rank's collectives; so whoever walks the
-    schedule does, by `reduce_across`. Until then nothing else may: a gradient that comes late on one rank finds the
-    first sum a place outside of the buffer that it goes to.
+    the shard alone; in a wire format over nodes, the sum inside one by an exchange between them (`node_reduce`). It is
+    issued when the first is done, at the same place among every rank's collectives: whoever walks the schedule does, by
+    `reduce_across`. A gradient that comes late finds the first sum a place outside of the buffer that it goes to.
 
 [Note: Unused parameters]
     A parameter without a gradient on this rank contributes zeros. Whether any rank had one is agreed once per
