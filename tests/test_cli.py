@@ -128,6 +128,7 @@ def test_help_shows_what_the_file_has_set(level, capsys, tmp_path):
 @pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.common])
 def test_short_help_names_the_common_flags_alone_and_how_to_see_all(verb, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert main([verb, "--help"]) == 0
     said = capsys.readouterr().out
     kind = VERBS[verb].config
@@ -138,6 +139,38 @@ def test_short_help_names_the_common_flags_alone_and_how_to_see_all(verb, capsys
     assert len(named) <= 25
     assert f"`zeroshard {verb} --help all` names all" in said
     assert max(map(len, said.splitlines())) <= 60
+
+
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.common])
+def test_help_in_a_pipe_names_every_setting_the_common_ones_first(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    said = capsys.readouterr().out
+    kind = VERBS[verb].config
+    assert kind is not None
+    flags = flags_of(kind, SHORTHANDS, VERBS[verb].positionals)
+    named = [".".join(flags[name].path) for name in re.findall(r"^  (--[a-z][a-z0-9.-]*)", said, re.MULTILINE)]
+    common = [*chain(*VERBS[verb].common.values())]
+    assert named[: len(common)] == common
+    assert sorted(named) == sorted(fields_by_name(kind))
+    assert " ".join(said.split()).count("(default: ") == len(named)
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("checkpoint", "verify"),
+        ("checkpoint", "ls", "runs/x"),
+        ("report", "runs/x"),
+        ("dashboard", "."),
+        ("bench",),
+        ("completion", "bash"),
+        ("lab", "tc", "apply"),
+    ],
+)
+def test_help_may_come_after_other_words(words, word, capsys):
+    assert main([*words, word]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: zeroshard {words[0]} ")
 
 
 def test_every_command_with_more_settings_than_people_read_has_a_short_help():

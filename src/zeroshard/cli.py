@@ -120,7 +120,8 @@ def _dispatch(argv: list[str]) -> int:
         raise UserError(word, "there is no such command", nearest(word, VERBS, f"choose one of {choices}"))
     words = argv[1:]
     if verb.config is None:
-        if words and words[0] in ("--help", "-h") and verb.usage:
+        helps_itself = word == "bench" and words[:1] != words[-1:]  # each of its kinds has flags of its own
+        if {"--help", "-h"} & set(words) and verb.usage and not helps_itself:
             print(f"usage: zeroshard {word} {verb.usage}".rstrip() + f"\n\n{verb.summary}")
             return ExitStatus.OK
         return verb.run(None, words)
@@ -134,7 +135,7 @@ def _dispatch(argv: list[str]) -> int:
     if "--help" in words or "-h" in words:
         asked = words.index("--help" if "--help" in words else "-h")
         if verb.common and words[asked + 1 : asked + 2] != ["all"]:
-            print(short_help(word, verb, raw))
+            print(short_help(word, verb, raw, every=not sys.stdout.isatty()))
         else:
             show_help(word, verb, raw)
         return ExitStatus.OK
@@ -150,8 +151,8 @@ def _overview() -> str:
         "",
         "  --version  Print the version.",
         "",
-        "`zeroshard COMMAND --help` names the settings that most people use, with units and defaults; `--help all`",
-        "names every one.",
+        "`zeroshard COMMAND --help` names each setting, its unit and its default: on a terminal those that most people",
+        "use, in a pipe or file, and by `--help all`, every one.",
     ]
     return "\n".join(lines)
 

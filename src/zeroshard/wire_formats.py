@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 FormatName = Literal["int8", "int4", "e4m3"]
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
+SAME_AS: dict[str, FormatName] = {"fp8": "e4m3"}
+"""Other names of formats."""
 DIFFERENCES: dict[str, FormatName] = {"int4-delta": "int4"}
 """Formats of weights alone, by the one that differences to what every rank has travel in."""
 LARGEST = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0}
@@ -30,7 +32,7 @@ class BlockFormat:
     """A block format.
 
     Attributes:
-        name: ``"int8"``, ``"int4"`` or ``"e4m3"``.
+        name: ``"int8"``, ``"int4"`` or ``"e4m3"``, which may be given as ``"fp8"``.
         block: elements that share a scale.
 
     Raises:
@@ -41,6 +43,7 @@ class BlockFormat:
     block: int = BLOCK
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", SAME_AS.get(self.name, self.name))
         if self.name not in FORMATS:
             raise UserError("format", f"{self.name!r} is no block format", f"choose one of {', '.join(FORMATS)}")
         check_block("block", self.block)

@@ -1,9 +1,14 @@
-"""The first level of ``--help``: the settings that most people use, in groups; ``--help all`` names every one."""
+"""The first level of ``--help``: the settings that most people use, in groups; ``--help all`` names every one.
+
+Where its output goes to a file or another program, which looks for a name in it, all others follow.
+"""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -30,14 +35,18 @@ _WIDEST = 100  # columns; longer lines are hard to read
 _INDENT = 4
 
 
-def short_help(name: str, verb: Verb, raw: dict[str, Any]) -> str:
-    """The settings of ``verb.common``: their values, what they do, and their defaults, which ``raw`` may replace."""
+def short_help(name: str, verb: Verb, raw: dict[str, Any], *, every: bool = False) -> str:
+    """The settings of ``verb.common``: their values, what they do, and their defaults, which ``raw`` may replace.
+
+    ``every``: all other settings follow, by their tables.
+    """
     assert verb.config is not None
     fields, defaults = fields_by_name(verb.config), validate(verb.config, raw)
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     file = "[--config FILE.toml] " if verb.reads_file else ""
     lines = [f"usage: zeroshard {name} {file}[FLAGS]", "", *textwrap.wrap(verb.summary, width)]
-    for heading, settings in verb.common.items():
+    groups = {**verb.common, **(_others(fields, verb) if every else {})}
+    for heading, settings in groups.items():
         lines += ["", f"{heading}:"]
         for dotted in settings:
             flag, values, indent = f"  {_flag(dotted)}", _values(fields[dotted].annotation), " " * _INDENT
@@ -50,6 +59,17 @@ def short_help(name: str, verb: Verb, raw: dict[str, Any]) -> str:
     if verb.reads_file:
         more += " Settings: defaults < --config FILE.toml < flags."
     return "\n".join([*lines, "", *textwrap.wrap(more, width)])
+
+
+def _others(fields: Iterable[str], verb: Verb) -> dict[str, list[str]]:
+    """The settings that ``verb.common`` has not, by a heading for each table."""
+    common = {*chain(*verb.common.values())}
+    found: dict[str, list[str]] = {"all other settings": []}
+    for dotted in fields:
+        table = dotted.rpartition(".")[0]
+        if dotted not in common:
+            found.setdefault(f"all other settings of [{table}]" if table else "all other settings", []).append(dotted)
+    return {heading: settings for heading, settings in found.items() if settings}
 
 
 def _flag(dotted: str) -> str:

@@ -18,6 +18,7 @@ from zeroshard.wire_formats import (
     BLOCK,
     DIFFERENCES,
     FORMATS,
+    SAME_AS,
     BlockFormat,
     DtypeFormat,
     Format,
@@ -42,10 +43,10 @@ class MixedPrecision:
             has the range of fp32, they also wait for the optimizer; else they are cast to the master's dtype for it.
         cast_forward_inputs: whether floating-point tensors given to the model are cast to ``param_dtype``.
 
-        gather: what weights travel in: a dtype or a block format (``"int8"``, ``"int4"``, ``"e4m3"``), in which each
-            rank sends its shard of the fp32 masters; every rank computes with what arrives, in ``param_dtype``.
-            None: ``param_dtype``. Stages 1, 2 and 3. ``"int4-delta"``, at stages 1 and 2: the difference to what every
-            rank has already, in int4; see `zeroshard.zero.buffers.common_copy`.
+        gather: what weights travel in: a dtype or a block format (``"int8"``, ``"int4"``, ``"e4m3"``, which is
+            ``"fp8"`` too), in which each rank sends its shard of the fp32 masters; every rank computes with what
+            arrives, in ``param_dtype``. None: ``param_dtype``. Stages 1, 2 and 3. ``"int4-delta"``, at stages 1 and 2:
+            the difference to what every rank has already, in int4; see `zeroshard.zero.buffers.common_copy`.
         reduce: what gradients travel in, as ``gather``; they are summed in fp32 and accumulate in ``reduce_dtype``.
             With a ``shard_size`` it is what crosses between the replicas. None: ``reduce_dtype``. Stages 1, 2 and 3.
         block: elements that share a scale in a block format.
@@ -147,7 +148,7 @@ def _check_travels(field: str, wire: torch.dtype | str | None) -> None:
     """Raise UserError, a ValueError, for what is neither a floating-point dtype nor a format that ``field`` has."""
     if isinstance(wire, torch.dtype):
         check_has_range(field, wire)
-    if wire is None or wire in FORMATS or (isinstance(wire, torch.dtype) and wire.is_floating_point):
+    if wire is None or wire in (*FORMATS, *SAME_AS) or (isinstance(wire, torch.dtype) and wire.is_floating_point):
         return
     if isinstance(wire, str) and wire in DIFFERENCES:
         if field == "gather":

@@ -26,6 +26,7 @@ FORMATS = {
     "bf16": "bfloat16",
     "fp16": "float16",
     "e4m3": "e4m3",
+    "fp8": "e4m3",
     "int8": "int8",
     "int4": "int4",
     "int4-delta": "int4-delta",

@@ -35,7 +35,7 @@ class ReplicasConfig(Config):
     mixing: float = Field(
         0.5, ge=0, lt=1, description="With overlap_steps: share of a replica's own weights that stays at a meeting."
     )
-    wire: Literal["float32", "bfloat16", "e4m3", "int8", "int4"] = Field(
+    wire: Literal["float32", "bfloat16", "e4m3", "fp8", "int8", "int4"] = Field(
         "float32", description="In what differences travel: a type, or numbers that share a scale by blocks of 256."
     )
 

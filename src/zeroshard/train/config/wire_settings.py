@@ -11,9 +11,9 @@ from zeroshard.errors import UserError
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
 from zeroshard.train.config.sections import Config
 
-Travels = Literal["as-is", "float32", "bfloat16", "float16", "int8", "int4", "e4m3"]
-WeightsTravel = Literal["as-is", "float32", "bfloat16", "float16", "int8", "int4", "int4-delta", "e4m3"]
-BLOCK_FORMATS = ("int8", "int4", "int4-delta", "e4m3")
+Travels = Literal["as-is", "float32", "bfloat16", "float16", "int8", "int4", "e4m3", "fp8"]
+WeightsTravel = Literal["as-is", "float32", "bfloat16", "float16", "int8", "int4", "int4-delta", "e4m3", "fp8"]
+BLOCK_FORMATS = ("int8", "int4", "int4-delta", "e4m3", "fp8")
 
 
 NO_COPY = "stage 3 keeps no weights between steps to which differences could be sent"
@@ -24,9 +24,9 @@ class WireConfig(Config):
 
     weights: WeightsTravel = Field(
         "as-is",
-        description="What weights travel in: a type, or int8, int4, e4m3 with a scale for each block; the master "
-        "weights stay exact. int4-delta, at stages 1 and 2: the difference to what every rank has. as-is: the type "
-        "that computes.",
+        description="What weights travel in: a type, or int8, int4, e4m3 (or fp8, the same) with a scale for each "
+        "block; the master weights stay exact. int4-delta, at stages 1 and 2: the difference to what every rank has. "
+        "as-is: the type that computes.",
     )
     grads: Travels = Field(
         "as-is",

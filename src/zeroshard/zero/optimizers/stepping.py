@@ -203,6 +203,7 @@ class Stepping:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
         """See `Zero.clip_grad_norm_`."""
+        norm_type = float(norm_type)  # "inf" too, as in torch
         if not norm_type > 0:
             raise ValueError(f"norm_type: {norm_type} is not a positive number; use 1, 2, 3 or inf")
         self._runtime.require_reduced("clip_grad_norm_")
@@ -216,7 +217,7 @@ class Stepping:
         for buffer in buffers:
             buffer.apply_factor()
         sum_of_squares = savers[0].sum_of_squares if saves else None
-        norm = grad_norm.global_norm(buffers, self._levels.shard, float(norm_type), device, sum_of_squares)
+        norm = grad_norm.global_norm(buffers, self._levels.shard, norm_type, device, sum_of_squares)
         grad_norm.clip_(buffers, norm, float(max_norm), lazily=saves)
         return norm if exact else norm.to(torch.float32)
 

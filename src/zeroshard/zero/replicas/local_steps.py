@@ -31,7 +31,7 @@ from typing import cast
 
 import torch
 
-from zeroshard.wire_formats import BLOCK, FORMATS, BlockFormat, FormatName, check_block, check_has_range
+from zeroshard.wire_formats import BLOCK, FORMATS, SAME_AS, BlockFormat, FormatName, check_block, check_has_range
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LocalSteps:
         mixing: share of the local weights that stays when a difference arrives ``overlap_steps`` late, in [0, 1). Not
             used without overlap: the local weights become the anchor.
         wire: in what differences travel: a dtype, in which they also add up, or a block format (``"int8"``, ``"int4"``,
-            ``"e4m3"``), whose pieces add up in fp32; None: the anchor's dtype, fp32.
+            ``"e4m3"`` or ``"fp8"``), whose pieces add up in fp32; None: the anchor's dtype, fp32.
         block: elements that share a scale in a block format.
         rounding_seed: of the noise by which differences are rounded to a block format.
 
@@ -87,7 +87,7 @@ class LocalSteps:
             raise ValueError(f"mixing: {self.mixing} is outside [0, 1); 0.5 is Streaming DiLoCo's")
         is_dtype = isinstance(self.wire, torch.dtype) and self.wire.is_floating_point
         check_has_range("wire", self.wire)
-        if self.wire is not None and not is_dtype and self.wire not in FORMATS:
+        if self.wire is not None and not is_dtype and self.wire not in (*FORMATS, *SAME_AS):
             raise ValueError(
                 f"wire: {self.wire!r} is no format that travels; give a floating-point dtype, or {', '.join(FORMATS)}"
             )
