@@ -65,6 +65,19 @@ def test_adapters_may_be_in_some_blocks_alone_or_in_none(target):
     assert trace_language_model(model, 2, SEQ_LEN, BF16, device_type="cuda") == _whole(model, 2, BF16, "cuda")
 
 
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_a_gpu_s_attention_keeps_no_scores_where_it_drops_some(recomputed):
+    given = {"n_layer": 2, "activation_checkpointing": recomputed}
+    traces = [
+        trace_language_model(_model("gpt2-demo", dropout=rate, **given), 2, SEQ_LEN, BF16, device_type="cuda")
+        for rate in (0.0, 0.1)
+    ]
+    attention = [[w for span in t.spans for w in span.work if w.attention] for t in traces]
+    assert attention[0] == attention[1] != []
+    scores = 2 * 4 * SEQ_LEN * SEQ_LEN * 2  # bytes of one block's, were they kept
+    assert traces[1].activation_bytes - traces[0].activation_bytes < 2 * scores
+
+
 def test_blocks_that_differ_are_not_repeated():
     class Odd(nn.Module):
         def __init__(self):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.lab.planner import compare_gpus
+from zeroshard.lab.planner import compare_gpus, next_command
 from zeroshard.lab.planner.advice import describe, recommended
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.explain import explain
@@ -108,8 +108,9 @@ def _with_cost(config: PlanConfig, found: Plan) -> str:
     prices = parse_prices(config.price, 1)
     cost = found.cost(config.tokens, prices[0] if prices else 0.0) if asked else None
     content = found.as_dict() | ({"cost": None if cost is None else cost.as_dict()} if asked else {})
-    plain = text(found) + (f"\n{cost.sentence()}" if cost is not None else "")
-    return _printed(config, content, plain, unused_links(config, [found.cluster]))
+    content["command"] = next_command.next_command(config, found)
+    lines = [text(found), *([cost.sentence()] if cost is not None else []), *next_command.told(config, found)]
+    return _printed(config, content, "\n".join(lines), unused_links(config, [found.cluster]))
 
 
 def _compared_gpus(config: PlanConfig) -> PlanAnswer:

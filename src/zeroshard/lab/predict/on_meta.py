@@ -74,6 +74,37 @@ def _watched(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
 
+def fuse_dropout(model: LanguageModel) -> None:
+    """Have attention keep what a GPU's fused kernels keep where it drops weights, in place: the seed, and no scores.
+
+    The CPU has no such kernel: there torch computes all scores. What dropping adds to such a kernel's time is left out.
+    """
+    if any(_drops(module) for module in model.modules()):
+        for module in _outermost(model, set(model.blocks)):
+            module.forward = partial(_fused, module.forward)
+
+
+def _drops(module: nn.Module) -> bool:
+    names = ("dropout", "attention_dropout", "attn_pdrop")
+    rates = [module.p] if isinstance(module, nn.Dropout) else [getattr(module, name, 0.0) for name in names]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _fused(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _NoDropout():
+        return forward(*args, **kwargs)
+
+
+class _NoDropout(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
 class _FusedAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,0 +1,103 @@
+"""The command that starts the run of a plan's row, where `zeroshard train` does what was planned."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from zeroshard.errors import UserError
+from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.lab.planner.plan_rows import Plan, Row
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sections import SHORTHANDS
+from zeroshard.train.config.validate import validate
+
+SECTIONS = ("model", "lora", "wire", "replicas")  # of a plan's settings and of a run's alike
+SETTINGS = ("reduce_dtype", "accumulate", "prefetch", "kernels", "reshard_after_forward")  # the last: of stage 3
+PORT = 29500
+
+Settings = Iterator[tuple[str, Any]]  # by dotted name
+
+
+def next_command(config: PlanConfig, plan: Plan) -> str | None:
+    """Of the row to take; None where there is none, or no run of `zeroshard train` is what was planned."""
+    row, workload = plan.best, plan.workload
+    alike = plan.num_gpus <= plan.gpus_in_node or plan.num_gpus % plan.gpus_in_node == 0  # all nodes are full
+    there = alike and plan.device.device_type == "cuda" and not plan.plan_only
+    if row is None or not there or workload.weights is not None or workload.autocast is not None:
+        return None
+    settings = dict(_settings(config, plan, row))
+    raw: dict[str, Any] = {}
+    for name, value in settings.items():
+        section, _, leaf = name.rpartition(".")
+        (raw.setdefault(section, {}) if section else raw)[leaf] = value
+    try:
+        validate(TrainConfig, raw)
+    except UserError:  # an optimizer or a size that a plan takes and no run has
+        return None
+    return shlex.join(["zeroshard", "train", *(word for each in settings.items() for word in _words(*each))])
+
+
+def told(config: PlanConfig, plan: Plan) -> list[str]:
+    """The same as lines; none where there is no command."""
+    command = next_command(config, plan)
+    if command is None:
+        return []
+    num_nodes = _num_nodes(plan)
+    where = f" on each of {num_nodes:,} nodes, HOST one of them" if num_nodes > 1 else ""
+    return ["", f"Start it{where}, with --data and --out of yours:", f"  {command}"]
+
+
+def _num_nodes(plan: Plan) -> int:
+    return -(-plan.num_gpus // plan.gpus_in_node)
+
+
+def _settings(config: PlanConfig, plan: Plan, row: Row) -> Settings:
+    for section in SECTIONS:
+        yield from _given(getattr(config, section), f"{section}.")
+    num_nodes = _num_nodes(plan)
+    if plan.num_gpus > 1:
+        yield from (("strategy", f"zero{row.stage}"), ("nproc", plan.num_gpus // num_nodes))
+    if num_nodes > 1:
+        yield from (("nnodes", str(num_nodes)), ("rdzv_endpoint", f"HOST:{PORT}"))
+    if row.shard_size < plan.cluster.world_size:
+        yield "shard_size", row.shard_size
+    if row.node_copy:
+        yield "node_copy", row.node_copy
+    yield from (("seq_len", plan.workload.seq_len), ("micro_batch_size", row.micro_batch))
+    if row.num_micro > 1:
+        yield "grad_accum_steps", row.num_micro
+    yield "dtype", plan.dtype
+    if plan.workload.optimizer != "AdamW":
+        yield "optimizer", plan.workload.optimizer.lower()
+    yield from _given(config, "", only=SETTINGS if row.stage == 3 else SETTINGS[:-1])
+    if plan.software.impl == "compile":
+        yield "compile", True
+    if config.document_mask:
+        yield "data.document_mask", True
+    if config.tokens:
+        yield "max_steps", math.ceil(config.tokens / (row.step.tokens * plan.cluster.world_size))
+
+
+def _given(settings: BaseModel, prefix: str, only: tuple[str, ...] = ()) -> Settings:
+    """Those that are not at their defaults."""
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if (not only or name in only) and value != field.get_default(call_default_factory=True):
+            yield f"{prefix}{name}", value
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """A setting as a flag."""
+    section, _, leaf = name.rpartition(".")
+    if SHORTHANDS.get(section) == leaf:
+        return [f"--{section}", str(value)]
+    start = f"--{section}." if section else "--"
+    if isinstance(value, bool):
+        return [f"{start}{'' if value else 'no-'}{leaf}".replace("_", "-")]
+    flag = f"{start}{leaf}".replace("_", "-")
+    return [flag, *map(str, value)] if isinstance(value, list | tuple) else [flag, str(value)]

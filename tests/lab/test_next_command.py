@@ -1,0 +1,55 @@
+import json
+import shlex
+
+import pytest
+
+from zeroshard.flags import flags_of, read_flags
+from zeroshard.lab.planner.command import answer_plan
+from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sections import SHORTHANDS
+from zeroshard.train.config.validate import validate
+
+SMALL = "--model llama-tiny --seq-len 128 --stage 2 --micro-batch 2"
+
+
+def _plan(words):
+    return answer_plan(validate(PlanConfig, read_flags(shlex.split(words), flags_of(PlanConfig, SHORTHANDS)))).text
+
+
+def _command(words):
+    return json.loads(_plan(f"{words} --json"))["command"]
+
+
+def test_the_command_trains_what_was_planned():
+    words = f"{SMALL} --gpus 16 --shard-size 8 --global-batch 64 --reduce-dtype bfloat16 --compile --lora 8"
+    command = _command(f"{words} --lora.targets q_proj v_proj --no-reshard-after-forward --tokens 1M")
+    assert command.startswith("zeroshard train --model llama-tiny --lora 8 --lora.targets q_proj v_proj ")
+    run = validate(TrainConfig, read_flags(shlex.split(command)[2:], flags_of(TrainConfig, SHORTHANDS)))
+    assert (run.model.name, run.lora.rank, run.strategy, run.nproc, run.nnodes) == ("llama-tiny", 8, "zero2", 8, "2")
+    assert (run.shard_size, run.micro_batch_size, run.grad_accum_steps, run.dtype) == (8, 2, 2, "bfloat16")
+    assert (run.seq_len, run.reduce_dtype, run.compile) == (128, "bfloat16", True)
+    assert run.max_steps == -(-(10**6) // (64 * 128))
+
+
+def test_the_command_is_said_under_the_plan():
+    lines = _plan(f"{SMALL} --gpus 2").splitlines()
+    assert lines[-2] == "Start it, with --data and --out of yours:"
+    assert lines[-1] == f"  {_command(f'{SMALL} --gpus 2')}"
+    assert "on each of 2 nodes, HOST one of them" in _plan(f"{SMALL} --gpus 16")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--gpus 2 --tensor-parallel 2",  # nothing of ours does it
+        "--gpus 9",  # nodes of 8 and of 1
+        "--optimizer lion",  # not the trainer's
+        "--autocast",
+        "--no-master-weights",
+        "--gpu t4-16gb --dtype float16 --micro-batch 100000",  # nothing fits
+    ],
+)
+def test_there_is_no_command_where_no_run_is_what_was_planned(words):
+    assert _command(f"{SMALL} {words}") is None
+    assert "zeroshard train --model" not in _plan(f"{SMALL} {words}")
