@@ -1,4 +1,4 @@
-"""Two nodes as network namespaces with a link of some bandwidth between them, and a rank of a program in each."""
+"""Two nodes as network namespaces with a link of some bandwidth between them, and ranks of a program in each."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from zeroshard.lab.network import network
 from zeroshard.train.config.sizes import parse_bandwidth
 
 
-def result_of_ranks(program: str, words: Sequence[str], bandwidth: str) -> dict[str, Any]:
+def result_of_ranks(program: str, words: Sequence[str], bandwidth: str, per_node: int = 1) -> dict[str, Any]:
     """What rank 0 printed after ``RESULT``, as JSON; each is ``program rank ADDRESS WORDS...`` with RANK set.
+
+    ``per_node``: ranks in each node, which are neighbours.
 
     Raises:
         SystemExit: a rank failed.
     """
-    with network.nodes(2, 1, parse_bandwidth("bandwidth", bandwidth)) as made:
+    with network.nodes(2, per_node, parse_bandwidth("bandwidth", bandwidth)) as made:
         command = [sys.executable, program, "rank", f"{made.address.rpartition('.')[0]}.1", *words]
         own = {"GLOO_SOCKET_IFNAME": network.INTERFACE, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
         ranks = [
@@ -30,7 +32,7 @@ def result_of_ranks(program: str, words: Sequence[str], bandwidth: str) -> dict[
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for rank, name in enumerate(made.names)
+            for rank, name in enumerate(name for name in made.names for _ in range(per_node))
         ]
         told = [rank.communicate()[0] for rank in ranks]
         if any(rank.returncode for rank in ranks):

@@ -1,12 +1,14 @@
 """What wire formats save and what they cost: bytes on an interface, seconds of a step, validation loss.
 
     sudo python benchmarks/wire.py links                    # two nodes as network namespaces, 100 Mbit/s and 1 Gbit/s
+    sudo python benchmarks/wire.py links --per-node 2 --wires fp32 int8 "int8 by nodes"   # two ranks in each
     python benchmarks/wire.py loss                          # 300 steps of a small model, one seed
     python benchmarks/wire.py loss --full                   # 2,000 steps of a 10 M model, three seeds
 
 ``links`` takes turns: in each round every wire makes one step, so that what else the machine does meets all alike.
-Bytes are the kernel's counts of the interface, of what a rank sent; beside them stand those of the plan. ``cpu`` is the
-processor's time of a step. ``loss`` trains by `zeroshard train` on a text; each wire has the same seeds and data.
+Bytes are the kernel's counts of the interface, of what a node sent; of one rank in each node, those of the plan stand
+beside them. ``cpu`` is the processor's time of a step. ``loss`` trains by `zeroshard train` on a text; each wire has
+the same seeds and data.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,6 +45,7 @@ WIRES = {
     "int4": MixedPrecision(gather="int4", reduce="int4"),
     "int4-delta, int4": MixedPrecision(gather="int4-delta", reduce="int4"),
 }
+BY_NODES = "int8 by nodes"
 FLAGS = {
     "fp32": [],
     "bf16": ["--wire.weights", "bfloat16", "--wire.grads", "bfloat16"],
@@ -67,17 +70,23 @@ class Ranked:
     sent_bytes: list[int]
 
 
-def rank_main(address: str, rank: int, stage: int, rounds: int, wires: list[str]) -> None:
+def wire_of(name: str, per_node: int) -> MixedPrecision:
+    """What travels, by its name here."""
+    return replace(WIRES["int8"], node_size=per_node) if name == BY_NODES else WIRES[name]
+
+
+def rank_main(address: str, rank: int, stage: int, rounds: int, per_node: int, wires: list[str]) -> None:
     """One node: make every wire's engine, take turns, and on rank 0 print what was measured."""
     process.prepare_torch()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://{address}:{PORT}", rank=rank, world_size=2, timeout=timedelta(seconds=600))
+    where, limit = f"tcp://{address}:{PORT}", timedelta(seconds=600)
+    dist.init_process_group("gloo", where, rank=rank, world_size=2 * per_node, timeout=limit)
     comm = RingCommunicator()
     engines = {}
     for wire in wires:
         torch.manual_seed(0)
         model = build_model("gpt2-demo", vocab_size=256, seq_len=SEQ_LEN, overrides=SIZES)
-        zero = Zero(model, stage, list(model.blocks), comm, WIRES[wire])
+        zero = Zero(model, stage, list(model.blocks), comm, wire_of(wire, per_node))
         engines[wire] = Ranked(zero, zero.optimizer(torch.optim.AdamW, lr=1e-3, fused=True), [], [], [])
     tokens = torch.randint(256, (1, SEQ_LEN + 1), generator=torch.Generator().manual_seed(rank))
     for _ in range(rounds + 1):
@@ -98,7 +107,7 @@ def rank_main(address: str, rank: int, stage: int, rounds: int, wires: list[str]
                 "step_s": statistics.median(engine.seconds[1:]),
                 "cpu_s": statistics.median(engine.cpu_s[1:]),
                 "sent_bytes": statistics.median(engine.sent_bytes[1:]),
-                "planned_bytes": planned_bytes(stage, WIRES[wire]),
+                "planned_bytes": planned_bytes(stage, WIRES[wire]) if per_node == 1 else None,
             }
             for wire, engine in engines.items()
         }
@@ -114,9 +123,9 @@ def planned_bytes(stage: int, precision: MixedPrecision) -> float:
     return sum(message.num_bytes * (1.0 if message.op == "all_reduce" else 0.5) for message in found)
 
 
-def links(bandwidth: str, stage: int, rounds: int, wires: list[str]) -> dict[str, dict[str, float]]:
-    """Two namespaces with this link between them, a rank in each."""
-    return result_of_ranks(__file__, [str(stage), str(rounds), *wires], bandwidth)
+def links(bandwidth: str, stage: int, rounds: int, per_node: int, wires: list[str]) -> dict[str, dict[str, float]]:
+    """Two namespaces with this link between them, ``per_node`` ranks in each."""
+    return result_of_ranks(__file__, [str(stage), str(rounds), str(per_node), *wires], bandwidth, per_node)
 
 
 def loss(text: str, *, full: bool, wires: list[str]) -> dict[str, list[float]]:
@@ -145,15 +154,17 @@ def loss(text: str, *, full: bool, wires: list[str]) -> dict[str, list[float]]:
 def main() -> None:
     """See the module's docstring."""
     if sys.argv[1:2] == ["rank"]:
-        address, stage, rounds, *wires = sys.argv[2:]
-        rank_main(address, int(os.environ["RANK"]), int(stage), int(rounds), wires)
+        address, stage, rounds, per_node, *wires = sys.argv[2:]
+        rank_main(address, int(os.environ["RANK"]), int(stage), int(rounds), int(per_node), wires)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["links", "loss"])
     parser.add_argument("--bandwidth", nargs="+", default=["100Mbit/s", "1Gbit/s"])
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--wires", nargs="+", default=list(WIRES), choices=list(WIRES))  # int4-delta: stages 1 and 2
+    parser.add_argument("--per-node", type=int, default=1, help="ranks in each node")
+    # int4-delta: at stages 1 and 2; by nodes: of several ranks
+    parser.add_argument("--wires", nargs="+", default=list(WIRES), choices=[*WIRES, BY_NODES])
     parser.add_argument("--text", default="input.txt", help="the text that `loss` trains on")
     parser.add_argument("--full", action="store_true")
     args = parser.parse_args()
@@ -164,14 +175,16 @@ def main() -> None:
             print(f"{wire:16}  {mean:.4f}  {mean / statistics.mean(found[args.wires[0]]) - 1:+.2%}")
         return
     for bandwidth in args.bandwidth:
-        rows = links(bandwidth, args.stage, args.rounds, args.wires)
+        rows = links(bandwidth, args.stage, args.rounds, args.per_node, args.wires)
         first = rows[args.wires[0]]
         for wire, row in rows.items():
+            planned = row["planned_bytes"]
+            beside = f", {row['sent_bytes'] / planned:.4f} of the plan's" if planned else ""
             print(
                 f"{bandwidth:>10}  {wire:16}  step {row['step_s']:7.3f} s  x {first['step_s'] / row['step_s']:.2f}  "
                 f"cpu {row['cpu_s']:.3f} s  "
                 f"sent {row['sent_bytes'] / 1e6:8.3f} MB, {row['sent_bytes'] / first['sent_bytes']:.4f} of "
-                f"{args.wires[0]}'s, {row['sent_bytes'] / row['planned_bytes']:.4f} of the plan's",
+                f"{args.wires[0]}'s{beside}",
                 flush=True,
             )
 
