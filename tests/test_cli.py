@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import fields_by_name
 from zeroshard.train.loop import loop
+from zeroshard.verbs.training import written
 
 ZEROSHARD = [sys.executable, "-m", "zeroshard"]
 ENDLESS = ["train", "--nproc", "2", "--max-steps", "100000", "--eval-interval", "0", "--model.n-layer", "1"]
@@ -105,6 +107,37 @@ def test_version_and_overview(capsys):
     assert main([]) == 0
     overview = capsys.readouterr().out
     assert all(f"  {verb} " in overview for verb in VERBS)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_no_line_of_a_help_is_wider_than_the_terminal(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words in ([], *([verb, "--help"] for verb in VERBS)):
+        assert main(words) == 0
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= columns, words
+
+
+def test_a_file_in_the_place_of_the_folder_to_write_is_the_users_mistake_and_a_full_disk_is_not(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert written(str(tmp_path / "file"), lambda: (tmp_path / "file" / "figures").mkdir()) == 2
+    line = f"error: {tmp_path}/file/figures: Not a directory; name a path that can be used\n"
+    assert capsys.readouterr().err == line
+
+    def full() -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file")
+
+    assert written("out", full) == 5
+    assert capsys.readouterr().err.startswith("error: out: it was not written (No space left on device); free space")
+
+
+def test_a_word_that_belongs_after_a_command_is_told_where(capsys):
+    assert refusal(capsys, "verify") == "error: verify: there is no such command; write `zeroshard checkpoint verify`"
+    assert refusal(capsys, "completion", "powershell").endswith("; choose one of bash, zsh, fish")
+    assert refusal(capsys, "completion").startswith("error: shell: is missing; write ")
+
+
+def test_a_sweep_of_nothing_is_refused(capsys):
+    assert refusal(capsys, "sweep").startswith("error: sweep: nothing to compare is given; write --axes.SETTING VALUE")
 
 
 @pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.config])
@@ -308,7 +341,8 @@ def test_generate_takes_its_run_by_position(capsys, tmp_path):
 
 def test_doctors_help_says_that_it_imports_what_it_is_given(capsys):
     assert main(["doctor", "--help"]) == 0
-    assert "a module:Class that you name is imported, so that its code runs" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a module:Class that you name is imported, so that its code runs" in said
 
 
 def test_doctor_reports_versions_and_what_would_be_used(capsys):
@@ -498,6 +532,7 @@ SWALLOWED = """
 import os, sys, threading, weakref
 from zeroshard.cli import main
 from zeroshard.train.loop import loop
+from zeroshard.verbs.training import written
 
 class Gone:
     pass

@@ -23,13 +23,16 @@ from zeroshard.flags import flags_of, read_flags, refuse_no_text, take_option
 from zeroshard.train.config.config import merge
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import nearest, validate
-from zeroshard.verbs import VERBS, read_file, say, short_help, show_help
+from zeroshard.verbs import VERBS, read_file, say, show_help
+from zeroshard.verbs.help_lines import named, usage, wrapped
+from zeroshard.verbs.short_help import short_help
 
 # What to do where memory runs out: in a run, and elsewhere.
 _NEEDS_LESS = (
     "a higher --strategy over more ranks, --model.activation-checkpointing, a smaller --micro-batch-size or --seq-len "
     "need less, and --dry-run says how much"
 )
+_NAME_WIDTH = 15  # columns of a verb in the overview
 _AGAIN_S = 0.05  # after which a signal comes again that was swallowed
 _NEEDS_OTHERS_LESS = "end other programs, or use a machine with more"
 _NEEDS_HIGHER_LIMITS = "raise the limits on memory and processes (`ulimit -v`, `ulimit -u`), or start fewer ranks"
@@ -116,13 +119,14 @@ def _dispatch(argv: list[str]) -> int:
         return ExitStatus.OK
     verb = VERBS.get(word)
     if verb is None:
-        choices = ", ".join(VERBS)
-        raise UserError(word, "there is no such command", nearest(word, VERBS, f"choose one of {choices}"))
+        owner = next((name for name in VERBS if word in VERBS[name].words), None)
+        todo = f"write `zeroshard {owner} {word}`" if owner else f"choose one of {', '.join(VERBS)}"
+        raise UserError(word, "there is no such command", todo if owner else nearest(word, VERBS, todo))
     words = argv[1:]
     if verb.config is None:
         helps_itself = word == "bench" and words[:1] != words[-1:]  # each of its kinds has flags of its own
         if {"--help", "-h"} & set(words) and verb.usage and not helps_itself:
-            print(f"usage: zeroshard {word} {verb.usage}".rstrip() + f"\n\n{verb.summary}")
+            print(usage(f"{word} {verb.usage}"), "", *wrapped(verb.summary), sep="\n")
             return ExitStatus.OK
         return verb.run(None, words)
     if verb.before and verb.before in words:
@@ -134,7 +138,7 @@ def _dispatch(argv: list[str]) -> int:
     raw = read_file(path, verb.config) if path else {}
     if "--help" in words or "-h" in words:
         asked = words.index("--help" if "--help" in words else "-h")
-        if verb.common and words[asked + 1 : asked + 2] != ["all"]:
+        if words[asked + 1 : asked + 2] != ["all"]:
             print(short_help(word, verb, raw, every=not sys.stdout.isatty()))
         else:
             show_help(word, verb, raw)
@@ -144,15 +148,18 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _overview() -> str:
+    more = (
+        "`zeroshard COMMAND --help` names each setting, its unit and its default: on a terminal those that most people "
+        "use, in a pipe or file, and by `--help all`, every one."
+    )
     lines = [
-        "usage: zeroshard COMMAND [FLAGS]",
+        usage("COMMAND [FLAGS]"),
         "",
-        *(f"  {name:<15}{verb.summary}" for name, verb in VERBS.items()),
+        *named(((name, verb.summary) for name, verb in VERBS.items()), _NAME_WIDTH),
         "",
         "  --version  Print the version.",
         "",
-        "`zeroshard COMMAND --help` names each setting, its unit and its default: on a terminal those that most people",
-        "use, in a pipe or file, and by `--help all`, every one.",
+        *wrapped(more),
     ]
     return "\n".join(lines)
 

@@ -39,7 +39,8 @@ def script(shell: str, verbs: Mapping[str, Verb], shorthands: dict[str, str]) ->
         UserError: another shell.
     """
     if shell not in SHELLS:
-        raise UserError("shell", f"there is no completion for {shell!r}", nearest(shell, SHELLS, "choose one of these"))
+        todo = nearest(shell, SHELLS, f"choose one of {', '.join(SHELLS)}")
+        raise UserError("shell", f"there is no completion for {shell!r}", todo)
     import shtab
 
     parser = ArgumentParser("zeroshard", add_help=False)

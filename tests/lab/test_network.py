@@ -103,7 +103,7 @@ def test_a_name_tells_whose_network_it_is_of(name, number):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "lab: '' is not one of its commands; clean | tc apply"),
+        ([], "lab: what to do is missing; write one of clean | tc apply"),
         (["claen"], "lab: 'claen' is not one of its commands; did you mean clean?"),
         (["tc", "aply"], "lab tc: 'aply' is not one of its actions; did you mean apply?"),
         (["tc", "apply"], "device: is missing; write zeroshard lab tc apply DEV"),

@@ -139,7 +139,16 @@ def test_an_unknown_preset_and_a_field_that_it_lacks_are_refused(tiny_config):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_resuming_from_what_is_no_checkpoint_is_refused(tiny_config, tmp_path, world_size):
     line = _refusal(tiny_config(resume=str(tmp_path / "nowhere")), world_size)
-    assert line.startswith(f"resume: {tmp_path / 'nowhere'} is not a complete checkpoint")
+    what = "is not a complete checkpoint: there is no such folder; name another one"
+    assert line == f"resume: {tmp_path / 'nowhere'} {what}"
+
+
+def test_a_run_folder_in_place_of_a_checkpoint_is_told_its_newest(tiny_config, tmp_path):
+    config = tiny_config(max_steps=2)
+    run_training(config)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000002"
+    line = _refusal(config.model_copy(update={"resume": config.out}))
+    assert line == f"resume: {config.out} is not a complete checkpoint: no manifest.json; name {newest}"
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])

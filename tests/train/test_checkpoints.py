@@ -102,7 +102,7 @@ def test_show_tells_what_the_newest_holds(run, capsys):
 
 def test_verify_hashes_every_checkpoint_of_a_run_and_names_the_damaged_file(run, capsys):
     lines = say(capsys, "verify", run)
-    assert [line.partition(": ")[2].partition(",")[0] for line in lines] == ["whole", "whole"]
+    assert [line.partition(": ")[2].partition(",")[0] for line in lines] == ["undamaged", "undamaged"]
     two = run / "checkpoints" / "step-00000002"
     file = damage(two)
     lines = say(capsys, "verify", run, status=3)
@@ -164,7 +164,7 @@ def test_diff_sees_bits_that_numbers_hide_and_tensors_that_are_not_there(tmp_pat
         ([], "checkpoint: what to do is missing; add one of ls, show, verify, diff"),
         (["verfy", "x"], "verfy: `zeroshard checkpoint` does not know it; did you mean verify"),
         (["ls"], "checkpoint ls: 0 paths are given where 1 is wanted; write zeroshard checkpoint ls PATH"),
-        (["diff", "x"], "checkpoint diff: 1 paths are given where 2 are wanted"),
+        (["diff", "x"], "checkpoint diff: 1 path is given where 2 are wanted"),
         (["show", "--all"], "--all: `zeroshard checkpoint show` takes no flags"),
         (["show", "/nowhere"], "/nowhere: there is no such folder"),
     ],

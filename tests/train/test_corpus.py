@@ -76,7 +76,7 @@ def test_a_stream_of_another_batch_goes_on_with_the_next_row(streamed, capsys):
     run = build_run(config, LocalCommunicator(), torch.device("cpu"))
     assert run.batches.position(4)["row"] == 3 * 2 + 3 * 2
     run.close()
-    line = "resume: a step had 32 tokens, now it has 96: data go on at the row that comes next"
+    line = "resume: a step had 32 tokens, now it has 96: data continue with the next row of the stream"
     assert line in capsys.readouterr().err
 
 

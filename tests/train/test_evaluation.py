@@ -1,5 +1,6 @@
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -87,6 +88,15 @@ def test_a_hugging_face_folder_has_the_score_of_the_run_that_it_came_from(run, t
 def test_a_folder_with_nothing_in_it_is_named(tmp_path):
     with pytest.raises(UserError, match=r"^run: .*holds no run .*; give a run folder"):
         local_score(EvalConfig(run=str(tmp_path)))
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "config.toml").touch()
+    for path, line in (
+        (tmp_path, f"holds no run (no config.toml) and no Hugging Face model; give a run folder, as {tmp_path}/first"),
+        (tmp_path / "no", f"run: there is no folder {tmp_path}/no; give a run folder, as runs/NAME"),
+        (tmp_path / "first" / "config.toml", "config.toml is a file, not a run folder; "),
+    ):
+        with pytest.raises(UserError, match=re.escape(line)):
+            local_score(EvalConfig(run=str(path)))
 
 
 def test_tokens_without_text_have_no_bits(tiny_config):

@@ -121,7 +121,7 @@ def test_a_terminal_sees_that_the_model_is_loaded_and_then_the_text_alone(text_c
 
 
 def test_a_folder_without_a_run_or_a_checkpoint_is_refused(tiny_config, tmp_path):
-    with pytest.raises(UserError, match=r"run: .* holds no run"):
+    with pytest.raises(UserError, match=r"run: there is no folder .*/nowhere; give a run folder"):
         run_generate(GenerateConfig(run=str(tmp_path / "nowhere")))
     config = tiny_config(max_steps=2)
     run_training(config)

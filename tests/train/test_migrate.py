@@ -112,7 +112,7 @@ def test_other_data_are_its_own_token_files():
     ("words", "line"),
     [
         (["nanogp"], r"import-config: 'nanogp' is none of what is read; did you mean nanogpt"),
-        ([], r"import-config: 'KIND' is none of what is read; choose one of nanogpt, deepspeed"),
+        ([], r"import-config: whose settings to read is missing; choose one of nanogpt, deepspeed"),
         (["nanogpt", "--batchsize=1"], r"batchsize: nanoGPT has no such setting; did you mean batch_size"),
         (["nanogpt", "--batch_size"], r"--batch_size: has no value; write --batch_size=VALUE"),
         (["nanogpt", "nowhere.py"], r"nowhere\.py: cannot be read \(No such file"),

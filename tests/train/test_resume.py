@@ -84,8 +84,8 @@ def test_a_longer_run_is_told_what_becomes_of_its_learning_rate_and_how_to_keep_
     told = check_changes(saved, after.model_dump(mode="json"), 32, "d" * 64)
     assert told == [
         "max_steps was 300, now it is 600",
-        "the learning rate of step 301 was to be 0.0001, now it is 0.000574; "
-        "--decay-steps 300 keeps the schedule, whose end is min_lr",
+        "the learning rate of step 301 would have been 0.0001, now it is 0.000574; "
+        "--decay-steps 300 keeps the earlier schedule, then min_lr",
     ]
     kept = tiny_config(max_steps=600, warmup_steps=20, decay_steps=300)
     assert check_changes(saved, kept.model_dump(mode="json"), 32, "d" * 64) == [
@@ -98,7 +98,7 @@ def test_another_peak_is_told_as_a_rate_with_nothing_that_would_keep_it(tiny_con
     told = _changes(tiny_config(), tiny_config(lr=2e-3, min_lr=1e-4))
     assert told == [
         "lr was 0.001, now it is 0.002",
-        "the learning rate of step 1 was to be 0.0005, now it is 0.001",
+        "the learning rate of step 1 would have been 0.0005, now it is 0.001",
     ]
 
 
@@ -112,7 +112,11 @@ def test_a_horizon_that_is_kept_gives_the_same_rates_and_then_the_least():
 
 def test_another_global_batch_is_named_as_another_place_in_the_data(tiny_config):
     (line,) = _changes(tiny_config(), tiny_config(), tokens_per_step=64)
-    assert line == "a step had 32 tokens, now it has 64: data go on at another place of their order"
+    assert line == "a step had 32 tokens, now it has 64: data continue from another position in their order"
+    half = _changes(tiny_config(seq_len=8), tiny_config(seq_len=8), tokens_per_step=16)
+    told = "a step had 32 tokens, now it has 16: data continue from another position in their order"
+    assert half == [f"{told}; --global-batch-size 4 keeps a step as it was"]
+    assert _changes(tiny_config(), tiny_config(grad_accum_steps=2), tokens_per_step=16)[-1] == told
 
 
 @pytest.mark.parametrize(
@@ -173,7 +177,7 @@ def test_auto_takes_the_newest_good_one_and_says_what_it_passed_over(tiny_config
     assert "rank-00000-of-00001.safetensors is damaged" in lines[1]
     assert lines[2] == f"resume: step 4 from {folder / 'step-00000004'} (zero2 on 1 rank)"
     assert lines[3] == "resume: lr was 0.001, now it is 0.002"
-    assert lines[4] == "resume: the learning rate of step 5 was to be 0.00055, now it is 0.00105"
+    assert lines[4] == "resume: the learning rate of step 5 would have been 0.00055, now it is 0.00105"
     assert "a step had 32 tokens, now it has 64" in lines[5]
     assert len(lines) == 6
 

@@ -212,7 +212,7 @@ def open_manifest(path: str | PathLike[str]) -> tuple[Path, Manifest]:
     """
     folder = store.resolve(Path(path))
     if folder is None:
-        raise UserError(str(path), f"is not a complete checkpoint: no {MANIFEST}", "name another one")
+        raise folders.no_checkpoint(path)
     return folder, manifests.parse(folder / MANIFEST)
 
 

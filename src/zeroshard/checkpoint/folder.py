@@ -11,7 +11,10 @@ from os import PathLike
 from pathlib import Path
 
 from zeroshard.checkpoint import store
+from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.errors import UserError
 
+RUN_FOLDER = "checkpoints"  # of a run, which holds many
 BEST = "best"  # a link to the checkpoint of the lowest validation loss
 _NAME = re.compile(r"\.?step-(\d+)(\.tmp|\.old)?")
 
@@ -68,6 +71,14 @@ def set_aside(folder: str | PathLike[str], after: int) -> list[Path]:
 def latest(folder: str | PathLike[str]) -> Path | None:
     """The newest complete checkpoint ``step-N`` in ``folder``; None where there is none. Nothing is verified."""
     return next((each.path for each in find(folder) if each.complete), None)
+
+
+def no_checkpoint(path: str | PathLike[str]) -> UserError:
+    """What to raise where ``path`` is no complete checkpoint; a run folder's newest one is named in its place."""
+    path = Path(path)
+    why = f"no {MANIFEST}" if path.exists() else "there is no such folder"
+    newest = latest(path) or latest(path / RUN_FOLDER)
+    return UserError(str(path), f"is not a complete checkpoint: {why}", f"name {newest or 'another one'}")
 
 
 def name_best(folder: str | PathLike[str], step: int) -> None:

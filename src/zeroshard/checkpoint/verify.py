@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from zeroshard.checkpoint import store
+from zeroshard.checkpoint.folder import no_checkpoint
 from zeroshard.checkpoint.manifest import DAMAGED_TODO, MANIFEST, Manifest, Region, parse
 from zeroshard.errors import UserError
 from zeroshard.regular_files import open_binary
@@ -54,7 +55,7 @@ def verify(path: str | PathLike[str], progress: Callable[[int], None] = lambda n
     """
     folder = store.resolve(Path(path))
     if folder is None:
-        raise UserError(str(path), f"is not a complete checkpoint: no {MANIFEST}", "name another one")
+        raise no_checkpoint(path)
     try:
         manifest = parse(folder / MANIFEST)
     except UserError as error:

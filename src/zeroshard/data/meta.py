@@ -148,9 +148,10 @@ def read_meta(folder: Path) -> DataMeta:
     try:
         found = json.loads(read_text(path))
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(
-            "data.dir", f"{folder} holds no prepared tokens (no {META_NAME})", "run `zeroshard prepare` first"
-        ) from None
+        todo = "run `zeroshard prepare` first"
+        if not Path(folder).is_absolute():
+            todo += ", or change to the directory that the run was started in"
+        raise UserError("data.dir", f"{folder} holds no prepared tokens (no {META_NAME})", todo) from None
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, (isinstance(error, OSError) and error.strerror) or str(error)) from None
     version = found.get("format_version") if isinstance(found, dict) else None

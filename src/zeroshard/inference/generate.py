@@ -87,7 +87,10 @@ def nothing_in(folder: Path) -> UserError:
     if (folder / ADAPTER_CONFIG).is_file():
         return only_adapters("run", str(folder), folder / ADAPTER_CONFIG)
     what = f"{folder} holds no run (no config.toml) and no Hugging Face model"
-    return UserError("run", what, "give a run folder, as in runs/NAME")
+    if not folder.is_dir():
+        what = f"{folder} is a file, not a run folder" if folder.exists() else f"there is no folder {folder}"
+    inside = min(folder.glob("*/config.toml"), default=None)
+    return UserError("run", what, f"give a run folder, as {inside.parent if inside else 'runs/NAME'}")
 
 
 def load_for_text(folder: Path, weights: str = "last", dtype: str = "float32") -> tuple[LanguageModel, Tokenizer]:

@@ -27,9 +27,9 @@ def run_import_config(words: Sequence[str]) -> int:
         UserError: no such kind, no such file, or one that cannot be read; values that do not go together.
     """
     if not words or words[0] not in KINDS:
-        given = words[0] if words else "KIND"
-        todo = nearest(given, KINDS, f"choose one of {', '.join(KINDS)}")
-        raise UserError("import-config", f"{given!r} is none of what is read", todo)
+        what = f"{words[0]!r} is none of what is read" if words else "whose settings to read is missing"
+        todo = nearest(words[0] if words else "", KINDS, f"choose one of {', '.join(KINDS)}")
+        raise UserError("import-config", what, todo)
     migration = KINDS[words[0]](words[1:])
     migration.config()
     print(migration.text(), end="")

@@ -18,7 +18,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.verbs.base import Verb, read_file, say, show_help
 from zeroshard.verbs.laboratory import SWEEP, bench, dashboard, lab, plan, report, sweep
-from zeroshard.verbs.short_help import PLAN, TRAIN, short_help
+from zeroshard.verbs.short_help import PLAN, TRAIN
 from zeroshard.verbs.training import (
     evaluate,
     export,
@@ -31,7 +31,7 @@ from zeroshard.verbs.training import (
     train,
 )
 
-__all__ = ["VERBS", "Verb", "read_file", "say", "short_help", "show_help"]
+__all__ = ["VERBS", "Verb", "read_file", "say", "show_help"]
 
 
 def look_around(config: None, words: Sequence[str]) -> int:
@@ -54,7 +54,8 @@ def complete(verbs: Mapping[str, Verb], words: Sequence[str]) -> int:
     from zeroshard import completion
 
     if len(words) != 1:
-        raise UserError("shell", f"{len(words)} given", "write `zeroshard completion bash`, zsh or fish")
+        what = f"{len(words)} are given where 1 is wanted" if words else "is missing"
+        raise UserError("shell", what, "write `zeroshard completion bash`, zsh or fish")
     print(completion.script(words[0], verbs, SHORTHANDS))
     return ExitStatus.OK
 

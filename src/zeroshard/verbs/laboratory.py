@@ -17,6 +17,8 @@ from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.toml import read_toml
 from zeroshard.train.config.validate import nearest, validate
 from zeroshard.verbs.base import Verb, show_help
+from zeroshard.verbs.help_lines import named, usage, wrapped
+from zeroshard.verbs.short_help import default_in_words, values_in_words
 from zeroshard.verbs.training import written
 from zeroshard.verbs.working import working
 
@@ -45,10 +47,8 @@ def bench(config: None, words: Sequence[str]) -> int:
 
     kind = words[0] if words else "--help"
     if kind in ("--help", "-h"):
-        lines = [f"  {name:<12}{(bench.__doc__ or '').splitlines()[0]}" for name, bench in BENCHES.items()]
-        print(
-            "\n".join(["usage: zeroshard bench WHAT [FLAGS]", "", *lines, "", "`zeroshard bench WHAT --help`: flags."])
-        )
+        lines = named(((name, (bench.__doc__ or "").splitlines()[0]) for name, bench in BENCHES.items()), 12)
+        print(usage("bench WHAT [FLAGS]"), "", *lines, "", "`zeroshard bench WHAT --help`: flags.", sep="\n")
         return ExitStatus.OK
     if kind not in BENCHES:
         raise UserError(kind, "there is no such bench", nearest(kind, BENCHES, f"choose one of {', '.join(BENCHES)}"))
@@ -76,6 +76,9 @@ def sweep(config: None, words: Sequence[str]) -> int:
 
         return largest_micro_batch(*asked)
 
+    if not words:
+        what, todo = "nothing to compare is given", "write --axes.SETTING VALUE ..., as --axes.strategy zero0 zero3"
+        raise UserError("sweep", what, f"{todo}, or --config FILE.toml")
     path, words = take_option(words, "--config")
     raw = read_toml(path) if path else {}
     flags = {name: flag for name, flag in flags_of(SweepConfig, {}).items() if name not in ("--base", "--axes")}
@@ -91,18 +94,16 @@ def sweep(config: None, words: Sequence[str]) -> int:
 
 
 def _sweep_help(kind: type[BaseModel]) -> str:
-    lines = [
-        "usage: zeroshard sweep [--config FILE.toml] [FLAGS]",
-        "",
-        f"{SWEEP} Started again, it goes on where it stopped.",
-        "",
-        "  --base.SETTING VALUE         of every run; any flag of `zeroshard train`: --base.max-steps 30",
-        "  --axes.SETTING VALUE ...     tried one after another: --axes.strategy zero0 zero3",
+    flags = [
+        ("--base.SETTING VALUE", "of every run; any flag of `zeroshard train`: --base.max-steps 30"),
+        ("--axes.SETTING VALUE ...", "tried one after another: --axes.strategy zero0 zero3"),
     ]
     for name, field in kind.model_fields.items():
         if name not in ("base", "axes"):
-            lines.append(f"  --{name.replace('_', '-'):<27}{field.description} (default: {field.default or 'none'})")
-    return "\n".join(lines)
+            flag = f"--{name.replace('_', '-')} {values_in_words(field.annotation)}".rstrip()
+            flags.append((flag, f"{field.description} (default: {default_in_words(field.default)})"))
+    about = wrapped(f"{SWEEP} Started again, it resumes where it stopped.")
+    return "\n".join([usage("sweep [--config FILE.toml] [FLAGS]"), "", *about, "", *named(flags, 29)])
 
 
 def report(config: None, words: Sequence[str]) -> int:

@@ -5,9 +5,8 @@ Where its output goes to a file or another program, which looks for a name in it
 
 from __future__ import annotations
 
-import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, Literal, get_args, get_origin
 
@@ -16,6 +15,7 @@ from pydantic import BaseModel
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import fields_by_name, validate
 from zeroshard.verbs.base import Verb
+from zeroshard.verbs.help_lines import help_width, usage, wrapped
 
 # Settings by their names in a file, in groups: those that the README, the tutorial and the how-tos use.
 TRAIN = {
@@ -31,34 +31,47 @@ PLAN = {
     "the machines": ("gpus", "gpu", "gpus_per_node", "network"),
     "the answer": ("stage", "ask", "explain", "dry_run", "json"),
 }
-_WIDEST = 100  # columns; longer lines are hard to read
 _INDENT = 4
 
 
 def short_help(name: str, verb: Verb, raw: dict[str, Any], *, every: bool = False) -> str:
-    """The settings of ``verb.common``: their values, what they do, and their defaults, which ``raw`` may replace.
+    """The settings of ``verb.common``, or all: values, meaning, and defaults, which ``raw`` may replace.
 
     ``every``: all other settings follow, by their tables.
     """
     assert verb.config is not None
-    fields, defaults = fields_by_name(verb.config), validate(verb.config, raw)
-    width = min(_WIDEST, shutil.get_terminal_size().columns)
-    file = "[--config FILE.toml] " if verb.reads_file else ""
-    lines = [f"usage: zeroshard {name} {file}[FLAGS]", "", *textwrap.wrap(verb.summary, width)]
-    groups = {**verb.common, **(_others(fields, verb) if every else {})}
+    fields, width = fields_by_name(verb.config), help_width()
+    # what has no default has no instance to show defaults from, and takes no file
+    defaults = None if verb.positionals else validate(verb.config, raw)
+    words = [name, *map(str.upper, verb.positionals), *["[--config FILE.toml]"] * verb.reads_file, "[FLAGS]"]
+    words += [verb.before, "[FLAGS]"] if verb.before else []
+    lines = [usage(" ".join(words)), "", *wrapped(verb.summary)]
+    groups = {**verb.common, **(_others(fields, verb) if every else {})} if verb.common else _all(verb, fields)
     for heading, settings in groups.items():
         lines += ["", f"{heading}:"]
         for dotted in settings:
-            flag, values, indent = f"  {_flag(dotted)}", _values(fields[dotted].annotation), " " * _INDENT
-            text = f"{fields[dotted].description} (default: {_default(defaults, dotted)})"
+            field, indent = fields[dotted], " " * _INDENT
+            flag, values = f"  {_flag(dotted)}", values_in_words(field.annotation)
+            default = _default(defaults, dotted) if defaults else default_in_words(field.default)
+            text = f"{field.description} (default: {default})"
+            if field.annotation is bool and default == "yes":
+                flag += f", {_off(flag.strip())}"
+            if dotted in verb.positionals:
+                flag, values, text = f"  {dotted.upper()}", "", field.description or ""
             if len(f"{flag} {values}") > width:
                 text, values = f"{values.replace('|', ', ')}. {text}", "VALUE"
             lines.append(f"{flag} {values}".rstrip())
             lines += textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-    more = f"`zeroshard {name} --help all` names all {len(fields)} settings."
-    if verb.reads_file:
-        more += " Settings: defaults < --config FILE.toml < flags."
-    return "\n".join([*lines, "", *textwrap.wrap(more, width)])
+    more = [f"`zeroshard {name} --help all` names all {len(fields)} settings."] if verb.common else []
+    more += ["Settings: defaults < --config FILE.toml < flags."] if verb.reads_file else []
+    return "\n".join([*lines, "", *wrapped(" ".join(more))]).rstrip()
+
+
+def _all(verb: Verb, fields: Iterable[str]) -> dict[str, Sequence[str]]:
+    """Groups of a verb that has few settings: what stands without a flag, and the flags."""
+    settings = [name for name in fields if name not in verb.positionals]
+    groups: dict[str, Sequence[str]] = {"what to give": verb.positionals, "settings": settings}
+    return {heading: group for heading, group in groups.items() if group}
 
 
 def _others(fields: Iterable[str], verb: Verb) -> dict[str, list[str]]:
@@ -77,7 +90,13 @@ def _flag(dotted: str) -> str:
     return f"--{table if table and SHORTHANDS.get(table) == key else dotted}".replace("_", "-")
 
 
-def _values(annotation: Any) -> str:
+def _off(flag: str) -> str:
+    """What turns a switch off: ``--no-fused``, ``--data.no-packing``."""
+    table, dot, key = flag.removeprefix("--").rpartition(".")
+    return f"--{table}{dot}no-{key}"
+
+
+def values_in_words(annotation: Any) -> str:
     """What may stand after a flag: one of a few words, or the kind of value; nothing after a switch."""
     if annotation is bool:
         return ""
@@ -92,6 +111,11 @@ def _default(defaults: BaseModel, dotted: str) -> str:
     value: Any = defaults
     for part in dotted.split("."):
         value = getattr(value, part)
+    return default_in_words(value)
+
+
+def default_in_words(value: Any) -> str:
+    """A default as a help says it: a switch is ``yes`` or ``no``, an empty list ``none``."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value) or "empty"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from zeroshard import process
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.errors import ExitStatus, UserError, path_line
 from zeroshard.flags import flags_of, read_flags, take_option
 from zeroshard.parallel.registry import STRATEGIES
 from zeroshard.submit import SubmitConfig
@@ -200,10 +200,14 @@ def import_model(config: ImportConfig, argv: Sequence[str]) -> int:
 
 
 def written(out: str, write: Callable[[], int]) -> int:
-    """What ``write`` returns; a disk that fails is told in a line."""
+    """What ``write`` returns; a path that cannot be used and a disk that fails are told in a line."""
     try:
         return write()
     except OSError as error:
+        refused = path_line(error)
+        if refused is not None and refused[0] == ExitStatus.USAGE:  # of the path, and not of its disk
+            say(refused[1])
+            return ExitStatus.USAGE
         say(f"{out}: it was not written ({error.strerror or error}); free space, or name another folder")
         return ExitStatus.STORAGE
 

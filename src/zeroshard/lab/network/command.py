@@ -32,10 +32,12 @@ def run_lab(given: Mapping[str, str]) -> int:
         _clean()
         return ExitStatus.OK
     if command != "tc":
-        raise UserError("lab", f"{command!r} is not one of its commands", nearest(command, ("clean", "tc"), USAGE))
+        what = f"{command!r} is not one of its commands" if command else "what to do is missing"
+        raise UserError("lab", what, nearest(command, ("clean", "tc"), f"write one of {USAGE}"))
     action = given.get("action", "")
     if action not in _ACTIONS:
-        raise UserError("lab tc", f"{action!r} is not one of its actions", nearest(action, _ACTIONS, USAGE))
+        what = f"{action!r} is not one of its actions" if action else "what to do is missing"
+        raise UserError("lab tc", what, nearest(action, _ACTIONS, f"write one of {USAGE}"))
     takes, act = _ACTIONS[action]
     if "device" not in given:
         raise UserError("device", "is missing", f"write zeroshard lab tc {action} DEV")

@@ -44,17 +44,19 @@ REMEDY = "remedy"  # the axis of remedies, by name
 class SweepConfig(Config):
     """What `zeroshard sweep` tries, and how. ``base`` and ``axes`` are raw settings of `zeroshard train`."""
 
-    out: str = Field("sweeps/sweep", min_length=1, description="Folder of the sweep; one that is there goes on.")
+    out: str = Field("sweeps/sweep", min_length=1, description="Folder of the sweep; a sweep that is there is resumed.")
     repeats: int = Field(1, ge=1, description="Runs of each case; all cases run once before any runs again.")
     retry: bool = Field(False, description="Run again what has failed before.")
     dry_run: bool = Field(False, description="Say what would run, and run nothing.")
-    timeout_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="Seconds that a run may take; 0: any.")
+    timeout_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="Seconds that a run may take; 0: no limit.")
     checkpoints: bool = Field(False, description="Keep the checkpoint that each run ends with.")
     fit_memory: str = Field("", description="Take the largest micro-batch that fits, as 8GiB a rank; empty: as given.")
-    crossover: tuple[str, ...] = Field((), description="Two strategies: bisect for the bandwidth where they draw.")
+    crossover: tuple[str, ...] = Field(
+        (), description="Two strategies: bisect for the bandwidth at which they are equally fast."
+    )
     crossover_low: str = Field("100Mbit/s", description="Least bandwidth of a crossover.")
     crossover_high: str = Field("10Gbit/s", description="Largest bandwidth of a crossover.")
-    crossover_within: float = Field(1.2, gt=1, description="A crossover is known to such a factor.")
+    crossover_within: float = Field(1.2, gt=1, description="Stop when the crossover is known to within this factor.")
 
     remedies: tuple[str, ...] = Field(
         (),
@@ -62,7 +64,7 @@ class SweepConfig(Config):
         "every=32 (local steps), every=32,int8, node-copy=2.",
     )
     time_to_loss: bool = Field(
-        False, description="Train once a remedy to the end, and time a few steps of it on each link."
+        False, description="Train each remedy to the end once, and time a few of its steps on each link."
     )
     target_loss: float = Field(
         0.0,

@@ -86,7 +86,7 @@ class GenerateConfig(Config):
         "last", description="The last step's, their moving average, or those of checkpoints/best."
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Compute type.")
-    prompt: str = Field("", description="Text to go on from; empty: what begins a document, or a line break.")
+    prompt: str = Field("", description="Text to continue; empty: what begins a document, or a line break.")
     message: str = Field("", description="What a user says to a model of conversations; its answer is written.")
     system: str = Field("", description="message: what the model is told before.")
     template: str = Field(

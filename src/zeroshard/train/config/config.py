@@ -191,7 +191,8 @@ class TrainConfig(Config):
     checkpoint_interval: int = Field(0, ge=0, description="Steps between checkpoints; 0: only at the end.")
     checkpoint_async: bool = Field(
         True,
-        description="Write checkpoints while training goes on, copying what changes too soon; false: stand still.",
+        description="Write checkpoints while training continues, copying what steps change meanwhile; false: "
+        "training waits.",
     )
     keep_checkpoints: int = Field(0, ge=0, description="Newest checkpoints to keep; 0: all.")
     keep_every: int = Field(0, ge=0, description="Steps whose multiples keep their checkpoints beside the newest.")

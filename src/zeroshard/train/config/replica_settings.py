@@ -131,7 +131,7 @@ def early_momentum(replicas: ReplicasConfig) -> str:
         f"{replicas.outer_momentum} with replicas.outer_lr = {replicas.outer_lr} moves common weights by up to "
         f"{factor:.2g} times what replicas changed, and from new weights that may cost much of the loss"
     )
-    todo = "train the first tenth or fifth without --replicas.every and go on with it by --resume auto, or give 0.5"
+    todo = "train the first tenth or fifth without --replicas.every and resume with it by --resume auto, or give 0.5"
     return f"replicas.outer_momentum: {what}; {todo}"
 
 

@@ -65,7 +65,7 @@ def about_run(
     compiled = ", compiled" if config.compile else ""
     resumed = f", resumed after step {first_step:,}" if first_step else ""
     return {
-        "run": f"{folder}, {config.max_steps:,} steps{resumed}",
+        "run": f"{folder}, {config.max_steps:,} step{'s' if config.max_steps > 1 else ''}{resumed}",
         "strategy": strategy_in_words(
             config.strategy, world_size, config.shard_size, chosen=chosen, every=config.replicas.every
         ),

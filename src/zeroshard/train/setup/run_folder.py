@@ -43,9 +43,7 @@ def claim_folder(folder: Path, *, resuming: bool) -> RunLock:
         ) from None
     if not resuming and any((folder / name).exists() for name in ("config.toml", "metrics.jsonl")):
         lock.close()
-        raise UserError(
-            "out", f"{folder} already holds a run", "choose another --out, or go on with it by --resume auto"
-        )
+        raise UserError("out", f"{folder} already holds a run", "choose another --out, or resume it with --resume auto")
     for path in (folder / "config.toml", folder / "metrics.jsonl"):
         try:
             if path.exists():

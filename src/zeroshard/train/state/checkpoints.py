@@ -38,9 +38,8 @@ def run_checkpoint(words: Sequence[str]) -> int:
     if flag is not None:
         raise UserError(flag, f"`zeroshard checkpoint {word}` takes no flags", "leave it out")
     if len(paths) != command.num_paths:
-        what = f"{len(paths)} paths are given where {command.num_paths} is wanted"
-        if command.num_paths > 1:
-            what = f"{len(paths)} paths are given where {command.num_paths} are wanted"
+        given = "1 path is" if len(paths) == 1 else f"{len(paths)} paths are"
+        what = f"{given} given where {command.num_paths} {'is' if command.num_paths == 1 else 'are'} wanted"
         raise UserError(f"checkpoint {word}", what, f"write zeroshard checkpoint {word}{' PATH' * command.num_paths}")
     for path in paths:
         if not Path(path).is_dir():
@@ -111,7 +110,7 @@ def _verify(path: Path) -> ExitStatus:
         if damages:
             status = ExitStatus.CHECK_FAILED
         else:
-            print(f"{each}: whole, {bytes_in_words(checkpoint.read_manifest(each).num_bytes)}")
+            print(f"{each}: undamaged, {bytes_in_words(checkpoint.read_manifest(each).num_bytes)}")
     return status
 
 

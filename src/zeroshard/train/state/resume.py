@@ -119,8 +119,9 @@ def check_changes(
     position = saved.get("position", {})
     old_tokens = position.get("tokens_per_step", tokens_per_step)
     if old_tokens != tokens_per_step:
-        where = "the row that comes next" if position.get("stream") else "another place of their order"
-        lines.append(f"a step had {old_tokens} tokens, now it has {tokens_per_step}: data go on at {where}")
+        where = "with the next row of the stream" if position.get("stream") else "from another position in their order"
+        line = f"a step had {old_tokens:,} tokens, now it has {tokens_per_step:,}: data continue {where}"
+        lines.append(line + _same_step(old_tokens, tokens_per_step, config))
     return lines
 
 
@@ -160,10 +161,17 @@ def _other_rate(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str
     rates = [learning_rate(step, **each) for each in (old, new)]
     if rates[0] == rates[1]:
         return []
-    line = f"the learning rate of step {step + 1} was to be {rates[0]:.3g}, now it is {rates[1]:.3g}"
+    line = f"the learning rate of step {step + 1} would have been {rates[0]:.3g}, now it is {rates[1]:.3g}"
     if {**new, "max_steps": old["max_steps"]} == {**new, **old}:
-        line += f"; --decay-steps {old['max_steps']} keeps the schedule, whose end is min_lr"
+        line += f"; --decay-steps {old['max_steps']} keeps the earlier schedule, then min_lr"
     return [line]
+
+
+def _same_step(old_tokens: int, tokens_per_step: int, config: Mapping[str, Any]) -> str:
+    """What to say so that a step has as many tokens as before; empty where more accumulation alone cannot do it."""
+    if config["grad_accum_steps"] > 1 or config["global_batch_size"] or old_tokens % tokens_per_step:
+        return ""
+    return f"; --global-batch-size {old_tokens // config['seq_len']} keeps a step as it was"
 
 
 def check_model(

@@ -93,7 +93,7 @@ class Stepping:
         if not piecewise.has_state and not self.missed.isdisjoint(piecewise.members):
             warnings.warn(
                 f"optimizer: the checkpoint that was loaded has states for {type(piecewise.optimizer).__name__}, which "
-                "begins without them; make it by zero.optimizer() before the load to go on from them",
+                "begins without them; make it by zero.optimizer() before the load to continue from them",
                 stacklevel=4,
             )
 
