@@ -3,6 +3,7 @@ import shlex
 
 import pytest
 
+from zeroshard.columns import wrapped
 from zeroshard.flags import flags_of, read_flags
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
@@ -53,3 +54,13 @@ def test_the_command_is_said_under_the_plan():
 def test_there_is_no_command_where_no_run_is_what_was_planned(words):
     assert _command(f"{SMALL} {words}") is None
     assert "zeroshard train --model" not in _plan(f"{SMALL} {words}")
+
+
+def test_a_narrow_terminal_has_fewer_columns_and_broken_sentences():
+    config = validate(PlanConfig, read_flags(f"{SMALL} --gpus 16".split(), flags_of(PlanConfig, SHORTHANDS)))
+    wide, narrow = answer_plan(config).text, answer_plan(config, 80).text
+    assert "headroom" in wide
+    assert "headroom" not in narrow
+    shown = wrapped(narrow, 80).splitlines()
+    assert max(len(line) for line in shown if "zeroshard train" not in line) <= 80
+    assert wrapped(wide, 0) == wide

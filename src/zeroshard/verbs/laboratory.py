@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from zeroshard import process
+from zeroshard.columns import wrapped
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import Flag, flags_of, read_flags, take_option
 from zeroshard.lab.planner.config import PlanConfig
@@ -33,10 +36,11 @@ def plan(config: PlanConfig, argv: Sequence[str]) -> int:
         with working("planning"):
             from zeroshard.lab.planner.command import answer_plan  # with torch; what is kept is answered without
 
-            return answer_plan(config)
+            return answer_plan(config, width)
 
-    answer = answered(config, compute)
-    print(answer.text)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    answer = answered(config, compute, width)
+    print(answer.text if config.json else wrapped(answer.text, width))
     return answer.status
 
 

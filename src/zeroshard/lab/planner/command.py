@@ -42,14 +42,14 @@ from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides
 from zeroshard.zero import STAGES
 
 
-def answer_plan(config: PlanConfig) -> PlanAnswer:
-    """What is printed, and the exit status: 3 where nothing fits.
+def answer_plan(config: PlanConfig, width: int = 0) -> PlanAnswer:
+    """What is printed, and the exit status: 3 where nothing fits; ``width``: of the terminal, 0: there is none.
 
     Raises:
         UserError: what cannot be planned.
     """
     try:
-        return _answer(config)
+        return _answer(config, width)
     except RuntimeError as error:
         if "overflow" not in str(error):  # torch's word for a size that 64 bits do not hold
             raise
@@ -57,7 +57,7 @@ def answer_plan(config: PlanConfig) -> PlanAnswer:
         raise UserError("model", what, "choose smaller sizes, seq_len or micro_batch") from None
 
 
-def _answer(config: PlanConfig) -> PlanAnswer:
+def _answer(config: PlanConfig, width: int) -> PlanAnswer:
     if len(config.gpu_names) > 1:
         return _compared_gpus(config)
     given = arguments(config)
@@ -79,7 +79,7 @@ def _answer(config: PlanConfig) -> PlanAnswer:
             said.append(_printed(config, compared, _comparison_text(compared)))
             return PlanAnswer(ExitStatus.OK, "\n".join(said))
     else:
-        said = [_with_cost(config, found)]
+        said = [_with_cost(config, found, width)]
     return PlanAnswer(ExitStatus.OK if found.fits else ExitStatus.CHECK_FAILED, "\n".join(said))
 
 
@@ -102,14 +102,14 @@ def _plan(config: PlanConfig) -> Plan:
     )
 
 
-def _with_cost(config: PlanConfig, found: Plan) -> str:
+def _with_cost(config: PlanConfig, found: Plan, width: int) -> str:
     """The whole answer, and what the row advised costs where that was asked."""
     asked = bool(config.price or config.tokens)
     prices = parse_prices(config.price, 1)
     cost = found.cost(config.tokens, prices[0] if prices else 0.0) if asked else None
     content = found.as_dict() | ({"cost": None if cost is None else cost.as_dict()} if asked else {})
     content["command"] = next_command.next_command(config, found)
-    lines = [text(found), *([cost.sentence()] if cost is not None else []), *next_command.told(config, found)]
+    lines = [text(found, width), *([cost.sentence()] if cost is not None else []), *next_command.told(config, found)]
     return _printed(config, content, "\n".join(lines), unused_links(config, [found.cluster]))
 
 

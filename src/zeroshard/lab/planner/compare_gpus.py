@@ -81,7 +81,16 @@ def text(found: Answers, dtype: str) -> str:
     first = planned(found)[0].plan
     workload = first.workload
     head = f"{workload.name}, {dtype}, {workload.optimizer}, sequences of {workload.seq_len}"
-    return "\n".join([f"{head}, {first.num_gpus:,} GPUs", "", *lines, "", sentence(found), *_remarks(found, dtype)])
+    return "\n".join(
+        [
+            f"{head}, {first.num_gpus:,} GPU{'s' * (first.num_gpus > 1)}",
+            "",
+            *lines,
+            "",
+            sentence(found),
+            *_remarks(found, dtype),
+        ]
+    )
 
 
 def _remarks(found: Answers, dtype: str) -> list[str]:

@@ -13,7 +13,7 @@ from zeroshard.lab.planner.advice import describe, fewest_gpus, sentence_case
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.predict.workload import Workload
-from zeroshard.models import LanguageModel
+from zeroshard.models import GPT2, LanguageModel, Llama
 
 MOST_SEQUENCES = 2**20  # that a micro-batch is searched to
 KEEPS = 0.9  # of its speed on an infinitely fast network
@@ -194,7 +194,7 @@ def require_network(planner: Planner) -> None:
 
 
 def _require_ours(workload: Workload) -> None:
-    if not isinstance(workload.model, LanguageModel):
+    if not isinstance(workload.model, GPT2 | Llama):
         raise UserError("model", f"{workload.name} cannot be built larger", "ask it of a preset")
 
 

@@ -41,13 +41,15 @@ class PlanAnswer(NamedTuple):
     text: str
 
 
-def answered(config: PlanConfig, compute: Callable[[PlanConfig], PlanAnswer]) -> PlanAnswer:
+def answered(config: PlanConfig, compute: Callable[[PlanConfig], PlanAnswer], width: int = 0) -> PlanAnswer:
     """The answer to ``config``: the one that is kept, else what ``compute`` returns, which is kept then.
+
+    ``width``: of the terminal that ``compute`` answers for.
 
     Raises:
         UserError: of ``compute``; nothing is kept.
     """
-    path = _place(config)
+    path = _place(config, width)
     found = None if path is None else _kept(path)
     if found is not None:
         return found
@@ -57,17 +59,18 @@ def answered(config: PlanConfig, compute: Callable[[PlanConfig], PlanAnswer]) ->
     return answer
 
 
-def _place(config: PlanConfig) -> Path | None:
+def _place(config: PlanConfig, width: int) -> Path | None:
     """The file of this question; None where no answer may be kept."""
     own_code = ":" in config.model.name or ":" in config.optimizer
     if not config.cache or config.dry_run or own_code or config.kernels not in _KEYED_KERNELS:
         return None
     folder = cache_folder()
-    return None if folder is None else folder / FOLDER / f"{_key(config)}.json"
+    return None if folder is None else folder / FOLDER / f"{_key(config, width)}.json"
 
 
-def _key(config: PlanConfig) -> str:
+def _key(config: PlanConfig, width: int) -> str:
     facts = {
+        "width": width,
         "settings": config.model_dump(mode="json", exclude={"cache"}),
         "device": [repr(find_device(name)) for name in config.gpu_names],
         "sources": sources_sha256(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import add
 
-from zeroshard.columns import columns
+from zeroshard.columns import columns, fitted
 from zeroshard.lab.planner.advice import GIB
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.predict.workload import Workload
@@ -26,9 +26,12 @@ COLUMNS = (
 )
 
 
-def text(plan: Plan) -> str:
-    """The whole answer."""
-    return "\n".join([heading(plan), "", table(plan), "", plan.advice, *notes(plan)])
+SPARE = ("headroom", "exposed", "MFU")  # columns that a narrow terminal goes without, the first of them first
+
+
+def text(plan: Plan, width: int = 0) -> str:
+    """The whole answer; ``width``: of the terminal that shows it, 0: none does."""
+    return "\n".join([heading(plan), "", table(plan, width), "", plan.advice, *notes(plan)])
 
 
 MOSTLY_PADDING = 2.0
@@ -110,11 +113,12 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def table(plan: Plan) -> str:
+def table(plan: Plan, width: int = 0) -> str:
     """One line a row; the recommended one has an arrow."""
     shown = lines(plan)
     marks = ["  ", *("> " if is_best else "  " for _, is_best in shown)]
-    return "\n".join(map(add, marks, columns([COLUMNS, *(each for each, _ in shown)], right=range(len(COLUMNS)))))
+    rows = fitted([COLUMNS, *(each for each, _ in shown)], max(width - 2, 0), SPARE)
+    return "\n".join(map(add, marks, columns(rows, right=range(len(COLUMNS)))))
 
 
 def lines(plan: Plan) -> list[tuple[tuple[str, ...], bool]]:
