@@ -40,6 +40,18 @@ def test_the_command_is_said_under_the_plan():
     assert "on each of 2 nodes, HOST one of them" in _plan(f"{SMALL} --gpus 16")
 
 
+def test_the_command_has_the_wire_formats_of_its_row():
+    wire = "--wire.grads int8 --wire.node-size 8 --network 1Gbit/s"
+    inside = _command(f"{SMALL} --gpus 16 {wire}")  # the row that is fastest is over a node's GPUs
+    assert "--shard-size 8" in inside
+    assert "--wire.grads int8" in inside
+    assert "--wire.node-size" not in inside
+    flat = _command("--model llama-7b --gpus 32 --stage 3 --micro-batch 3 --gpu a100-40gb " + wire)
+    assert "--wire.node-size 8" in flat
+    assert "--shard-size" not in flat
+    assert "--wire" not in _command("--model gpt2-demo --gpus 2 --wire.grads int8 --micro-batch 1")  # stage 0
+
+
 @pytest.mark.parametrize(
     "words",
     [

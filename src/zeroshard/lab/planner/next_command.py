@@ -58,7 +58,9 @@ def _num_nodes(plan: Plan) -> int:
 
 def _settings(config: PlanConfig, plan: Plan, row: Row) -> Settings:
     for section in SECTIONS:
-        yield from _given(getattr(config, section), f"{section}.")
+        for name, value in _given(getattr(config, section), f"{section}."):
+            if _has(row, name):
+                yield name, value
     num_nodes = _num_nodes(plan)
     if plan.num_gpus > 1:
         yield from (("strategy", f"zero{row.stage}"), ("nproc", plan.num_gpus // num_nodes))
@@ -81,6 +83,11 @@ def _settings(config: PlanConfig, plan: Plan, row: Row) -> Settings:
         yield "data.document_mask", True
     if config.tokens:
         yield "max_steps", math.ceil(config.tokens / (row.step.tokens * plan.cluster.world_size))
+
+
+def _has(row: Row, name: str) -> bool:
+    """Whether the row was planned with that setting: stage 0 has no wire formats, and a row over a node no nodes."""
+    return bool(row.node_size) if name == "wire.node_size" else bool(row.stage) or not name.startswith("wire.")
 
 
 def _given(settings: BaseModel, prefix: str, only: tuple[str, ...] = ()) -> Settings:
