@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import sys
@@ -25,10 +26,12 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import bytecode
 import forked
 from made_once import made_once  # noqa: F401 -- a fixture
 from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings
 from tiny_runs import data_folder, text_config, tiny_config  # noqa: F401 -- fixtures
+from zeroshard import garbage
 from zeroshard.process import num_cpus
 
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
@@ -41,9 +44,19 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_configure(config):
-    """One server of forked programs for all workers, which are started after this."""
+    """For all workers, which are started after this: a server of forked programs, and the tests' bytecode."""
     if config.getoption("numprocesses", None):
         forked.start_server()
+        bytecode.make(config, Path(__file__).parent)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and tests live to the end: the collector need not go over a million of their objects again and again."""
+    with garbage.seldom():
+        collected = yield
+    garbage.as_ever()
+    return collected
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +88,14 @@ def _no_mode_stays():
         assert sys.modules["torch._dynamo.eval_frame"]._stance.stance == "default"
     assert torch._C._len_torch_dispatch_stack() == 0
     assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.fixture(autouse=True)
+def _heap_stays_frozen():
+    """A run in this process gives the heap back at its end; tests after it would search through all of it again."""
+    yield
+    if not gc.get_freeze_count():
+        gc.freeze()
 
 
 @pytest.fixture

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+from zeroshard.errors import UserError
 
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
-
-from zeroshard.errors import UserError  # noqa: E402
-from zeroshard.integrations.accelerate import Accelerator  # noqa: E402
-from zeroshard.integrations.transformers import ZeroTrainer  # noqa: E402
+# Imported by the tests and not here: each worker that collects them would take seconds for it.
+pytestmark = [
+    pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
+    for name in ("transformers", "accelerate")
+]
 
 
 @pytest.fixture(autouse=True)
 def _own_state():
     """Accelerate keeps its state in the process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -24,6 +27,8 @@ def _own_state():
 
 
 def tiny():
+    import transformers
+
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, **sizes))
 
@@ -39,7 +44,11 @@ def tiny():
     ],
 )
 def test_the_trainer_refuses_in_one_line(settings, field, tmp_path):
-    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **settings)
+    from transformers import TrainingArguments
+
+    from zeroshard.integrations.transformers import ZeroTrainer
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **settings)
     with pytest.raises(UserError) as told:
         ZeroTrainer(tiny(), args)
     assert told.value.field == field
@@ -49,18 +58,26 @@ def test_the_trainer_refuses_in_one_line(settings, field, tmp_path):
 
 @pytest.mark.parametrize("field", ["fsdp", "deepspeed", "parallelism_config"])
 def test_another_way_to_shard_is_refused(field, tmp_path):
-    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    from transformers import TrainingArguments
+
+    from zeroshard.integrations.transformers import ZeroTrainer
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     object.__setattr__(args, field, "given")  # as the packages that each needs would have checked it
     with pytest.raises(UserError, match=rf"^{field}: .*; leave .* out|leave it out"):
         ZeroTrainer(tiny(), args)
 
 
 def test_accelerate_refuses_to_compile_the_whole_model():
+    from zeroshard.integrations.accelerate import Accelerator
+
     with pytest.raises(UserError, match=r"^dynamo_plugin: .*block\.compile"):
         Accelerator(cpu=True, dynamo_backend="inductor")
 
 
 def test_a_model_is_prepared_once_and_stays_the_object_that_it_was():
+    from zeroshard.integrations.accelerate import Accelerator
+
     accelerator = Accelerator(cpu=True)
     model = tiny()
     assert accelerator.prepare(model) is model

@@ -115,6 +115,7 @@ def test_what_communication_costs_is_told_by_unit_kind_and_phase(tiny_config):
 def test_the_heap_is_given_back_to_the_garbage_collector(tiny_config):
     seen = []
     config = tiny_config()
+    gc.unfreeze()  # what the tests' conftest has frozen
 
     def count_frozen(rank):
         seen.append(gc.get_freeze_count())

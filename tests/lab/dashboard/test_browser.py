@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from run_folders import write_run, write_sweep
 from zeroshard.cli import main
 
 CHROMIUM = Path("/usr/bin/chromium")
-pytest.importorskip("dash", reason="the extra `dashboard` is not installed")
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = [
+    pytest.mark.skipif(find_spec("dash") is None, reason="the extra `dashboard` is not installed"),
+    pytest.mark.skipif(find_spec("playwright") is None, reason="playwright is not installed"),
     pytest.mark.skipif(not CHROMIUM.is_file(), reason=f"there is no {CHROMIUM}"),
     pytest.mark.slow,
 ]
@@ -51,7 +52,9 @@ class Browser:
 
 @pytest.fixture(scope="module")
 def chromium():
-    with playwright.sync_playwright() as tools:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as tools:
         args = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
         chromium = tools.chromium.launch(executable_path=str(CHROMIUM), args=args)
         yield chromium
