@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from zeroshard import process
-from zeroshard.columns import wrapped
+from zeroshard import columns, process
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import Flag, flags_of, read_flags, take_option
 from zeroshard.lab.planner.config import PlanConfig
@@ -40,7 +39,7 @@ def plan(config: PlanConfig, argv: Sequence[str]) -> int:
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     answer = answered(config, compute, width)
-    print(answer.text if config.json else wrapped(answer.text, width))
+    print(answer.text if config.json else columns.wrapped(answer.text, width))
     return answer.status
 
 
