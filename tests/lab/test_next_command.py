@@ -68,6 +68,11 @@ def test_there_is_no_command_where_no_run_is_what_was_planned(words):
     assert "zeroshard train --model" not in _plan(f"{SMALL} {words}")
 
 
+def test_a_last_node_that_is_not_full_is_said_to_be_slow():
+    assert "The last node has 1 of 8 GPUs, and so 1 link to the others" in _plan(f"{SMALL} --gpus 9")
+    assert "The last node" not in _plan(f"{SMALL} --gpus 16")
+
+
 def test_a_narrow_terminal_has_fewer_columns_and_broken_sentences():
     config = validate(PlanConfig, read_flags(f"{SMALL} --gpus 16".split(), flags_of(PlanConfig, SHORTHANDS)))
     wide, narrow = answer_plan(config).text, answer_plan(config, 80).text

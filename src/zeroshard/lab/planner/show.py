@@ -56,6 +56,11 @@ def notes(plan: Plan) -> list[str]:
     if worst > MOSTLY_PADDING:
         what = f"buffers are up to {worst:,.0f} times as large as the parameters in them"
         found.append(f"{plan.workload.optimizer} keeps tensors whole: over many GPUs {what}; --shard-size bounds that.")
+    rest = plan.num_gpus % plan.gpus_in_node
+    if rest and plan.num_gpus > plan.gpus_in_node:
+        links = "1 link" if rest == 1 else f"{rest} links"
+        what = f"The last node has {rest} of {plan.gpus_in_node} GPUs, and so {links} to the others"
+        found.append(f"{what}, for which all wait: fewer GPUs, in full nodes, may be as fast.")
     best = plan.best
     if best is not None and best.step.host_bytes:
         on_node = min(plan.gpus_in_node, plan.num_gpus)
