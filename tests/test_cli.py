@@ -532,7 +532,6 @@ SWALLOWED = """
 import os, sys, threading, weakref
 from zeroshard.cli import main
 from zeroshard.train.loop import loop
-from zeroshard.verbs.training import written
 
 class Gone:
     pass

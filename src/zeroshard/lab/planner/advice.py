@@ -61,7 +61,7 @@ def _spread(row: Row) -> str:
     if row.spread == (1.0, 1.0):
         return ""
     least, most = row.tokens_per_s_range
-    return f" (four of five published runs would lie between {least:,.0f} and {most:,.0f})"
+    return f" (likely {least:,.0f} to {most:,.0f}: plans of four of five published runs were that close)"
 
 
 def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
