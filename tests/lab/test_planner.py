@@ -73,6 +73,7 @@ def _row(stage, tokens_per_s, headroom_bytes=2**30, *, fits=True, micro_batch=1)
         spread=(1.0, 1.0),
         meetings=Meetings(),
         node_copy=0,
+        node_size=0,
     )
 
 
