@@ -45,7 +45,7 @@ def test_the_command_takes_the_settings_of_a_run_and_explains_the_exchange():
 
 
 def test_rows_of_stage_zero_that_have_no_wire_format_say_so():
-    for given in ({}, {"ask": "remedy", "network": "1Gbit/s", "gpu": "a100-80gb"}):
+    for given in ({}, {"ask": "remedy", "network": "1Gbit/s", "gpu": "a100-80gb", "gpus_per_node": 1}):
         config = validate(PlanConfig, {"model": SMALL, "gpus": 2, "micro_batch": 1, "wire": {"grads": "int4"}, **given})
         said = answer_plan(config).text
         assert any(line.startswith("Stage 0 has no owner of a shard") for line in said.splitlines())
