@@ -210,7 +210,7 @@ def test_torchs_average_of_sharded_weights_between_steps_warns():
     optim = zero.optimizer(torch.optim.AdamW, lr=0.1)
     net(rows(0)).sum().backward()
     optim.step()
-    with pytest.warns(UserWarning, match=r"^model: weights are read between step\(\) .*zero.full_params\(\)"):
+    with pytest.warns(UserWarning, match=r"^model: weights are read outside of .*zero.full_params\(\)"):
         torch.optim.swa_utils.AveragedModel(Net()).update_parameters(net)
 
 

@@ -61,6 +61,7 @@ def test_what_is_written_between_backward_and_step_is_kept(stage, write):
 
 
 @at_stages(*STAGES)
+@pytest.mark.filterwarnings("ignore:model. weights are read outside of")
 def test_weights_that_are_drawn_anew_before_the_first_step_are_the_ones_that_train(stage):
     """Through ``.data``, too, of which autograd hears nothing; what is sharded says that it cannot."""
 
@@ -88,7 +89,7 @@ def test_weights_that_are_drawn_anew_before_the_first_step_are_the_ones_that_tra
 
 
 @pytest.mark.parametrize("write", [clip, clip_data])
-@pytest.mark.filterwarnings("ignore:model. weights are read between step")
+@pytest.mark.filterwarnings("ignore:model. weights are read outside of")
 def test_sharded_weights_are_not_written_to(write):
     def go(comm):
         net = Net()

@@ -180,7 +180,7 @@ def by_vector(net):
     nn.utils.vector_to_parameters(clipped, net.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:model. weights are read between step")
+@pytest.mark.filterwarnings("ignore:model. weights are read outside of")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("when", ["before the step", "after the step"])
 @pytest.mark.parametrize("write", [assign, by_vector])
@@ -278,9 +278,7 @@ def test_a_write_that_leaves_no_trace_is_kept_where_another_dtype_computes(stage
 @pytest.mark.parametrize("read", READS)
 def test_sharded_weights_read_as_nan_and_a_warning_says_so_once(read):
     net, zero, optim = trained(3, NullCommunicator(2))
-    with pytest.warns(
-        UserWarning, match=r"^model: weights are read between step\(\) and .*zero.full_params\(\)"
-    ) as told:
+    with pytest.warns(UserWarning, match=r"^model: weights are read outside of .*zero.full_params\(\)") as told:
         assert READS[read](net).isnan().all()
     assert len(told) == 1
     assert told[0].filename == __file__ or read not in ("attribute", "data", "detach")
@@ -292,12 +290,66 @@ def test_sharded_weights_read_as_nan_and_a_warning_says_so_once(read):
             READS[read](net)
 
 
+def _penalty_after_forward(net, zero):
+    return net(rows(0)).sum() + net.blocks[0].weight.square().sum()
+
+
+def _copies_at_the_start(net, zero):
+    return sum(param.detach().clone().sum() for param in net.parameters())
+
+
+def _after_an_evaluation(net, zero):
+    with torch.no_grad():
+        net(rows(0))
+    return net.last.weight.sum()
+
+
+def _after_backward(net, zero):
+    net(rows(0)).sum().backward()
+    return net.last.weight.sum()
+
+
+def _after_full_params(net, zero):
+    with zero.full_params():
+        pass
+    return net.last.weight.sum()
+
+
+@pytest.mark.parametrize(
+    "read", [_penalty_after_forward, _copies_at_the_start, _after_an_evaluation, _after_backward, _after_full_params]
+)
+def test_whoever_reads_sharded_weights_outside_of_forward_and_backward_is_told(read):
+    net = Net()
+    zero = Zero(net, 3, comm=NullCommunicator(2))
+    with pytest.warns(UserWarning, match=r"^model: weights are read outside of .*zero.full_params\(\)") as told:
+        assert read(net, zero).isnan()
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+def test_a_penalty_inside_full_params_is_that_of_one_process():
+    def go(comm):
+        net = Net()
+        zero = Zero(net, 3, comm=comm)
+        with zero.full_params():
+            (net(rows(comm.rank)).square().mean() + sum(p.square().sum() for p in net.parameters())).backward()
+        return zero.full_grads()
+
+    plain = Net()
+    for rank in range(2):
+        ((plain(rows(rank)).square().mean() + sum(p.square().sum() for p in plain.parameters())) / 2).backward()
+    for found in run_threads(go, 2):
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(found[name], param.grad)
+
+
 def test_nobody_is_told_inside_of_a_forward_or_after_the_engine_is_gone():
     for stage in (1, 2, 3):
         net, zero, optim = trained(stage, NullCommunicator(2))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             step(net, optim)
+            assert torch.zeros_like(net.last.weight).isfinite().all()
             with zero.full_params():
                 assert type(net.last.weight) is nn.Parameter
             step(net, optim)

@@ -58,6 +58,7 @@ def build_units(
     Arguments and errors are those of `zeroshard.Zero`.
     """
     check_wire(strategy, precision)
+    _check_lookups(model, levels)
     on_meta = any(param.is_meta for param in model.parameters())
     if on_meta and init is None:
         raise ValueError("init: the model has parameters on the meta device; give a function that fills them")
@@ -75,6 +76,16 @@ def build_units(
     root = build(root_spec)
     _broadcast_buffers(model, levels.world)
     return root, [build(spec) for spec in specs]
+
+
+def _check_lookups(model: nn.Module, levels: Levels) -> None:
+    """Raise ValueError where a forward writes into weights what depends on the rank's own rows."""
+    for name, part in model.named_modules():
+        if levels.world.world_size > 1 and isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm:
+            raise ValueError(
+                f"{name or 'model'}: with max_norm={part.max_norm} a forward rescales the rows that it looks up, and "
+                "every rank other ones; leave max_norm out, and clip rows inside zero.full_params(write_back=True)"
+            )
 
 
 def _broadcast_buffers(model: nn.Module, comm: Communicator) -> None:

@@ -56,8 +56,8 @@ class FlatParams:
             is under way; the second copy of sharded weights, if there is one.
         common: what differences are to, where these travel; else None.
         stale, hidden: whether the master is newer than ``full``; the one number that weights which are not there show.
-        on_read: called before a parameter is read that a step has outdated, and ends in `show_as_current`; None: nobody
-            is told. [Note: Read between steps] in `outdated`.
+        on_read: called before a parameter is read whose values are not there, and ends in `show_as_current`; None:
+            nobody is told. [Note: Read between steps] in `outdated`.
     """
 
     on_read: Callable[[], None] | None = None
@@ -274,9 +274,13 @@ class FlatParams:
             self.stale = True
             if not self._aliased and self._shown:
                 self._hide()
+        self.watch_reads()
+        self._written_at = self._streams.mark()
+
+    def watch_reads(self) -> None:
+        """Have `on_read` called when a parameter is read whose values are not there."""
         if self.on_read is not None and (self.stale or not self.whole):
             outdated.mark(self.params, self.on_read)
-        self._written_at = self._streams.mark()
 
     def use_streams(self, streams: Streams) -> None:
         """Gather on these from now on."""

@@ -1,11 +1,12 @@
-"""Parameters whose values are older than the last optimizer step, and are refreshed when they are read.
+"""Parameters whose values are older than the last optimizer step, or sharded: reads of them are seen.
 
 [Note: Read between steps]
     Between an optimizer's step and the next forward a parameter that is refreshed lazily holds old numbers, or NaN. In
     that time its class is a subclass of its own with a ``__torch_function__``, so whoever asks it for values, however
     he came by it, is seen first: the weights are gathered then and there, as the next forward would have done, and the
-    class is the old one again. What does not ask for values (shape, dtype, ``grad``, flags, hooks) goes through
-    untouched. A view or a ``.data`` that was taken before the step is another tensor, and not seen.
+    class is the old one again. So it is with sharded parameters outside of forward and backward, whose readers are
+    warned. What does not ask for values (shape, dtype, ``grad``, flags, hooks) goes through untouched. A view or a
+    ``.data`` that was taken before the step is another tensor, and not seen.
 """
 
 from __future__ import annotations
@@ -83,13 +84,15 @@ _ATTRIBUTES = """
     is_meta is_nested is_quantized is_sparse itemsize layout nbytes ndim output_nr requires_grad retains_grad shape
 """
 _METHODS = """
-    dim element_size is_complex is_contiguous is_floating_point is_inference ndimension nelement numel register_hook
-    register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride __len__
+    dim element_size is_complex is_contiguous is_floating_point is_inference ndimension nelement new_empty new_full
+    new_ones new_zeros numel register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size
+    storage_offset stride __len__
 """
 _NO_VALUES = frozenset(
     [
         *(function for name in _ATTRIBUTES.split() for function in _attribute(name)),
         *(getattr(Tensor, name) for name in _METHODS.split()),
         *(torch.is_complex, torch.is_floating_point, torch.numel),
+        *(torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like),
     ]
 )

@@ -81,6 +81,7 @@ class ForwardPass:
                 self.free(unit)
         for unit in self.by_parts:
             self.free(unit)
+        self._weights.watch_freed()
 
     def free(self, unit: Unit) -> None:
         """Free the unit's weights, unless backward needs them at once."""

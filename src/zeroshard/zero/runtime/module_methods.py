@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroshard.zero.optimizers.stepping import Stepping
+from zeroshard.zero.runtime import late_modules
+from zeroshard.zero.runtime.late_modules import MARK
 from zeroshard.zero.runtime.module_hooks import attach_parts
 from zeroshard.zero.runtime.runtime import Runtime
 
@@ -22,7 +24,6 @@ _NO_DDP = (
     "DistributedDataParallel: the model is under Zero(), which averages gradients itself; use the model without it "
     "(stage=0 does what DDP does)"
 )
-_MARK = "_zeroshard"  # on modules and parameters that have an engine
 
 
 class Guard:
@@ -43,16 +44,18 @@ class Guard:
         }
         model.__dict__.update(self._on_model)
         params = set(model.parameters())
+        late_modules.watch()
         for param in params:
-            setattr(param, _MARK, True)
+            setattr(param, MARK, True)
         for module in model.modules():
-            module.__dict__[_MARK] = True
+            module.__dict__[MARK] = True
             module.__dict__["_apply"] = _apply_in_place(module)
             module.__dict__["apply"] = _apply_where_whole(module, runtime)
             module.__dict__["register_parameter"] = _register_known(module, params)
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
             module.__dict__["__deepcopy__"] = _refuse_copy
+            module.__dict__["__reduce_ex__"] = _refuse_pickle
             if "synced_gpus" in _words_of(getattr(type(module), "generate", None)):
                 module.__dict__["generate"] = _generate_together(module, runtime)
         self._handles.append(model.register_forward_pre_hook(_begins(params)))
@@ -67,15 +70,16 @@ class Guard:
         for name in self._on_model:
             self._model.__dict__.pop(name, None)
         for module in self._model.modules():
-            for name in (_MARK, "__deepcopy__", "_apply", "apply", "register_parameter", "generate"):
+            late_modules.forget(module)
+            for name in (MARK, "__deepcopy__", "__reduce_ex__", "_apply", "apply", "register_parameter", "generate"):
                 module.__dict__.pop(name, None)
         for param in self._model.parameters():
-            vars(param).pop(_MARK, None)
+            vars(param).pop(MARK, None)
 
 
 def has_engine(model: nn.Module) -> bool:
     """Whether the model, a part of it or a parameter that it shares with another model has one already."""
-    return any(_MARK in vars(part) for part in (*model.modules(), *model.parameters()))
+    return any(MARK in vars(part) for part in (*model.modules(), *model.parameters()))
 
 
 def _refuse_state(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:
@@ -103,6 +107,13 @@ def _refuse_copy(memo: dict[int, Any]) -> nn.Module:
     raise RuntimeError(
         "copy.deepcopy(model): the copy would drive this model's engine; copy it before Zero(), "
         "use zero.ema() for an average of its weights, or load zero.state_dict() into a new one"
+    )
+
+
+def _refuse_pickle(protocol: int) -> Any:
+    raise RuntimeError(
+        "torch.save(model), pickle: the model holds this rank's engine; save zero.state_dict(), or everything by "
+        "zeroshard.save()"
     )
 
 

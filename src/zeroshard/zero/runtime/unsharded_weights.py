@@ -57,6 +57,18 @@ class UnshardedWeights:
         needed = self.pinned or self.held_by_graph or unit.inside or unit.kept
         if self.shard_params and not needed:
             unit.reshard()
+            if not self._units[0].inside:
+                self._watch(unit)
+
+    def watch_freed(self) -> None:
+        """The model has returned: whoever reads what its forward has freed is told."""
+        for unit in self._units:
+            self._watch(unit)
+
+    def _watch(self, unit: Unit) -> None:
+        if not self._warned:
+            for group in unit.groups:
+                group.params.watch_reads()
 
     def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Those of the tensors that lie in weights that are freed after forward."""
@@ -104,7 +116,7 @@ class UnshardedWeights:
             unit.wait()
 
     def hear_of_reads(self) -> None:
-        """From now on have `bring_up_to_date` called before outdated weights are read."""
+        """From now on have `bring_up_to_date` called before weights are read that are outdated or sharded."""
         this = weakref.ref(self)
 
         def read() -> None:
@@ -115,6 +127,7 @@ class UnshardedWeights:
         for unit in self._units:
             for group in unit.groups:
                 group.params.on_read = read
+        self.watch_freed()
 
     def bring_up_to_date(self) -> None:
         """Gather outdated weights because one of them is about to be read: [Note: Read between steps] in `outdated`.
@@ -127,8 +140,8 @@ class UnshardedWeights:
             if not self._warned and CompileContext.try_get() is None:  # dynamo looks at parameters, not at values
                 self._warned = True
                 warnings.warn(
-                    "model: weights are read between step() and the next forward, where they are sharded and show NaN; "
-                    "read them inside zero.full_params()",
+                    "model: weights are read outside of forward and backward, where they are sharded and show NaN; "
+                    "read them, and compute what depends on them (a penalty, say), inside zero.full_params()",
                     stacklevel=5,
                 )
             return
