@@ -159,6 +159,36 @@ def test_a_hook_may_remove_itself_as_the_last_of_a_step():
     assert seen == [0]
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_class_of_ones_own_moves_without_a_gradient_is_seen_by_the_next_forward(stage):
+    class Decays(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.mul_(1 - group["lr"])
+
+    def train(net, optim):
+        net.path = lambda net, x: net.blocks[0](x)  # no other block has gradients
+        net(rows(0)).sum().backward()
+        optim.step()
+        net.path = lambda net, x: net.blocks[2](net.blocks[1](x))
+        with torch.no_grad():
+            return net(rows(0))
+
+    def go(comm):
+        net = Net()
+        return train(net, Zero(net, stage=stage, comm=comm).optimizer(Decays, lr=0.5))
+
+    net = Net()
+    expected = train(net, Decays(net.parameters(), lr=0.5))
+    for found in run_threads(go, 2):
+        torch.testing.assert_close(found, expected)
+
+
 def test_hooks_around_an_inner_step_see_the_weights_that_it_has_made():
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])
 

@@ -486,6 +486,27 @@ def test_a_step_of_a_class_that_counts_for_itself_is_one_step():
         assert weights == pytest.approx([expected] * 7)
 
 
+def test_what_a_class_of_ones_own_moves_without_a_gradient_is_sent_too():
+    class Decays(O.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.data.mul_(0.5)
+
+    def go(comm):
+        params = [nn.Parameter(torch.ones(8)) for _ in range(5)]
+        params[2].grad = torch.ones(8)
+        ShardedOptimizer(params, Decays, comm=comm, lr=1.0).step()
+        return torch.cat([param.detach() for param in params])
+
+    for weights in run_threads(go, 3):
+        assert torch.equal(weights, torch.full((40,), 0.5))
+
+
 def test_a_copy_is_an_optimizer_of_its_own():
     def go(comm):
         model = Mixed()

@@ -122,7 +122,10 @@ class ShardedParams:
                     "take parameters from the model after Zero(model) was built"
                 )
             if param in self._taken:
-                raise ValueError(f"params: a parameter of shape {tuple(param.shape)} is in two groups; name it once")
+                raise ValueError(
+                    f"params: a parameter of shape {tuple(param.shape)} is in two groups, or another optimizer of this "
+                    "engine has it; name it once, and to begin anew clear that one's state (optimizer.state.clear())"
+                )
             self._taken.add(param)
             chosen.append(param)
         return chosen

@@ -308,9 +308,14 @@ class Stepping:
         if self.replicas is not None:
             self.replicas.after_update(optimizer, members)
         copied = isinstance(optimizer, SavesPasses)
+        skips = copied or type(optimizer).__module__.startswith("torch.optim.")  # what has no gradient
         for group in self._runtime.groups():
-            used = group.grads.used
-            moved = [param for slot, param in enumerate(group.params.params) if used[slot] and param in members]
+            trained = [
+                param
+                for param, used in zip(group.params.params, group.grads.used, strict=True)
+                if used or (param.requires_grad and not skips)
+            ]
+            moved = [param for param in trained if param in members]
             if moved:
                 torch.autograd.graph.increment_version(moved)  # a graph from before must not be gone through any more
                 group.params.mark_stale(copied=copied)

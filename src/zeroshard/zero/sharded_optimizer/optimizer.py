@@ -48,9 +48,9 @@ class ShardedOptimizer(Optimizer):
     as before, whole and equal on every rank. For Adam a rank holds about 2/N of the parameters' bytes as state.
 
     To build one, `add_param_group`, `step` and `consolidate_state_dict` are collective. As with DDP, training starts
-    from rank 0's weights. Before `step` a parameter's gradient must be averaged on its owner at least; one without
-    gradient there is skipped, and neither it nor a frozen one is sent. A step's control message is one byte for each
-    parameter, which travels from host to host: see `TorchCommunicator`.
+    from rank 0's weights. Before `step` a parameter's gradient must be averaged on its owner at least. One without
+    gradient there is not sent, for torch's classes skip it, nor is a frozen one. A step's control message is one byte
+    for each parameter, which travels from host to host: see `TorchCommunicator`.
 
     Args:
         params: parameters, named or not, or group dicts of them, as for any optimizer.
@@ -218,12 +218,13 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _buckets(self) -> list[Bucket]:
-        """What will have changed on any rank: parameters with a gradient on their owner. Collective."""
+        """What may have changed on any rank: parameters with a gradient on their owner. Collective."""
         if self.comm.world_size == 1:
             return []
         params, owners = list(self._owners), list(self._owners.values())
         listed = {param for group in self.param_groups for param in group["params"]}
-        moves = [owners[i] == self.comm.rank and p.grad is not None and p in listed for i, p in enumerate(params)]
+        may_move = {p for p in listed if p.grad is not None or (p.requires_grad and not self._of_torch)}
+        moves = [owners[i] == self.comm.rank and p in may_move for i, p in enumerate(params)]
         told = torch.tensor(moves, dtype=torch.uint8, device=self.comm.control_device)
         with scope(CONTROL):
             self.comm.all_reduce(told, "max").wait()
@@ -231,11 +232,15 @@ class ShardedOptimizer(Optimizer):
         sizes = [param.nbytes for param in params]
         return pack(moved, owners, sizes, _devices(params), self.bucket_bytes, self.comm.world_size)
 
+    @property
+    def _of_torch(self) -> bool:
+        """Whether it is known to leave alone what has no gradient, and to count its steps by parameter."""
+        return type(self.optim).__module__.startswith("torch.optim.")
+
     def _update_in_parts(self, mine: list[Bucket], kwargs: dict[str, Any]) -> Iterator[None]:
         """Each `next` updates the parameters of this rank's next bucket, or all: [Note: Update in parts]."""
         hooked = self.optim._optimizer_step_pre_hooks or self.optim._optimizer_step_post_hooks
-        of_torch = type(self.optim).__module__.startswith("torch.optim.")
-        if self.comm.world_size == 1 or hooked or not of_torch:
+        if self.comm.world_size == 1 or hooked or not self._of_torch:
             self.optim.step(**kwargs)
             yield
             return
