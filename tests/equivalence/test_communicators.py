@@ -10,7 +10,7 @@ from zeroshard.comm.shm.shm import DIRECT_BYTES
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 
-VOCAB, SEQ_LEN, NUM_STEPS, NUM_MICRO, WIDTH = 67, 8, 3, 2, 96
+VOCAB, SEQ_LEN, NUM_STEPS, NUM_MICRO, WIDTH = 67, 8, 2, 2, 96
 assert 12 * WIDTH**2 * 4 > DIRECT_BYTES, "blocks are read where they lie"
 COMMUNICATORS = {"ring": RingCommunicator, "shm": SharedMemoryCommunicator}
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)

@@ -25,7 +25,7 @@ from zeroshard.comm import (
 from zeroshard.models import build_model
 from zeroshard.zero import MixedPrecision, Zero
 
-VOCAB, SEQ_LEN, NUM_STEPS, MAX_NORM, WORLD_SIZE = 31, 8, 4, 0.5, 4
+VOCAB, SEQ_LEN, NUM_STEPS, MAX_NORM, WORLD_SIZE = 31, 8, 3, 0.5, 4
 SHARD_SIZES = (1, 2, 4)
 STAGES = (1, 2, 3)
 ACCUMULATIONS = [(1, None), (2, "local"), (2, "sharded")]

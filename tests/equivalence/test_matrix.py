@@ -18,7 +18,7 @@ from zeroshard.comm import Communicator, run_threads
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, Zero
 
-VOCAB, SEQ_LEN, MICRO_BATCH, NUM_STEPS, MAX_NORM = 31, 8, 2, 5, 0.5
+VOCAB, SEQ_LEN, MICRO_BATCH, NUM_STEPS, MAX_NORM = 31, 8, 2, 3, 0.5
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-tied": ("gpt2-demo", {"n_layer": 2, "n_head": 3, "n_embd": 9}),
     "llama-untied": ("llama-tiny", {"n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 12}),

@@ -19,7 +19,7 @@ from zeroshard.lab.audit.optimizers import torch_optimizers
 from zeroshard.models import build_model
 from zeroshard.zero import STAGES, Zero
 
-VOCAB, SEQ_LEN, WORLD_SIZE, NUM_MICRO, NUM_STEPS, MAX_NORM = 31, 8, 3, 2, 4, 0.5
+VOCAB, SEQ_LEN, WORLD_SIZE, NUM_MICRO, NUM_STEPS, MAX_NORM = 31, 8, 3, 2, 3, 0.5
 REFUSED = {"LBFGS": "calls the closure again", "SparseAdam": "does not support dense gradients"}
 KEY_BIAS = slice(9, 18)  # of attention's bias: softmax does not see it, so its gradient is rounding alone
 CLASSES = {cls.__name__: cls for cls in torch_optimizers()}
