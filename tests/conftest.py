@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import signal
 import sys
@@ -88,14 +87,6 @@ def _no_mode_stays():
         assert sys.modules["torch._dynamo.eval_frame"]._stance.stance == "default"
     assert torch._C._len_torch_dispatch_stack() == 0
     assert torch._C._len_torch_function_stack() == 0
-
-
-@pytest.fixture(autouse=True)
-def _heap_stays_frozen():
-    """A run in this process gives the heap back at its end; tests after it would search through all of it again."""
-    yield
-    if not gc.get_freeze_count():
-        gc.freeze()
 
 
 @pytest.fixture
