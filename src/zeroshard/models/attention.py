@@ -46,10 +46,12 @@ def _by_flash(q: Tensor, mask: Tensor | None) -> bool:
     return mask is None and narrow and q.shape[-1] <= _WIDEST_FLASH and (not q.is_cuda or _has_flash(q.device))
 
 
-@torch.compiler.assume_constant_result
 def _has_flash(device: torch.device) -> bool:
     """Whether a GPU has flash attention."""
     return _capability(device) >= _FIRST_WITH_FLASH
+
+
+vars(_has_flash)["_dynamo_marked_constant"] = True  # torch.compiler's own decorator would import the compiler
 
 
 @cache
