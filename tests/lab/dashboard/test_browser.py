@@ -116,7 +116,7 @@ def test_a_run_appears_while_it_trains_and_the_planner_answers(browser, dashboar
     before = wide.locator(".advice").inner_text()
     wide.locator("#plan-model").click()
     wide.get_by_role("option", name="gpt2-124m", exact=True).click()
-    wide.locator("#answer p", has_text="gpt2-124m: 0.1").wait_for()
+    wide.locator("#answer p", has_text="gpt2-124m: 124M").wait_for()
     assert wide.locator(".advice").inner_text() != before
     assert _fits(wide)
     assert browser.complaints == []

@@ -50,7 +50,7 @@ class _Outdated:
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _NO_VALUES:
+        if func in _NO_VALUES or (func in _SHAPED_AS_ANOTHER and not isinstance(args[0], _Outdated)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for leaf in tree_leaves((args, kwargs)):
@@ -96,3 +96,4 @@ _NO_VALUES = frozenset(
         *(torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like),
     ]
 )
+_SHAPED_AS_ANOTHER = frozenset([Tensor.view_as, Tensor.reshape_as, Tensor.expand_as, Tensor.type_as])
