@@ -207,8 +207,8 @@ def written(out: str, write: Callable[[], int]) -> int:
         refused = path_line(error)
         if refused is not None and refused[0] == ExitStatus.USAGE:  # of the path, and not of its disk
             say(refused[1])
-            return ExitStatus.USAGE
-        say(f"{out}: it was not written ({error.strerror or error}); free space, or name another folder")
+        else:
+            say(f"{out}: it was not written ({error.strerror or error}); free space, or name another folder")
         return ExitStatus.STORAGE
 
 
