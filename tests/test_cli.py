@@ -117,9 +117,9 @@ def test_no_line_of_a_help_is_wider_than_the_terminal(columns, capsys, monkeypat
         assert max(map(len, capsys.readouterr().out.splitlines())) <= columns, words
 
 
-def test_a_file_in_the_place_of_the_folder_to_write_is_the_users_mistake_and_a_full_disk_is_not(capsys, tmp_path):
+def test_a_file_in_the_place_of_the_folder_to_write_is_named_and_a_full_disk_is_told_of(capsys, tmp_path):
     (tmp_path / "file").touch()
-    assert written(str(tmp_path / "file"), lambda: (tmp_path / "file" / "figures").mkdir()) == 2
+    assert written(str(tmp_path / "file"), lambda: (tmp_path / "file" / "figures").mkdir()) == 5
     line = f"error: {tmp_path}/file/figures: Not a directory; name a path that can be used\n"
     assert capsys.readouterr().err == line
 
