@@ -43,7 +43,7 @@ print(killed.wait(60), killed.poll())
 server.close()
 """
     said = _says(program)
-    assert (said[0], said[-2:]) == ("7", ["-9", "-9"])
+    assert said[-3:] == ["7", "-9", "-9"]  # the second rank may have said something before it was killed
 
 
 def test_where_the_server_is_killed_its_ranks_are_and_it_is_said():

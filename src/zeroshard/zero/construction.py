@@ -6,14 +6,15 @@ import logging
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroshard.comm import Communicator, scope
+from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator, scope
 from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.buffers.unit_choice import UnitChoice, told
-from zeroshard.zero.levels import Levels, check_wire
+from zeroshard.zero.levels import Levels, check_levels, check_wire
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.runtime.module_methods import has_engine
 from zeroshard.zero.strategy import ShardingStrategy
@@ -42,6 +43,26 @@ def check_arguments(model: nn.Module, prefetch: int, accumulate: str | None) -> 
         raise ValueError(f"prefetch: {prefetch} units ahead; give 0 or more")
     if accumulate not in (None, "local", "sharded"):
         raise ValueError(f"accumulate: {accumulate!r} is unknown; choose 'local' or 'sharded'")
+
+
+def default_communicator() -> Communicator:
+    """`torch.distributed`'s if it is initialised, else of one process."""
+    return TorchCommunicator() if dist.is_available() and dist.is_initialized() else LocalCommunicator()
+
+
+def levels_of(
+    comm: Communicator,
+    strategy: ShardingStrategy,
+    shard_size: int | None,
+    precision: MixedPrecision,
+    *,
+    local_steps: bool,
+    leaves: int | None,
+    accumulate: str | None,
+) -> Levels:
+    """The levels of an engine of these arguments, those of `zeroshard.Zero`, if they fit each other. Collective."""
+    check_levels(strategy, shard_size, precision, local_steps=local_steps, leaves=leaves, accumulate=accumulate)
+    return Levels.of(comm, shard_size, strategy.secondary_shard_size, precision.node_size, leaves)
 
 
 def build_units(

@@ -13,18 +13,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
+from zeroshard.comm import Communicator
+from zeroshard.zero import construction
 from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
 from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.buffers.unit_choice import UnitChoice
-from zeroshard.zero.construction import build_units, check_arguments, ordinary_weights
-from zeroshard.zero.levels import Levels, check_change, check_levels, check_row
+from zeroshard.zero.levels import check_change, check_row
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.ema import Ema
 from zeroshard.zero.optimizers.state_dict import whole_state
@@ -73,6 +72,8 @@ class Zero:
             (``"average"``; rank 0's of integers), or each keeps its own (``"keep"``), of which rank 0's are saved.
         replicas: have the groups of ``shard_size`` ranks meet every so many steps; see `zeroshard.zero.replicas`.
         secondary_shard_size: as `ShardingStrategy` has it, for a ``stage`` that is a number.
+        leaves: have the same bits on 1, 2, 4, ... up to so many ranks, a power of two; each step adds up as many
+            micro-batches, or a multiple, over all ranks. See `zeroshard.zero.buffers.leaves`.
 
     Attributes:
         levels: the ranks that shard together, and those that hold the same shard.
@@ -81,7 +82,7 @@ class Zero:
     Raises:
         ValueError: an unknown stage; a unit that is not the model's, or a name that occurs nowhere in it; a model that
             has an engine already; meta parameters without ``init``; a ``shard_size`` that does not divide the world, or
-            at stage 0 without ``replicas``; ``replicas`` without a ``shard_size``.
+            at stage 0 without ``replicas``; ``replicas`` without a ``shard_size``; ``leaves`` beside what rounds sums.
         TypeError: ``model`` is not a module.
 
     Weights are unsharded and current inside the model's forward, its backward and `full_params`. Other methods of the
@@ -108,23 +109,22 @@ class Zero:
         buffers: BufferSync = "broadcast",
         replicas: LocalSteps | None = None,
         secondary_shard_size: int | None = None,
+        leaves: int | None = None,
     ) -> None:
         self.strategy = resolve_strategy(stage, secondary_shard_size)
         self.precision = precision or MixedPrecision()
-        check_levels(self.strategy, shard_size, self.precision, local_steps=replicas is not None)
-        check_arguments(model, prefetch, accumulate)
+        construction.check_arguments(model, prefetch, accumulate)
         check_sync(buffers)
-        if comm is None:
-            comm = TorchCommunicator() if dist.is_available() and dist.is_initialized() else LocalCommunicator()
         self.model = model
-        self.comm: Communicator = comm
-        self.levels = Levels.of(comm, shard_size, self.strategy.secondary_shard_size, self.precision.node_size)
-        self._accumulate = accumulate
+        self.comm: Communicator = construction.default_communicator() if comm is None else comm
+        self._accumulate = accumulate if leaves is None else "sharded"
+        checked = {"local_steps": replicas is not None, "leaves": leaves, "accumulate": accumulate}
+        self.levels = construction.levels_of(self.comm, self.strategy, shard_size, self.precision, **checked)
 
         on_meta = [param for param in model.parameters() if param.is_meta]
         levels = self.levels if replicas is None else self.levels.inside
-        root, others = build_units(model, units, self.strategy, levels, self.precision, init, device)
-        inside = ModuleBuffers(model, levels.world, buffers)
+        root, others = construction.build_units(model, units, self.strategy, levels, self.precision, init, device)
+        inside = ModuleBuffers(model, levels.world, buffers, may_change=leaves is None)
         self._runtime = Runtime(root, others, levels, self.strategy, prefetch, inside)
         between = ModuleBuffers(model, self.levels.replicas, buffers)
         self.replicas = None if replicas is None else Replicas(replicas, self._runtime, self.levels, between)
@@ -170,8 +170,8 @@ class Zero:
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Backward passes in this block accumulate unsharded gradients on each rank, without communication."""
-        before, self._runtime.sync = self._runtime.sync, False
+        """Backwards in this block accumulate unsharded gradients, without communication; with ``leaves`` they reduce."""
+        before, self._runtime.sync = self._runtime.sync, self.levels.leaves is not None
         try:
             yield
         finally:
@@ -388,7 +388,7 @@ class Zero:
         """
         if self.replicas is not None:
             self.replicas.keep_anchors()
-        weights = ordinary_weights(self._runtime.groups())
+        weights = construction.ordinary_weights(self._runtime.groups())
         for handle in self._handles:
             handle.remove()
         self._runtime.detach()

@@ -48,6 +48,8 @@ class Levels:
         replicas: those that own the same shard.
         node: those among which a second copy of weights is sharded; None where there is none.
         nodes: over which gradients travel in two steps; None where they do in one.
+        leaves: in how many parts all ranks together sum and cut what they own; None: in one for each rank. See
+            `zeroshard.zero.buffers.leaves`.
     """
 
     world: Communicator
@@ -55,6 +57,7 @@ class Levels:
     replicas: Communicator
     node: Communicator | None = None
     nodes: Nodes | None = None
+    leaves: int | None = None
 
     @classmethod
     def of(
@@ -63,10 +66,12 @@ class Levels:
         shard_size: int | None = None,
         secondary_shard_size: int | None = None,
         node_size: int | None = None,
+        leaves: int | None = None,
     ) -> Levels:
         """The levels of a world whose state is sharded over ``shard_size`` ranks, None: over all. Collective.
 
-        ``secondary_shard_size``: as `ShardingStrategy` has it; ``node_size``: as `MixedPrecision` has it.
+        ``secondary_shard_size``: as `ShardingStrategy` has it; ``node_size``: as `MixedPrecision` has it; ``leaves``:
+        as `Zero` has it.
 
         Raises:
             ValueError: the world cannot be shared out so, or ``comm`` has no parts.
@@ -74,6 +79,8 @@ class Levels:
         world_size = comm.world_size
         if shard_size is not None:
             check_shard_size(shard_size, world_size)
+        if leaves is not None:
+            check_leaves(leaves, comm)
         node, nodes = None, None
         if secondary_shard_size is not None:
             check_secondary(secondary_shard_size, shard_size or world_size)
@@ -84,7 +91,7 @@ class Levels:
             inside = inside or split(comm, _rows(world_size, node_size))
             nodes = Nodes(inside, split(comm, _columns(world_size, node_size)))
         if shard_size is None or shard_size == world_size:
-            return cls(world=comm, shard=comm, replicas=LocalCommunicator(), node=node, nodes=nodes)
+            return cls(world=comm, shard=comm, replicas=LocalCommunicator(), node=node, nodes=nodes, leaves=leaves)
         if shard_size == 1:
             return cls(world=comm, shard=LocalCommunicator(), replicas=comm, node=node)
         shard = split(comm, _rows(world_size, shard_size))
@@ -94,6 +101,11 @@ class Levels:
     def inside(self) -> Levels:
         """What one replica sees as its whole world: the levels of an engine whose replicas take local steps."""
         return Levels(world=self.shard, shard=self.shard, replicas=LocalCommunicator(), node=self.node)
+
+    @property
+    def parts(self) -> int:
+        """Parts of each shard, at whose borders the optimizer's pieces and partial norms end."""
+        return 1 if self.leaves is None else self.leaves // self.world.world_size
 
     @property
     def writes(self) -> bool:
@@ -164,10 +176,36 @@ def check_row(strategy: ShardingStrategy) -> None:
         raise ValueError("shard_size: stage 0 shards nothing; choose stage 1, 2 or 3, or leave it out")
 
 
+def check_leaves(leaves: int, comm: Communicator) -> None:
+    """Raise ValueError unless each rank can have as many of ``leaves``, a power of two, and ranks can exchange them."""
+    if isinstance(leaves, bool) or leaves < 1 or leaves & (leaves - 1):
+        what = "only by a power of two are means rounded alike at every number of ranks"
+        raise ValueError(f"leaves: {leaves!r} is no power of two, and {what}; give the most ranks you will use: 8, say")
+    if leaves % comm.world_size:
+        sizes = ", ".join(str(1 << power) for power in range(leaves.bit_length()))
+        raise ValueError(f"leaves: {leaves} are not shared out evenly by {comm.world_size} ranks; use {sizes} ranks")
+    if comm.world_size > 1 and not hasattr(comm, "all_to_all"):
+        raise ValueError(f"comm: leaves are exchanged, and a {type(comm).__name__} has no all_to_all; give it one")
+
+
 def check_levels(
-    strategy: ShardingStrategy, shard_size: int | None, precision: MixedPrecision, *, local_steps: bool
+    strategy: ShardingStrategy,
+    shard_size: int | None,
+    precision: MixedPrecision,
+    *,
+    local_steps: bool,
+    leaves: int | None = None,
+    accumulate: str | None = None,
 ) -> None:
-    """Raise ValueError for a ``shard_size`` that means nothing, and for local steps of no replicas."""
+    """Raise ValueError for a ``shard_size`` that means nothing, local steps of no replicas, what ``leaves`` exclude."""
+    if leaves is not None:
+        for field, given, what in (
+            ("shard_size", shard_size is not None, "sums over two levels are rounded in between"),
+            ("precision", precision.has_wire, "a wire format rounds what each rank sends"),
+            ("accumulate", accumulate == "local", "sums on each rank are rounded before those over ranks"),
+        ):
+            if given:
+                raise ValueError(f"{field}: {what}, so bits depend on the number of ranks; leave it or leaves out")
     if local_steps and precision.gathers_differences:
         what = f"{precision.gather} keeps one copy that all have, and replicas that take local steps have several"
         raise ValueError(f"gather: {what}; choose int4, or leave the local steps out")

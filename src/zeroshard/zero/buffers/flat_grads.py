@@ -16,17 +16,15 @@ Both go when gradients are cleared (``zero_grad()``), and stay where they are ma
     Where the factor is no power of two, the product is rounded before it is added to what is there: then gradients
     of two micro-batches that cancel leave exactly nothing, as they would unscaled.
 
-[Note: Small gradients]
-    A block of GPT-2 has 12 parameters, of which 8 are norms and biases. Where a buffer has three such or more, their
-    first gradients of a step wait for each other, and are copied in and scaled by two operations for all of them.
-    Large ones are copied as they come, so no gradient of a size to speak of is kept. Further micro-batches are added as
-    they come: autograd may hand over a tensor then that others have too.
-
 [Note: Two levels]
     Where there are replicas (see `levels`), the sum over this rank's own group is followed by one over replicas, of
     the shard alone; in a wire format over nodes, the sum inside one by an exchange between them (`node_reduce`). It is
     issued when the first is done, at the same place among every rank's collectives: whoever walks the schedule does, by
     `reduce_across`. A gradient that comes late finds the first sum a place outside of the buffer that it goes to.
+
+[Note: Leaves]
+    With leaves (see `leaves`) every backward is reduced at every stage, and *reduced* is what an exact sum of all is
+    rounded to. Whoever writes into it has that sum begin anew from there.
 
 [Note: Unused parameters]
     A parameter without a gradient on this rank contributes zeros. Whether any rank had one is agreed once per
@@ -44,15 +42,14 @@ from zeroshard.comm import Work, empty_for, scope
 from zeroshard.wire_formats import Format
 from zeroshard.zero.buffers.barred import Barred
 from zeroshard.zero.buffers.layout import FlatLayout, Piece
+from zeroshard.zero.buffers.leaves import LeafReduce, LeafSum
 from zeroshard.zero.buffers.node_reduce import NodeReduce, packed_reduce
 from zeroshard.zero.buffers.shards import reduce_shards
+from zeroshard.zero.buffers.small_grads import SmallGrads
 from zeroshard.zero.buffers.wire import AcrossReplicas, PackedReduce, Rounding
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.streams import NO_STREAMS, Streams
-
-SMALL_NUMEL = 1 << 16  # of a gradient that waits for others
-LEAST_TOGETHER = 3  # fewer would take as many operations
 
 
 class FlatGrads:
@@ -66,6 +63,8 @@ class FlatGrads:
             it to an optimizer that multiplies as it reads; whatever else looks at ``reduced`` calls `apply_factor`.
         wire, rounding: the format that gradients travel in, None: as they are; how they are rounded to it.
         barred: gradients by which no optimizer may step.
+        leaf_sum: what `reduced` is rounded to, where there are leaves: [Note: Leaves]; else None.
+        num_backwards: backwards that have been reduced since gradients were cleared.
     """
 
     def __init__(
@@ -86,7 +85,9 @@ class FlatGrads:
         self.comm = comm = levels.shard
         self.replicas, self._nodes = levels.replicas, levels.nodes
         self.shard_optim = strategy.optim is SHARD
-        self.keep_local = strategy.grads is not SHARD or comm.world_size == 1
+        self.num_backwards = 0
+        self.leaf_sum = None if levels.leaves is None else LeafSum(layout, comm, reduce_dtype, device)
+        self.keep_local = (strategy.grads is not SHARD or comm.world_size == 1) and self.leaf_sum is None
         self.device, self.reduced_dtype, self.reduce_dtype = device, reduced_dtype, reduce_dtype
         self.used = [False] * len(layout.slots)
         self.barred = Barred()
@@ -95,15 +96,13 @@ class FlatGrads:
         self._local: Tensor | None = None
         self._views: list[Tensor] = []
         self._written = [False] * len(layout.slots)
-        self._waiting: dict[int, Tensor] = {}  # by slot: [Note: Small gradients]
-        small = sum(slot.numel <= SMALL_NUMEL for slot in layout.slots)
-        self._num_together = small if small >= LEAST_TOGETHER and reduce_dtype.is_floating_point else 0
+        self._small = SmallGrads(layout, reduce_dtype)
         self._work: Work | None = None
         self._arriving: Tensor | None = None
         self._across = 0  # collectives of the sum over replicas, or nodes, that are yet to be issued
         self._streams: Streams = NO_STREAMS
         self.wire = wire if self.shard_optim else None
-        self._packed: PackedReduce | NodeReduce | AcrossReplicas | None = None
+        self._packed: PackedReduce | NodeReduce | AcrossReplicas | LeafReduce | None = None
         self.rounding = Rounding(rounding_seed, name, levels.world.rank)
         self._scale = 1.0 / levels.world.world_size
         self._scale_is_exact = math.frexp(self._scale)[0] == 0.5
@@ -131,13 +130,11 @@ class FlatGrads:
         self._vacate_local()
         self.barred.came(slot)
         view = self._local_views()[slot]
-        if self._may_wait(slot, grad):
-            self._waiting[slot] = grad
+        if not self.used[slot] and self._small.takes(grad):
             self._written[slot] = self.used[slot] = True
-            if len(self._waiting) == self._num_together:
-                self._copy_in()
+            self._small.add(slot, grad, self._views, self._scale)
             return
-        if slot in self._waiting:
+        if slot in self._small:
             self._copy_in()
         if self._written[slot] and self._scale_is_exact:
             view.add_(grad, alpha=self._scale)
@@ -157,26 +154,14 @@ class FlatGrads:
                 view.mul_(self._scale)
         self._written[slot] = self.used[slot] = True
 
-    def _may_wait(self, slot: int, grad: Tensor) -> bool:
-        """Whether the gradient is small, the first of its parameter, and memory of its own: [Note: Small gradients]."""
-        if not self._num_together or self.used[slot] or grad.numel() > SMALL_NUMEL or grad.layout != torch.strided:
-            return False
-        return grad.is_floating_point() and grad.untyped_storage().nbytes() <= 2 * max(grad.nbytes, 256)
-
     def _copy_in(self) -> None:
         """Copy what waits into the local sum, and scale it."""
-        if not self._waiting:
-            return
-        views = [self._views[slot] for slot in self._waiting]
-        torch._foreach_copy_(views, list(self._waiting.values()))
-        if self._scale != 1.0:
-            torch._foreach_mul_(views, self._scale)
-        self._waiting = {}
+        self._small.copy_in(self._views, self._scale)
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes of gradients that wait to be copied in."""
-        return sum(grad.nbytes for grad in self._waiting.values())
+        return self._small.num_bytes
 
     def _scale_there(self) -> Tensor | None:
         """``[1]``: the scale in the dtype that travels, by which a narrower gradient is widened and scaled in one pass.
@@ -228,7 +213,9 @@ class FlatGrads:
         self.layout.zero_padding(local)
         self._written = [False] * len(self._written)
         target = local[self._held]
-        if self.reduced is None and not self.keep_local and self.reduce_dtype == self.reduced_dtype:
+        if self.leaf_sum is not None:
+            target = self.leaf_sum.target(self.reduced, self._held, self.reduced_dtype)
+        elif self.reduced is None and not self.keep_local and self.reduce_dtype == self.reduced_dtype:
             # The shard outlives the local buffer.
             target = empty_for(self.replicas, target.numel(), target.dtype, target.device)
         self._arriving = target
@@ -265,6 +252,8 @@ class FlatGrads:
         self._across -= 1
 
     def _collective_across(self, shard: Tensor) -> Work:
+        if isinstance(self._packed, LeafReduce):
+            return self._packed.issue(shard)
         if self.wire is None:
             return self.replicas.all_reduce(shard)
         if self._packed is None:
@@ -272,6 +261,9 @@ class FlatGrads:
         return self._packed.issue()
 
     def _collective(self, target: Tensor, local: Tensor) -> Work:
+        if self.leaf_sum is not None:
+            self._packed = LeafReduce(self.leaf_sum, local, everywhere=not self.shard_optim)
+            return self._packed.issue(target)
         if self.wire is not None and self.comm.world_size > 1 and self.replicas.world_size == 1:
             self._packed = packed_reduce(self.comm, self._nodes, self.wire, local, self.rounding)
             return self._packed.issue()
@@ -296,7 +288,9 @@ class FlatGrads:
         if self._packed is not None:
             self._packed.deliver(arrived)
             self._packed = None
-        if self.reduced is not None:
+        if self.leaf_sum is not None:
+            self.reduced = self.leaf_sum.rounded_to(arrived)
+        elif self.reduced is not None:
             self.reduced.add_(arrived)
         else:
             self.reduced = arrived.to(self.reduced_dtype)
@@ -339,11 +333,11 @@ class FlatGrads:
         return start, min(max(place.offset + place.numel - self.offset, start), self._held.stop - self.offset)
 
     def shards(self) -> list[Tensor]:
-        """The reduced gradients on this rank, one tensor for each rank's shard."""
+        """The reduced gradients on this rank, one tensor for each part of each rank's shard."""
         assert self.reduced is not None
         if self.layout.owners is not None and not self.shard_optim:
             return [self.reduced[slice(*self.layout.interval(rank))] for rank in range(self.comm.world_size)]
-        return list(self.reduced.split(self.layout.shard_numel)) if self.layout.shard_numel else []
+        return list(self.reduced.split(self.layout.part_numel)) if self.layout.part_numel else []
 
     def apply_factor(self) -> None:
         """Multiply what is reduced by `factor`, if one is due."""
@@ -358,6 +352,8 @@ class FlatGrads:
         self.barred.cleared(slots)
         self.apply_factor()  # a factor that is not finite would make NaN of the zeros
         self._copy_in()
+        if slots >= {slot for slot, used in enumerate(self.used) if used}:
+            self.num_backwards = 0
         for slot in slots:
             if self._written[slot]:
                 self._local_views()[slot].zero_()
@@ -375,7 +371,10 @@ class FlatGrads:
             self._written[slot] = self.used[slot] = False
         if not any(self.used):
             self.reduced = self.factor = self._local = None
-            self._views, self._waiting = [], {}
+            self._views, self.num_backwards = [], 0
+            self._small.clear()
+            if self.leaf_sum is not None:
+                self.leaf_sum.clear()
             return
         self.zero(slots)
 
@@ -397,4 +396,5 @@ class FlatGrads:
     def resident_bytes(self) -> int:
         """Bytes that gradient buffers hold now."""
         storages = (tensor.untyped_storage() for tensor in self.buffers if tensor is not None)
-        return sum({each._cdata: each.nbytes() for each in storages}.values())  # no address: on meta all have one
+        held = sum({each._cdata: each.nbytes() for each in storages}.values())  # no address: on meta all have one
+        return held + (0 if self.leaf_sum is None else self.leaf_sum.num_bytes)

@@ -102,9 +102,11 @@ class FlatLayout:
         owners: where shards are as long as what each rank owns, ``(rank, start, stop)`` of those that own something, in
             order; None where all shards have one length.
         alignment: elements of which offsets of slots and lengths of shards are multiples, from `LEAST_ALIGNED` on.
+        parts: equal parts of each shard, at whose borders pieces end. A world of 2 with 4 parts is laid out, and cut
+            into pieces, as one of 8: see `zeroshard.zero.buffers.leaves`.
 
     Raises:
-        ValueError: ``world_size`` or ``alignment`` below 1.
+        ValueError: ``world_size``, ``alignment`` or ``parts`` below 1.
     """
 
     slots: tuple[Slot, ...]
@@ -112,16 +114,21 @@ class FlatLayout:
     longest: int | None = None
     alignment: int = 1
     owners: tuple[tuple[int, int, int], ...] | None = None
+    parts: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"world_size: {self.world_size} ranks; give at least 1")
         if self.alignment < 1:
             raise ValueError(f"alignment: {self.alignment} elements; give at least 1")
+        if self.parts < 1:
+            raise ValueError(f"parts: {self.parts} of each shard; give at least 1")
 
     @classmethod
-    def of(cls, shapes: Iterable[tuple[str, Sequence[int]]], world_size: int, alignment: int = 1) -> FlatLayout:
-        """Lay out parameters ``(name, shape)`` end to end, in the order given; ``alignment``: see the attribute."""
+    def of(
+        cls, shapes: Iterable[tuple[str, Sequence[int]]], world_size: int, alignment: int = 1, parts: int = 1
+    ) -> FlatLayout:
+        """Lay out parameters ``(name, shape)`` end to end, in the order given; the rest: see the attributes."""
         if alignment < 1:
             return cls((), world_size, alignment=alignment)  # which refuses it
         slots: list[Slot] = []
@@ -132,7 +139,7 @@ class FlatLayout:
                 slot = Slot(name, slot.shape, _aligned(offset, alignment))
             slots.append(slot)
             offset = slot.offset + slot.numel
-        return cls(tuple(slots), world_size, alignment=alignment)
+        return cls(tuple(slots), world_size, alignment=alignment, parts=parts)
 
     @classmethod
     def whole(
@@ -142,22 +149,24 @@ class FlatLayout:
         loads: Sequence[int] = (),
         *,
         even: bool = True,
+        parts: int = 1,
     ) -> FlatLayout:
-        """Lay out parameters ``(name, shape)`` so that each lies in one shard.
+        """Lay out parameters ``(name, shape)`` so that each lies in one part of one shard.
 
         Args:
             shapes: of the parameters, by name.
             world_size: number of shards.
-            loads: elements that each rank owns in other buffers. Among shards with equally much in this one, the rank
+            loads: elements that each part of each rank owns in other buffers. Among shards with equally much in this one, the rank
                 with the least there is next, so that not every buffer's largest tensor goes to the same rank.
             even: whether shards must have one length. If not, they are as long as what each rank owns where the buffer
                 would be over `MOSTLY_PADDING` times as long as the parameters in it.
+            parts: see the attribute.
         """
         slots = [Slot(name, tuple(shape), 0) for name, shape in shapes]
-        if world_size < 1:
-            return cls(tuple(slots), world_size)  # which refuses it
-        owners = balance([slot.numel for slot in slots], list(loads) or [0] * world_size)
-        filled = [0] * world_size
+        if world_size < 1 or parts < 1:
+            return cls(tuple(slots), world_size, parts=parts)  # which refuses it
+        owners = balance([slot.numel for slot in slots], list(loads) or [0] * (world_size * parts))
+        filled = [0] * (world_size * parts)
         starts = []
         for slot, owner in zip(slots, owners, strict=True):
             starts.append(filled[owner])
@@ -173,8 +182,9 @@ class FlatLayout:
         return cls(
             tuple(Slot(s.name, s.shape, begins.get(owner, owner * longest) + start) for s, owner, start in placed),
             world_size,
-            longest,
+            longest * parts,
             owners=intervals,
+            parts=parts,
         )
 
     @cached_property
@@ -188,8 +198,13 @@ class FlatLayout:
         if self.longest is not None:
             return self.longest
         end = max((slot.offset + slot.numel for slot in self.slots), default=0)
-        least = -(-end // self.world_size)
-        return _aligned(least, self.alignment) if least >= LEAST_ALIGNED else least
+        least = -(-end // (self.world_size * self.parts))
+        return self.parts * (_aligned(least, self.alignment) if least >= LEAST_ALIGNED else least)
+
+    @property
+    def part_numel(self) -> int:
+        """Elements of each part of a shard."""
+        return self.shard_numel // self.parts
 
     @property
     def padded_numel(self) -> int:
@@ -230,7 +245,7 @@ class FlatLayout:
         """Add what each rank owns of whole tensors to ``loads``, which has an entry for each."""
         for slot in self.slots:
             if slot.numel and self.owners is None:
-                loads[slot.offset // self.shard_numel] += slot.numel
+                loads[slot.offset // self.part_numel] += slot.numel
             elif slot.numel and self.owners is not None:
                 rank = next(rank for rank, start, stop in self.owners if start <= slot.offset < stop)
                 loads[rank] += slot.numel
@@ -246,17 +261,31 @@ class FlatLayout:
 
     def owned(self, rank: int) -> tuple[Piece, ...]:
         """The pieces of parameters in ``rank``'s shard, in order; empty parameters belong to no rank."""
-        start, stop = self.interval(rank)
         pieces = []
-        for index, slot in enumerate(self.slots):
-            first, last = max(start, slot.offset), min(stop, slot.offset + slot.numel)
-            if first < last:
-                pieces.append(self._piece(index, first, last))
+        for start, stop in self._parts_of(rank):
+            for index, slot in enumerate(self.slots):
+                first, last = max(start, slot.offset), min(stop, slot.offset + slot.numel)
+                if first < last:
+                    pieces.append(self._piece(index, first, last))
         return tuple(pieces)
+
+    def _parts_of(self, rank: int) -> list[tuple[int, int]]:
+        """``[start, stop)`` of each part of ``rank``'s shard in the flat buffer."""
+        if self.parts == 1:
+            return [self.interval(rank)]
+        first, numel = rank * self.parts, self.part_numel
+        return [(index * numel, (index + 1) * numel) for index in range(first, first + self.parts)]
 
     def part(self, rank: int, slot: int) -> tuple[int, int]:
         """``[start, stop)`` of the flattened parameter in that slot that ``rank`` owns; (0, 0): nothing."""
-        (start, stop), offset = self.interval(rank), self.slots[slot].offset
+        return self._within(slot, self.interval(rank))
+
+    def cut(self, rank: int, slot: int) -> list[tuple[int, int]]:
+        """As `part`, of each part of ``rank``'s shard."""
+        return [self._within(slot, interval) for interval in self._parts_of(rank)]
+
+    def _within(self, slot: int, interval: tuple[int, int]) -> tuple[int, int]:
+        (start, stop), offset = interval, self.slots[slot].offset
         first, last = max(start, offset), min(stop, offset + self.slots[slot].numel)
         return (first - offset, last - offset) if first < last else (0, 0)
 

@@ -105,8 +105,8 @@ class FlatGroup:
         stay = [(name, param) for name, param in named if param not in chosen]
         leave = [(name, param) for name, param in named if param in chosen]
         shapes = [(name, param.shape) for name, param in leave]
-        even = self.grads.replicas.world_size > 1 or self._travels_packed
-        own = FlatLayout.whole(shapes, layout.world_size, loads, even=even)
+        even = self.grads.replicas.world_size > 1 or self._travels_packed or self.grads.leaf_sum is not None
+        own = FlatLayout.whole(shapes, layout.world_size, loads, even=even, parts=layout.parts)
         own.add_loads(loads)
         made = [self._again(self.params.name, stay, frozen=self._frozen)] if stay else []
         made.append(self._again(name if stay else self.params.name, leave, layout=own, frozen=self._frozen))

@@ -1,7 +1,8 @@
 """Gradient norms over shards, with the same bits at every stage.
 
 For finite p the norm is ``(sum over ranks r of partial_r) ** (1/p)`` with ``partial_r = sum over units of
-||shard r of the unit's gradients||_p ** p``; for p = inf both sums are maxima. Partials are kept in float64 and
+||shard r of the unit's gradients||_p ** p``; for p = inf both sums are maxima. Shards of several parts
+(`FlatLayout.parts`) have a partial for each. Partials are kept in float64 and
 added in the order of ranks, also where nothing is sharded and one rank computes them all, so what is sharded where
 cannot be seen in the result.
 """
@@ -35,7 +36,8 @@ def global_norm(
         sum_of_squares: of a flat tensor, 0-dim float64, for p = 2; None: torch's norm, squared.
     """
     sharded = bool(grads) and grads[0].shard_optim and comm.world_size > 1
-    num_partials = 1 if sharded else comm.world_size
+    parts = grads[0].layout.parts if grads else 1
+    num_partials = parts if sharded else parts * comm.world_size
     partials = torch.zeros(num_partials, dtype=torch.float64, device=device)
     for buffer in grads:
         places = [(place, shard) for place, shard in enumerate(buffer.shards()) if shard.numel()]
@@ -47,7 +49,7 @@ def global_norm(
             norms = torch.stack([norm_of(shard, norm_type) for shard in shards]).to(partials)
             partials = _add(partials, _at(places, norms, num_partials), norm_type)
     if sharded:
-        gathered = torch.empty(comm.world_size, dtype=torch.float64, device=device)
+        gathered = torch.empty(parts * comm.world_size, dtype=torch.float64, device=device)
         with scope(CONTROL):
             comm.all_gather(gathered, partials).wait()
         partials = gathered

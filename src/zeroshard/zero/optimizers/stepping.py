@@ -284,6 +284,7 @@ class Stepping:
         self.require_weights("step")
         self._runtime.take_changes()
         self._require_own_grads(self._members(optimizer))
+        self._require_every_leaf(self._members(optimizer))
         if self.replicas is not None:
             self.replicas.begin_anchors()
         buffers = self._reduced_buffers()
@@ -300,6 +301,20 @@ class Stepping:
             for slot, why in group.grads.barred.why.items():
                 if group.params.params[slot] in members:
                     raise RuntimeError(f"step: {why}")
+
+    def _require_every_leaf(self, members: set[nn.Parameter]) -> None:
+        """Raise RuntimeError where gradients of ``members`` are of another number of micro-batches than leaves."""
+        leaves, world_size = self._levels.leaves, self._levels.world.world_size
+        for group in self._runtime.groups() if leaves is not None else ():
+            found = group.grads.num_backwards
+            if (
+                group.grads.reduced is not None
+                and found % self._levels.parts
+                and not members.isdisjoint(group.params.params)
+            ):
+                what = f"{found} backwards on each of {world_size} ranks since gradients were cleared"
+                todo = f"have {self._levels.parts}, or a multiple of it, of one micro-batch each"
+                raise RuntimeError(f"step: {what} are no multiple of leaves={leaves}; {todo}")
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Mark the weights that ``optimizer`` may have changed, the same on every rank."""

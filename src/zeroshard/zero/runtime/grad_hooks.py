@@ -134,6 +134,10 @@ class _Home:
         """See `GradHome.intervals`; as long as the world is large, and asked for by who reads whole gradients."""
         return [self.layout.part(rank, self.slot) for rank in range(self.layout.world_size)]
 
+    def cuts(self, rank: int) -> list[tuple[int, int]]:
+        """See `GradHome.cuts`."""
+        return self.layout.cut(rank, self.slot)
+
     def local(self) -> Tensor:
         """See `GradHome.local`."""
         taker, group = self.taker(), self.group()

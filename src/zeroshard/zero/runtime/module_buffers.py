@@ -36,11 +36,12 @@ class ModuleBuffers:
         model: its modules, as they are now.
         comm: all ranks.
         sync: see `Zero`.
+        may_change: whether it makes sense that a forward changes them.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator, sync: BufferSync) -> None:
-        self._comm, self._sync = comm, sync
-        follows = sync != "keep" and comm.world_size > 1
+    def __init__(self, model: nn.Module, comm: Communicator, sync: BufferSync, *, may_change: bool = True) -> None:
+        self._comm, self._sync, self._may_change = comm, sync, may_change
+        follows = (sync != "keep" and comm.world_size > 1) or not may_change
         # Together: a batch norm counts its batches where autograd sees it, and writes its means where nothing does.
         self._modules = [m for m in model.modules() if follows and _persistent(m)]
         self._seen = [_marks(module) for module in self._modules]
@@ -50,9 +51,17 @@ class ModuleBuffers:
         return [_marks(module) != seen for module, seen in zip(self._modules, self._seen, strict=True)]
 
     def sync(self, changed: Sequence[bool]) -> None:
-        """Make the buffers of these modules alike on all ranks. Collective; ``changed`` as all have agreed."""
+        """Make the buffers of these modules alike on all ranks. Collective; ``changed`` as all have agreed.
+
+        Raises:
+            RuntimeError: they may not change.
+        """
         if not any(changed):
             return
+        if not self._may_change:
+            module = type(self._modules[list(changed).index(True)]).__name__
+            what = "by the rows that each rank has seen, so they would depend on the number of ranks"
+            raise RuntimeError(f"buffers: forwards change those of a {module}, {what}; leave it out, or leaves")
         places = [place for place, flag in enumerate(changed) if flag]
         tensors = list(dict.fromkeys(tensor for place in places for tensor in _persistent(self._modules[place])))
         with torch.no_grad(), scope(_LABEL):

@@ -67,5 +67,7 @@ class Reductions:
                 unit.reduce_across()
         for unit in units:
             unit.settle()
+        for group in groups:
+            group.grads.num_backwards += 1
         self._in_flight.clear()
         self._buffers.sync(flags[start + len(late) :])

@@ -33,7 +33,7 @@ def keep_whole(runtime: Runtime, params: set[nn.Parameter]) -> None:
             "optimizer: gradients wait for a step, and would be lost where weights are laid out anew; "
             "make it before backward, or after zero_grad()"
         )
-    loads = [0] * runtime.levels.shard.world_size
+    loads = [0] * (runtime.levels.shard.world_size * runtime.levels.parts)
     for unit in runtime.all_units():
         unit.keep_whole(params, loads)
     runtime.laid_out_anew(leaving)

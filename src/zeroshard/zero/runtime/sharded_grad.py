@@ -63,6 +63,10 @@ class GradHome(Protocol):
         """By rank, ``[start, stop)`` of the flattened gradient that is the rank's own."""
         ...
 
+    def cuts(self, rank: int) -> Sequence[tuple[int, int]]:
+        """``[start, stop)`` of each part of that, as partial norms are of."""
+        ...
+
     def local(self) -> Tensor:
         """1-D: the part that this rank holds; RuntimeError where there is nothing to be read now."""
         ...
@@ -301,18 +305,19 @@ def norms(homes: Sequence[GradHome], order: float) -> Tensor:
     zero = torch.zeros((), dtype=torch.float64, device=locals_[0].device)
     parts = []
     for rank in rows:
-        for home, local in zip(homes, locals_, strict=True):
-            start, stop = home.intervals[rank]
-            part = local if sharded else local[start:stop]
-            wide = torch.float32 if part.dtype == torch.bfloat16 else None  # its own keeps two digits of a norm
-            norm = torch.linalg.vector_norm(part, order, dtype=wide).to(torch.float64) if stop > start else zero
-            parts.append(norm if math.isinf(order) else norm**order)
-    table = torch.stack(parts).view(len(rows), len(homes))
+        for cuts in zip(*[home.cuts(rank) for home in homes], strict=True):
+            for home, local, (start, stop) in zip(homes, locals_, cuts, strict=True):
+                before = held(home)[0]
+                part = local[start - before : stop - before]
+                wide = torch.float32 if part.dtype == torch.bfloat16 else None  # its own keeps two digits of a norm
+                norm = torch.linalg.vector_norm(part, order, dtype=wide).to(torch.float64) if stop > start else zero
+                parts.append(norm if math.isinf(order) else norm**order)
+    table = torch.stack(parts).view(-1, len(homes))
     if sharded:
-        everybodys = torch.empty(comm.world_size * len(homes), dtype=torch.float64, device=table.device)
+        everybodys = torch.empty(comm.world_size * table.numel(), dtype=torch.float64, device=table.device)
         with scope(CONTROL):
             comm.all_gather(everybodys, table.view(-1)).wait()
-        table = everybodys.view(comm.world_size, len(homes))
+        table = everybodys.view(-1, len(homes))
     if math.isinf(order):
         return table.amax(0)
     total = table[0]

@@ -1,0 +1,166 @@
+"""Sums of gradients that have the same bits on any number of ranks.
+
+A sum of floating-point numbers depends on its order, and with the number of ranks the order changes: what one rank adds
+up as micro-batches, several add up among themselves. With ``leaves`` nothing is rounded until all is added up. Then
+neither the order nor which rank computed which micro-batch can be seen in the result::
+
+    local       [W * n]   this rank's gradient of one micro-batch, a *leaf*, in the dtype that travels
+    all-to-all  [W, n]    what every rank has for this rank's shard
+    total       [n] x 2   sum and what it lacks, in float64: each addition keeps its rounding error
+
+The total is rounded once, to the gradient's dtype. Two float64 hold 106 bits: for fp32, whose numbers have 24, a bit
+is lost only where terms of one element differ by a factor of 2**80 and the larger ones cancel. Shards are laid out, cut
+into pieces and measured for the norm as on ``leaves`` ranks (`FlatLayout.parts`), whatever the number of ranks is.
+
+Each micro-batch is exchanged, as at stage 2, since ranks that first added up their own would have to send both halves.
+
+Knuth 1969, The Art of Computer Programming 2, section 4.2.2, theorem B: the error of an addition is a number of the same
+format; Dekker 1971, https://doi.org/10.1007/BF01397083. Demmel and Nguyen 2015, "Parallel Reproducible Summation",
+https://doi.org/10.1109/TC.2014.2345391, say why parallel sums need this.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import Communicator, Work, all_to_all, empty_for
+from zeroshard.comm.base import DONE
+from zeroshard.zero.buffers.layout import FlatLayout
+from zeroshard.zero.buffers.wire import read_here
+
+CHUNK_NUMEL = 1 << 15
+"""Elements that are added at a time on a CPU: the float64 of five operands fit into a core's cache."""
+
+
+class ExactSum:
+    """A sum of tensors ``[n]`` that is rounded when it is read.
+
+    Attributes:
+        high, low: ``[n]``, float64 (complex128 of complex numbers): the sum, and what it lacks.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        wide = torch.promote_types(dtype, torch.float64)
+        self.high = torch.zeros(numel, dtype=wide, device=device)
+        self.low = torch.zeros(numel, dtype=wide, device=device)
+
+    def restart(self, values: Tensor) -> None:
+        """The sum is ``values [n]``."""
+        self.high.copy_(values)
+        self.low.zero_()
+
+    def add(self, rows: Tensor) -> None:
+        """Add each of ``rows [k, n]``."""
+        for start, stop in self._chunks():
+            high, low = self.high[start:stop], self.low[start:stop]
+            for row in rows[:, start:stop]:
+                term = row.to(high.dtype)
+                total = high + term
+                seen = total - high  # of the term, as much as the total has of it
+                low += (high - (total - seen)).add_(term.sub_(seen))
+                high.copy_(total)
+
+    def write(self, target: Tensor) -> None:
+        """``target [n]`` becomes the sum, rounded to its dtype; where that is not finite, what plain addition gives."""
+        for start, stop in self._chunks():
+            high, total = self.high[start:stop], self.high[start:stop] + self.low[start:stop]
+            target[start:stop].copy_(torch.where(high.isfinite(), total, high))
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        numel = self.high.numel()
+        step = CHUNK_NUMEL if self.high.device.type == "cpu" else max(numel, 1)
+        return [(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+
+class LeafSum:
+    """The sum of one flat buffer's shard since gradients were cleared, beside the gradients that it is rounded to.
+
+    Args:
+        layout: of the buffer.
+        comm: the ranks that hold the shards.
+        dtype: that gradients travel in.
+        device: where they lie.
+    """
+
+    def __init__(self, layout: FlatLayout, comm: Communicator, dtype: torch.dtype, device: torch.device) -> None:
+        self.comm, self.interval = comm, slice(*layout.interval(comm.rank))
+        self._dtype, self._device = dtype, device
+        self.exact: ExactSum | None = None
+        self._version = 0  # of the gradients when they had the sum's value
+
+    def target(self, reduced: Tensor | None, held: slice, dtype: torch.dtype) -> Tensor:
+        """Where the next sum is rounded to: ``reduced``, the gradients until now; None: there are none.
+
+        ``held``: which part of the buffer they are. Where somebody has written into them, the sum is what they are now.
+        """
+        own = slice(self.interval.start - held.start, self.interval.stop - held.start)
+        if self.exact is None or (reduced is not None and reduced._version != self._version):
+            self.exact = ExactSum(own.stop - own.start, self._dtype, self._device)
+            if reduced is not None:
+                self.exact.restart(reduced[own])
+        return empty_for(self.comm, held.stop - held.start, dtype, self._device) if reduced is None else reduced
+
+    def rounded_to(self, reduced: Tensor) -> Tensor:
+        """``reduced`` has the sum's value now."""
+        self._version = reduced._version
+        return reduced
+
+    def clear(self) -> None:
+        """Forget the sum."""
+        self.exact = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it keeps now."""
+        return [] if self.exact is None else [self.exact.high, self.exact.low]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it keeps now."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class LeafReduce:
+    """A reduce-scatter of one micro-batch's gradients into a `LeafSum`; an all-reduce where all ranks keep the sum.
+
+    Args:
+        total: what is added to.
+        local: ``[padded_numel]``: this rank's gradients; read until `deliver`.
+        everywhere: whether each rank's sum is gathered by all others.
+
+    Attributes:
+        packed: ``[padded_numel]``: what arrives; None where there are no other ranks.
+        num_left: collectives that are yet to be issued.
+    """
+
+    def __init__(self, total: LeafSum, local: Tensor, *, everywhere: bool) -> None:
+        assert total.exact is not None
+        self._comm, self._own, self._exact, self._local = total.comm, total.interval, total.exact, local
+        alone = self._comm.world_size == 1
+        self.packed = None if alone else empty_for(self._comm, local.numel(), local.dtype, local.device)
+        self._gathers = everywhere and not alone
+        self.num_left = 2 if self._gathers else 1
+        self._added = False
+
+    def issue(self, target: Tensor) -> Work:
+        """Issue the next collective, once the one before it is done; ``target``: what `deliver` is given."""
+        self.num_left -= 1
+        if self.packed is None:
+            return DONE
+        if not self._gathers or self.num_left:
+            return all_to_all(self._comm, self.packed, self._local)
+        self._add(target[self._own])
+        return self._comm.all_gather(target, target[self._own])
+
+    def deliver(self, target: Tensor) -> None:
+        """``target`` becomes the sum: of this rank's shard ``[shard_numel]``, or of all ``[padded_numel]``."""
+        if not self._added:
+            self._add(target)
+
+    def _add(self, own: Tensor) -> None:
+        self._added = True
+        rows = self._local if self.packed is None else self.packed
+        self._exact.add(rows.view(self._comm.world_size, -1))
+        read_here(rows)
+        self._exact.write(own)
