@@ -1,5 +1,7 @@
 """The same bits on any number of ranks: `Zero(..., leaves=)`."""
 
+from __future__ import annotations
+
 import copy
 
 import pytest

@@ -151,6 +151,11 @@ def set_for_workers(nproc: int, *, nodes: Nodes | None, interface: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus() // nproc)))  # before torch, which reads it then
 
 
+def use_deterministic_cublas() -> None:
+    """Have cuBLAS use memory of its own for each stream; call it before the first product on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def has_launcher() -> bool:
     """Whether a launcher of ours has started this process."""
     return _LAUNCHER in os.environ

@@ -50,6 +50,8 @@ class Setup:
             none (stage 3 alone).
         replicas: how groups of ``shard_size`` ranks that take local steps meet; None: all ranks take each step together
             (ZeRO strategies only).
+        leaves: the most ranks that may ever train it, with the same bits on any number; None: no matter (ZeRO
+            strategies only).
         ema_decay: of a moving average of the weights; None for no average.
     """
 
@@ -72,6 +74,7 @@ class Setup:
     wire: Mapping[str, Any] = field(default_factory=dict)
     secondary_shard_size: int | None = None
     replicas: LocalSteps | None = None
+    leaves: int | None = None
 
 
 class Strategy(Protocol):

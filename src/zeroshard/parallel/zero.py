@@ -36,6 +36,7 @@ class ZeroStrategy:
             accumulate=setup.accumulate,
             shard_size=setup.shard_size,
             replicas=setup.replicas,
+            leaves=setup.leaves,
         )
         self.model: nn.Module = setup.model
         groups = setup.param_groups(setup.model)

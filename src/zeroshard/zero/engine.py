@@ -170,7 +170,7 @@ class Zero:
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Backwards in this block accumulate unsharded gradients, without communication; with ``leaves`` they reduce."""
+        """Backwards here accumulate unsharded gradients, without communication; with ``leaves`` they reduce."""
         before, self._runtime.sync = self._runtime.sync, self.levels.leaves is not None
         try:
             yield

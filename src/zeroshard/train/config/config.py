@@ -24,6 +24,7 @@ from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_en
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.registered import CommName, StrategyName
 from zeroshard.train.config.replica_settings import ReplicasConfig, check_replicas
+from zeroshard.train.config.reproducible import check_ranks, check_reproducible
 from zeroshard.train.config.sections import (
     SHORTHANDS,
     Config,
@@ -125,6 +126,12 @@ class TrainConfig(Config):
     global_batch_size: int = Field(
         0, ge=0, description="Sequences per optimizer step over all ranks; sets grad_accum_steps. 0: follows from them."
     )
+    reproducible: int = Field(
+        0,
+        ge=0,
+        description="The most ranks that this run may ever have, a power of two: it has the same bits on 1, 2, 4, ... "
+        "up to so many. Then grad_accum_steps is of each rank at the most. 0: off.",
+    )
     max_steps: int = Field(500, ge=1, description="Optimizer steps in the whole run.")
 
     optimizer: Literal["adamw", "muon"] = Field(
@@ -225,6 +232,8 @@ class TrainConfig(Config):
         worlds = [nodes * max(1, self.nproc) for nodes in range(least, most + 1)]
         allowed = f"which nnodes = {self.nnodes} allows"
         at_once = self.micro_batch_size
+        for world in worlds:
+            check_ranks(self.reproducible, world)
         bad = [world for world in worlds if self.global_batch_size % (at_once * world)]
         if bad:
             what = f"{self.global_batch_size} is no multiple of {at_once} (micro_batch_size) x {_some(bad)} ranks"
@@ -264,6 +273,8 @@ class TrainConfig(Config):
         check_replicas(self.replicas, self.strategy, self.shard_size, ema_decay=self.ema_decay, dtype=self.dtype)
         check_wire(self.wire, self.strategy, local_steps=self.replicas.on)
         check_wire_nodes(self.wire.node_size, self.shard_size)
+        beside = {"shard_size": self.shard_size, "accumulate": self.accumulate}
+        check_reproducible(self.reproducible, self.strategy, self.wire, self.replicas, **beside)
         if self.shard_size and not (strategy.planned and (strategy.stage or self.replicas.on)):
             what = f"{self.strategy} has no shards of ours to size"
             sharding = [name for name in strategies_with("planned") if STRATEGIES[name].stage]

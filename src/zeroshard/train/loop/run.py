@@ -41,6 +41,7 @@ class Schedule:
     keep_checkpoints: int = 0  # 0: all
     keep_every: int = 0  # steps
     keep_best: bool = False
+    reproducible: bool = False  # on any number of ranks
 
 
 @dataclass(frozen=True)

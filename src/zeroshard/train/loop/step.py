@@ -2,6 +2,10 @@
 
 All randomness of a step is a pure function of (seed, step, rank), so that a resumed run has nothing of it to restore.
 
+[Note: Reproducible]
+    Where a run has the same bits on any number of ranks, randomness is a function of (seed, step, micro-batch of the
+    step over all ranks) instead, and the mean loss is that of all micro-batches' losses, rounded once.
+
 [Note: The one read]
     On a GPU the host waits for the device once in a step, after backward and before the update: for the mean loss, the
     norm and the wishes to stop, which are summed over ranks on the device. Whether the step is taken depends on them,
@@ -13,8 +17,9 @@ All randomness of a step is a pure function of (seed, step, rank), so that a res
 from __future__ import annotations
 
 import hashlib
+import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from time import perf_counter
@@ -56,12 +61,12 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
     lr = run.learning_rate(step - guard.num_skipped)
     for group in strategy.optimizer.param_groups:
         group["lr"] = lr
-    loss = backward(run, step)
+    losses = backward(run, step)
     finite = scaler.unscale_(strategy.optimizer) if scaler else True
     # The norm is wanted in every record; infinity as the limit measures and clips nothing.
     with span("clip"):
-        norm = strategy.clip_grad_norm_(schedule.grad_clip or inf) if finite else torch.full_like(loss, inf)
-    health = _agree(run, loss, norm, stop_wanted())
+        norm = strategy.clip_grad_norm_(schedule.grad_clip or inf) if finite else torch.full_like(losses[0], inf)
+    health = _agree(run, losses, norm, stop_wanted())
     verdict = guard.judge(health.loss, health.grad_norm, overflow=not finite)
     if verdict == "taken":
         with span("update"):
@@ -123,11 +128,13 @@ def _speed(run: Run, step_s: float) -> dict[str, Any]:
 
 
 def backward(run: Run, step: int) -> Tensor:
-    """Forward and backward over this rank's micro-batches; returns the mean of their losses as weighted, 0-dim."""
-    num_micro = run.schedule.grad_accum_steps
-    total = torch.zeros((), dtype=torch.float64, device=run.device)  # stays there: reading it would stop the host
+    """Forward and backward over this rank's micro-batches; returns their losses as weighted, ``[num_micro]``, fp64."""
+    num_micro, comm = run.schedule.grad_accum_steps, run.strategy.comm
+    losses = torch.zeros(num_micro, dtype=torch.float64, device=run.device)  # stay there: reading would stop the host
     span = run.clock.span
     for micro_step in range(num_micro):
+        if run.schedule.reproducible:
+            torch.manual_seed(step_seed(run.schedule.seed, step, micro_step * comm.world_size + comm.rank))
         with span("data"):
             tokens_BT, targets_BT, *positions = (moved(x, run.device) for x in run.batches(step, micro_step))
         with run.strategy.micro_batch(last=micro_step == num_micro - 1):
@@ -137,8 +144,8 @@ def backward(run: Run, step: int) -> Tensor:
                     loss = loss * run.loss_weight(step, micro_step)
             with span("backward"):
                 (run.scaler.scale_loss(loss / num_micro) if run.scaler else loss / num_micro).backward()
-        total += loss.detach().to(total)
-    return total / num_micro
+        losses[micro_step] += loss.detach().to(losses)
+    return losses
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -147,22 +154,38 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if fetched else tensor).to(device, non_blocking=True)
 
 
-def _agree(run: Run, loss: Tensor, grad_norm: Tensor, stop: int) -> _Health:
+def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> _Health:
     """The mean loss over the ranks that take this step together, and whether any of them wants to stop and why.
 
     One message of 24 bytes. The norm, which all ranks have, is read with it: [Note: The one read].
     """
     preempted = stop == signal.SIGUSR1
-    wishes = torch.tensor([float(preempted), float(bool(stop) and not preempted)], dtype=loss.dtype)
-    comm = run.together
-    report = torch.cat([loss.view(1), moved(wishes, loss.device), grad_norm.detach().to(loss).view(1)])
-    with scope(CONTROL):
-        comm.all_reduce(report[:3]).wait()
-    *sums, norm = report.tolist()
-    mean_loss, num_preempted, num_terminated = (each / comm.world_size for each in sums)
+    wishes = torch.tensor([float(preempted), float(bool(stop) and not preempted)], dtype=losses.dtype)
+    comm, norm = run.together, grad_norm.detach().to(losses).view(1)
+    if run.schedule.reproducible:
+        own = torch.cat([moved(wishes, losses.device), losses])
+        report = own.new_empty(comm.world_size, own.numel())
+        with scope(CONTROL):
+            comm.all_gather(report.view(-1), own).wait()
+        *told, norm = torch.cat([report.view(-1), norm]).tolist()
+        rows = [told[start : start + len(own)] for start in range(0, len(told), len(own))]
+        num_preempted, num_terminated = (sum(row[place] for row in rows) for place in (0, 1))
+        mean_loss = _mean([loss for row in rows for loss in row[2:]])
+    else:
+        report = torch.cat([losses.mean().view(1), moved(wishes, losses.device), norm])
+        with scope(CONTROL):
+            comm.all_reduce(report[:3]).wait()
+        *sums, norm = report.tolist()
+        mean_loss, num_preempted, num_terminated = (each / comm.world_size for each in sums)
     if num_terminated:
         return _Health(mean_loss, norm, ExitStatus.TERMINATED)
     return _Health(mean_loss, norm, ExitStatus.PREEMPTED if num_preempted else ExitStatus.OK)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean of the exact sum, whatever the order; NaN or infinite where a plain sum is."""
+    finite = all(map(math.isfinite, values))
+    return (math.fsum(values) if finite else sum(values)) / len(values)
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

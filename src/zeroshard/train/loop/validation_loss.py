@@ -1,11 +1,12 @@
-"""The validation loss: the mean over a fixed set of batches that all ranks share out."""
+"""The validation loss: the mean over a fixed set of batches that all ranks share out, alike for any number of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.comm import CONTROL, Communicator, scope
 from zeroshard.data.base import EvalBatch, as_arguments
@@ -33,16 +34,22 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # weighted losses, weights
+    found: list[Tensor] = []  # of each batch: its weighted loss, its weight
     for tokens_BT, targets_BT, weight, *positions in batches:
         given = as_arguments([each.to(device) for each in positions])
         loss = model(tokens_BT.to(device), targets_BT.to(device), **given)
-        if weight:
-            total[0] += weight * loss.to(total)
-            total[1] += weight
+        loss = weight * loss.to(torch.float64) if weight else torch.zeros((), dtype=torch.float64, device=device)
+        found.append(torch.stack([loss, torch.full_like(loss, weight)]))
         alive()
     model.train(was_training)
-    total = total.to(comm.control_device)
+    own = torch.stack(found).view(-1).to(comm.control_device)
+    everybodys = own.new_empty(comm.world_size * own.numel())
     with scope(CONTROL):
-        comm.all_reduce(total).wait()
-    return float(total[0] / total[1])
+        comm.all_gather(everybodys, own).wait()
+    losses, weights = everybodys.view(-1, 2).unbind(1)
+    return _sum(losses) / _sum(weights)
+
+
+def _sum(values: Tensor) -> float:
+    """Rounded once, so in whatever order; NaN or infinite where a plain sum is."""
+    return math.fsum(values.tolist()) if bool(values.isfinite().all()) else float(values.sum())

@@ -32,6 +32,7 @@ from zeroshard.optim import FusedAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.replica_settings import ReplicasConfig, check_num_replicas
+from zeroshard.train.config.reproducible import check_ranks
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.config.wire_settings import check_node_size, check_wire_node_size
 from zeroshard.train.setup.agree import agree_on, model_facts
@@ -68,6 +69,7 @@ def check_shard_size(config: TrainConfig, world_size: int) -> None:
         sizes = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
         what = f"{config.shard_size} does not divide a world of {world_size}"
         raise UserError("shard_size", what, f"choose one of {sizes}, or 0 for all ranks")
+    check_ranks(config.reproducible, world_size)
     check_node_size(config.node_copy, config.shard_size or world_size)
     check_wire_node_size(config.wire.node_size, world_size)
     check_num_replicas(config.replicas, config.shard_size, world_size, config.nnodes)
@@ -199,6 +201,7 @@ def sharded(
         wire=wire(config),
         secondary_shard_size=config.node_copy or None,
         replicas=local_steps(config.replicas, len(model.units)),
+        leaves=config.reproducible or None,
     )
     return model, build_strategy(config.strategy, setup)
 

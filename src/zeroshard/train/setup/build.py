@@ -31,6 +31,7 @@ from zeroshard.profiling.clock import Clock
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.replica_settings import early_momentum, unmet_steps
+from zeroshard.train.config.reproducible import rows_per_step
 from zeroshard.train.loop.best_loss import BestLoss
 from zeroshard.train.loop.measures import Measures
 from zeroshard.train.loop.run import Run, Schedule, checkpoint_folder
@@ -289,6 +290,7 @@ def _schedule(config: TrainConfig, world_size: int) -> Schedule:
         keep_best=config.keep_best,
         grad_accum_steps=accumulation_steps(config, world_size),
         seed=config.seed,
+        reproducible=config.reproducible > 0,
     )
 
 
@@ -315,6 +317,9 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
     Raises:
         UserError: ``global_batch_size`` is set and cannot be shared out.
     """
+    if config.reproducible:
+        sizes = config.micro_batch_size, config.grad_accum_steps, config.global_batch_size
+        return rows_per_step(config.reproducible, *sizes) // (config.micro_batch_size * world_size)
     if not config.global_batch_size:
         return config.grad_accum_steps
     rows, at_once = config.global_batch_size, config.micro_batch_size * world_size

@@ -1,11 +1,13 @@
-"""In which type of numbers a run computes on the device that it has found."""
+"""In which type of numbers a run computes on the device that it has found, and in which order it adds them up."""
 
 from __future__ import annotations
 
 import torch
 
 from zeroshard.errors import UserError
+from zeroshard.launch import environment
 from zeroshard.models.float8 import require_float8
+from zeroshard.process import num_cpus
 from zeroshard.train.config.config import TrainConfig
 
 _WITH_TF32 = (8, 0)  # compute capability: Ampere
@@ -23,7 +25,22 @@ def on_device(config: TrainConfig, device: torch.device) -> TrainConfig:
         _require_tf32(device)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    if config.reproducible:
+        _add_up_alike(config.reproducible, device)
     return with_dtype(config, device)
+
+
+def _add_up_alike(most_ranks: int, device: torch.device) -> None:
+    """Have a micro-batch add up in the same order in every process of a machine, however many ranks there are.
+
+    The threads of a CPU's rank share out sums, so they are as many as at the most ranks. A GPU's kernels take turns.
+    """
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, num_cpus() // most_ranks))
+        return
+    environment.use_deterministic_cublas()
+    torch.use_deterministic_algorithms(True)
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  the type has it not
 
 
 def with_dtype(config: TrainConfig, device: torch.device) -> TrainConfig:

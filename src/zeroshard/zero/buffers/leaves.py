@@ -12,7 +12,7 @@ The total is rounded once, to the gradient's dtype. Two float64 hold 106 bits: f
 is lost only where terms of one element differ by a factor of 2**80 and the larger ones cancel. Shards are laid out, cut
 into pieces and measured for the norm as on ``leaves`` ranks (`FlatLayout.parts`), whatever the number of ranks is.
 
-Each micro-batch is exchanged, as at stage 2, since ranks that first added up their own would have to send both halves.
+Each micro-batch is exchanged, as at stage 2: ranks that first added up their own would have to send both halves.
 
 Knuth 1969, The Art of Computer Programming 2, section 4.2.2, theorem B: the error of an addition is a number of the same
 format; Dekker 1971, https://doi.org/10.1007/BF01397083. Demmel and Nguyen 2015, "Parallel Reproducible Summation",

@@ -1,9 +1,9 @@
 """Gradients of small parameters, which are copied into their flat buffer together.
 
 A block of GPT-2 has 12 parameters, of which 8 are norms and biases. Where a buffer has three such or more, their first
-gradients of a step wait for each other, and are copied in and scaled by two operations for all of them. Large ones are
-copied as they come, so no gradient of a size to speak of is kept. Further micro-batches are added as they come: autograd
-may hand over a tensor then that others have too.
+gradients of a step wait for each other, and are copied in and scaled by two operations for all of them. Large ones
+are copied as they come, so no gradient of a size to speak of is kept. Further micro-batches are added as they come:
+autograd may hand over a tensor then that others have too.
 """
 
 from __future__ import annotations
