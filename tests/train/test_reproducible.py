@@ -1,4 +1,4 @@
-"""`--reproducible`: a run has the same bits on any number of ranks, and goes on at another one as if it always had it."""
+"""`--reproducible`: a run has the same bits on any number of ranks, and goes on at another one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _train(folder, nproc, strategy, *words):
 
 def _numbers(folder):
     """Of each step and evaluation, the last time that it was taken."""
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kinds = ("loss", "grad_norm", "val_loss", "ema_loss", "lr")
     return {(e["event"], e["step"]): [e.get(kind) for kind in kinds] for e in events if e["event"] in ("step", "eval")}
 

@@ -14,9 +14,9 @@ into pieces and measured for the norm as on ``leaves`` ranks (`FlatLayout.parts`
 
 Each micro-batch is exchanged, as at stage 2: ranks that first added up their own would have to send both halves.
 
-Knuth 1969, The Art of Computer Programming 2, section 4.2.2, theorem B: the error of an addition is a number of the same
-format; Dekker 1971, https://doi.org/10.1007/BF01397083. Demmel and Nguyen 2015, "Parallel Reproducible Summation",
-https://doi.org/10.1109/TC.2014.2345391, say why parallel sums need this.
+Knuth 1969, The Art of Computer Programming 2, section 4.2.2, theorem B: the error of an addition is a number of the
+same format; Dekker 1971, https://doi.org/10.1007/BF01397083. Demmel and Nguyen 2015, "Parallel Reproducible
+Summation", https://doi.org/10.1109/TC.2014.2345391, say why parallel sums need this.
 """
 
 from __future__ import annotations
