@@ -34,7 +34,9 @@ class StepBench(Config):
         ("wide",), min_length=1, description="Models: 29.5 M parameters and few tokens, 12.3 M and more, 2.0 M, 0.12 M."
     )
     contestants: tuple[str, ...] = Field(
-        (), description="plain, ddp, zeroN, zeroN@COMM; others are held against the first. None: ddp and all stages."
+        (),
+        description="plain, ddp, zeroN, zeroN@COMM, with +leaves for the same bits on any number of ranks; others are "
+        "held against the first. None: ddp and all stages.",
     )
     comm: CommName = Field("torch", description="What stages without @COMM communicate with.")
     rounds: int = Field(8, ge=1, description="Rounds, after one that warms up.")

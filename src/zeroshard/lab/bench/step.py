@@ -60,11 +60,15 @@ class Contestant:
 
 
 def check_contestant(name: str) -> None:
-    """Raise UserError for a name that is none of plain, ddp, zeroN and zeroN@COMM."""
-    kind, _, comm = name.partition("@")
-    known = {"plain", "ddp"} if "@" not in name else set()
-    if kind not in {*known, *(f"zero{stage}" for stage in STAGES)} or comm not in ("", *COMMUNICATORS):
-        raise UserError("contestants", f"{name!r} is unknown", "write plain, ddp, zero2, or zero2@ring")
+    """Raise UserError for a name that is none of plain, ddp, zeroN, zeroN@COMM, and the latter two with +leaves."""
+    where, _, how = name.partition("+")
+    kind, _, comm = where.partition("@")
+    known = {"plain", "ddp"} if name == kind else set()
+    fits = kind in {*known, *(f"zero{stage}" for stage in STAGES)} and comm in ("", *COMMUNICATORS)
+    if not fits or (how != "leaves" and name != where):
+        raise UserError(
+            "contestants", f"{name!r} is unknown", "write plain, ddp, zero2, zero2@ring, or zero2@ring+leaves"
+        )
 
 
 def make_model(shape: Shape, device: torch.device | str) -> LanguageModel:
@@ -78,8 +82,10 @@ def build(name: str, shape: Shape, comms: Mapping[str, Communicator], device: to
     """A contestant; ``comms`` by what stands behind the ``@``."""
     model = make_model(shape, device)
     if name.startswith("zero"):
-        stage, _, comm = name.partition("@")
-        zero = Zero(model, stage=int(stage[-1]), units=model.units, comm=comms[comm])
+        where, _, how = name.partition("+")
+        stage, _, comm = where.partition("@")
+        leaves = comms[comm].world_size if how else None
+        zero = Zero(model, stage=int(stage[-1]), units=model.units, comm=comms[comm], leaves=leaves)
         return Contestant(model, model, zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True))
     wrapped: nn.Module = model
     if name == "ddp":
@@ -164,7 +170,7 @@ def measure(
     default_comm: str,
 ) -> list[dict[str, Times]]:
     """Median times of each contestant by round, on this rank."""
-    kinds = sorted({name.partition("@")[2] for name in names})
+    kinds = sorted({name.partition("+")[0].partition("@")[2] for name in names})
     comms = {kind: communicator(kind or default_comm) for kind in kinds}
     contestants = {name: build(name, shape, comms, device) for name in names}
     tokens, targets = batch(shape, rank, device)

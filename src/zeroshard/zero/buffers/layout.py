@@ -156,8 +156,9 @@ class FlatLayout:
         Args:
             shapes: of the parameters, by name.
             world_size: number of shards.
-            loads: elements that each part of each rank owns in other buffers. Among those with equally much in this one,
-                the one with the least there is next, so that not every buffer's largest tensor goes to the same rank.
+            loads: elements that each part of each rank owns in other buffers. Among parts with equally much in this
+                buffer, the one with the least there is next, so that not every buffer's largest tensor goes to the same
+                rank.
             even: whether shards must have one length. If not, they are as long as what each rank owns where the buffer
                 would be over `MOSTLY_PADDING` times as long as the parameters in it.
             parts: see the attribute.
