@@ -49,11 +49,12 @@ def _same(one, other):
             assert bool((value == other[name]).all()), name
 
 
-def test_a_run_that_goes_on_with_other_ranks_has_the_bits_of_one_rank(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_run_that_goes_on_with_other_ranks_has_the_bits_of_one_rank(tmp_path, dtype):
     alone, moved = tmp_path / "alone", tmp_path / "moved"
-    _train(alone, 1, "zero0")
-    _train(moved, 4, "zero3", "--max-steps", "3", "--decay-steps", "6")
-    said = _train(moved, 2, "zero1", "--resume", "auto", "--decay-steps", "6")
+    _train(alone, 1, "zero0", "--dtype", dtype)
+    _train(moved, 4, "zero3", "--dtype", dtype, "--max-steps", "3", "--decay-steps", "6")
+    said = _train(moved, 2, "zero1", "--dtype", dtype, "--resume", "auto", "--decay-steps", "6")
     changes = [line for line in said.stderr.splitlines() if " was " in line]
     assert changes == ["resume: max_steps was 3, now it is 6"]
     numbers = _numbers(moved)

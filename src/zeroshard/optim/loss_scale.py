@@ -40,6 +40,7 @@ class LossScaler:
         comm: the ranks that train together.
         scale: to start with, above 0.
         growth_interval: steps in a row without an overflow after which the scale is doubled, 1 or more.
+        divided_by: what losses are divided by beside what their mean asks for; gradients are multiplied by it.
 
     Attributes:
         scale: of the next step.
@@ -49,14 +50,16 @@ class LossScaler:
         ValueError: a scale or interval that makes no sense.
     """
 
-    def __init__(self, comm: Communicator, scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+    def __init__(
+        self, comm: Communicator, scale: float = 2.0**16, growth_interval: int = 2000, *, divided_by: int = 1
+    ) -> None:
         if not (isfinite(scale) and scale > 0):
             raise ValueError(f"scale: {scale} is not a finite number above 0")
         if growth_interval < 1:
             raise ValueError(f"growth_interval: {growth_interval} is below 1; give a number of steps")
         self.comm = comm
         self.scale = float(scale)
-        self.growth_interval = growth_interval
+        self.growth_interval, self.divided_by = growth_interval, divided_by
         self.num_skipped = 0
         self._num_since_overflow = 0
         self._finite: bool | None = None
@@ -79,7 +82,7 @@ class LossScaler:
         for (device, _), grads in by_kind.items():
             found = torch.zeros(1, device=device)
             # The fused check and multiplication that torch's own scaler is made of.
-            inverse = torch.full((1,), 1 / self.scale, device=device)
+            inverse = torch.full((1,), self.divided_by / self.scale, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
             overflowed = torch.maximum(overflowed, found.to(overflowed.device))
         with scope(CONTROL):

@@ -4,7 +4,8 @@ All randomness of a step is a pure function of (seed, step, rank), so that a res
 
 [Note: Reproducible]
     Where a run has the same bits on any number of ranks, randomness is a function of (seed, step, micro-batch of the
-    step over all ranks) instead, and the mean loss is that of all micro-batches' losses, rounded once.
+    step over all ranks) instead, and the mean loss is that of all micro-batches' losses, rounded once. In float16 a
+    gradient's digits depend on what its loss is multiplied by, so losses are divided as on one rank.
 
 [Note: The one read]
     On a GPU the host waits for the device once in a step, after backward and before the update: for the mean loss, the
@@ -143,7 +144,11 @@ def backward(run: Run, step: int) -> Tensor:
                 if run.loss_weight is not None:
                     loss = loss * run.loss_weight(step, micro_step)
             with span("backward"):
-                (run.scaler.scale_loss(loss / num_micro) if run.scaler else loss / num_micro).backward()
+                if run.scaler:
+                    loss_share = run.scaler.scale_loss(loss / (num_micro * run.scaler.divided_by))
+                else:
+                    loss_share = loss / num_micro
+                loss_share.backward()
         losses[micro_step] += loss.detach().to(losses)
     return losses
 

@@ -173,7 +173,7 @@ def _build_in(
             strategy.model, apart_by(config), corpus.vocab_size, config.micro_batch_size, config.seq_len, device
         )
         observed.exposed.take()
-    scaler = LossScaler(observed, config.loss_scale, config.loss_scale_interval) if config.dtype == "float16" else None
+    scaler = _loss_scaler(config, observed) if config.dtype == "float16" else None
     run = Run(
         strategy=strategy,
         batches=corpus.batches,
@@ -337,6 +337,12 @@ def after_restart(config: TrainConfig) -> TrainConfig:
     if config.resume not in ("none", "auto") and checkpoint.latest(checkpoint_folder(Path(config.out))) is None:
         return config  # the checkpoint that it was to start from is still the newest
     return config.model_copy(update={"resume": "auto"})
+
+
+def _loss_scaler(config: TrainConfig, comm: Communicator) -> LossScaler:
+    """[Note: Reproducible] in `zeroshard.train.loop.step`: losses are divided by what one rank would divide them by."""
+    divided_by = comm.world_size if config.reproducible else 1
+    return LossScaler(comm, config.loss_scale, config.loss_scale_interval, divided_by=divided_by)
 
 
 def _named_units(strategy: Strategy) -> list[tuple[str, nn.Module]]:
