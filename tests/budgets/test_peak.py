@@ -72,13 +72,14 @@ def _both(
     shard_size=None,
     micro_batch=2,
     rank=0,
+    leaves=None,
     **built,
 ):
     model, policy = _model(name, recomputed, **built), {**PRECISIONS, **WIRES, **NODES, **DIFFERENCES}[precision]
     shards = shard_size or world_size
     num_replicas = world_size // shards
-    buffers = buffers_of(model, shards, model.units, precision=policy)
-    settings = Settings(row, policy, num_micro, accumulate, prefetch, num_replicas, rank=rank % shards)
+    buffers = buffers_of(model, shards, model.units, precision=policy, leaves=leaves)
+    settings = Settings(row, policy, num_micro, accumulate, prefetch, num_replicas, rank=rank % shards, leaves=leaves)
     trace = _trace(name, recomputed, micro_batch, precision, **built)
     predicted = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings)
     listed = messages(
@@ -90,6 +91,7 @@ def _both(
         prefetch=prefetch,
         num_replicas=num_replicas,
         flows=flows_of(buffers) if "lora" in built else None,
+        leaves=leaves,
     )
     measured = dry_run(
         model,
@@ -103,6 +105,7 @@ def _both(
         accumulate=accumulate,
         prefetch=prefetch,
         shard_size=shard_size,
+        leaves=leaves,
         rank=rank,
     )
     return predicted, listed, measured
@@ -129,6 +132,18 @@ def _assert_equal(predicted, listed, measured):
 def test_a_step_sends_and_holds_what_was_planned(stage, world_size, name, precision, accumulate, prefetch):
     settings = {"num_micro": 2, "accumulate": accumulate, "prefetch": prefetch}
     _assert_equal(*_both(name, STAGES[stage], world_size, precision, rank=world_size - 1, **settings))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("row", [*STAGES.values(), KEEP_WEIGHTS], ids=[*map(str, STAGES), "3, weights kept"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_sums_that_are_rounded_once_are_planned_too(row, world_size, name, precision, times, prefetch):
+    num_micro = 4 * times // world_size
+    _assert_equal(*_both(name, row, world_size, precision, num_micro=num_micro, prefetch=prefetch, leaves=4))
 
 
 @pytest.mark.pairwise

@@ -40,7 +40,7 @@ def predict(job: Job) -> Planned:
     """
     calibration = _calibration(job) if job.calibration else None
     settings = _settings(job)
-    buffers = buffers_of(job.model, job.shard_size, job.model.units, precision=settings.precision)
+    buffers = buffers_of(job.model, job.shard_size, job.model.units, precision=settings.precision, leaves=job.leaves)
     planned = _exact(job, buffers, settings)
     if not job.estimates:
         return planned
@@ -72,6 +72,7 @@ def _settings(job: Job) -> Settings:
         fused_copies=job.saves_passes and job.compute_dtype != torch.float32,
         rank=job.rank % job.shard_size,
         agrees=True,
+        leaves=job.leaves,
     )
 
 
@@ -84,6 +85,7 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         OPTIMIZER_STATES["AdamW"],
         settings.precision,
         num_reductions=settings.num_reductions,
+        leaves=job.leaves is not None,
         device_type=job.device_type,
     )
     if job.keeps_ema:
@@ -100,6 +102,7 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         uniform_order=job.uniform_order,
         num_replicas=settings.num_replicas,
         flows=None if job.model.lora is None else flows_of(buffers),
+        leaves=job.leaves,
     )
     leaving, arriving = _meetings(job, buffers)
     return Planned(resident, _sent(job, found), leaving=leaving, arriving=arriving)

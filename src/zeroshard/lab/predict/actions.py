@@ -168,6 +168,7 @@ class Settings:
         frees_grads: whether a unit's gradients go as soon as they are reduced: the optimizer steps inside backward, or
             they go to the host. No engine of ours does; in a plan alone.
         offloads: whether masters and the optimizer's states are the host's; in a plan alone.
+        leaves: as `zeroshard.Zero` takes them; the buffers are laid out for as many.
     """
 
     strategy: ShardingStrategy
@@ -184,6 +185,7 @@ class Settings:
     agrees: bool = False
     frees_grads: bool = False
     offloads: bool = False
+    leaves: int | None = None
 
     def nodes_of(self, num_shards: int) -> int | None:
         """Ranks of a node in which gradients are added up before they travel; None: they travel in one exchange.
@@ -197,7 +199,7 @@ class Settings:
     def reduces_each_backward(self) -> bool:
         """Whether every micro-batch's backward reduces gradients; else the last one does, for all of the step."""
         by_column: Accumulate = "sharded" if self.strategy.grads is SHARD else "local"
-        return (self.accumulate or by_column) == "sharded"
+        return self.leaves is not None or (self.accumulate or by_column) == "sharded"
 
     @property
     def num_reductions(self) -> int:

@@ -52,6 +52,7 @@ def buffers_of(
     whole: Iterable[nn.Parameter] = (),
     precision: MixedPrecision | None = None,
     replicated: bool = False,
+    leaves: int | None = None,
 ) -> list[Buffer]:
     """The buffers of ``model``, root first.
 
@@ -62,11 +63,13 @@ def buffers_of(
         whole: the parameters of an optimizer that needs whole tensors, such as `torch.optim.Muon`.
         precision: the dtype policy, which may have parts of a unit travel apart.
         replicated: whether several groups of so many ranks hold the same.
+        leaves: as `Zero` takes them.
     """
     policy = precision or MixedPrecision()
     root, specs = partition(model, units)
     kept = set(whole)
-    loads = [0] * world_size
+    parts = 1 if leaves is None else leaves // world_size
+    loads = [0] * (world_size * parts)
     buffers = []
     for spec in (root, *specs):
         flat: dict[tuple[torch.dtype, bool, bool], Named] = {}
@@ -82,11 +85,18 @@ def buffers_of(
             name = f"{spec.name}#{index}" if index else spec.name
             if named:
                 here.append(
-                    Buffer(spec.name, name, FlatLayout.of(named, world_size, ALIGNMENT), *kind, spec.read_in_backward)
+                    Buffer(
+                        spec.name,
+                        name,
+                        FlatLayout.of(named, world_size, ALIGNMENT, parts),
+                        *kind,
+                        spec.read_in_backward,
+                    )
                 )
             if kind in tensors:
                 packed = any((policy.weights_format(kind[0]), policy.gradients_format(kind[0])))
-                layout = FlatLayout.whole(tensors[kind], world_size, loads, even=replicated or packed)
+                even = replicated or packed or leaves is not None
+                layout = FlatLayout.whole(tensors[kind], world_size, loads, even=even, parts=parts)
                 layout.add_loads(loads)
                 if named:
                     name = f"{spec.name}#{len(flat) + len(further)}"

@@ -67,6 +67,7 @@ def dry_run(
     accumulate: Accumulate | None = None,
     prefetch: int = 1,
     shard_size: int | None = None,
+    leaves: int | None = None,
     rank: int = 0,
     device: torch.device | str = "cpu",
     num_steps: int = NUM_STEPS,
@@ -78,7 +79,7 @@ def dry_run(
         model: taken over, and changed; parameters on the meta device get small random values.
         inputs: makes the arguments of a micro-batch.
         world_size, rank: of the world that is pretended.
-        strategy, units, precision, accumulate, prefetch, shard_size: as `zeroshard.Zero` takes them.
+        strategy, units, precision, accumulate, prefetch, shard_size, leaves: as `zeroshard.Zero` takes them.
         micro_batch, num_micro: rows, and how many such in a step.
         optimizer: makes the optimizers; None: fused `torch.optim.AdamW` over all parameters.
         device: where it runs; ``"meta"``: without values, as it would run on the CPU.
@@ -94,7 +95,7 @@ def dry_run(
         optimizer = _prepare_without_values(model, optimizer)
     comm = ObservedCommunicator(NullCommunicator(world_size, rank))
     how = {"units": units, "precision": precision, "prefetch": prefetch, "accumulate": accumulate}
-    zero = _engine(model, strategy, comm, device, shard_size=shard_size, **how)
+    zero = _engine(model, strategy, comm, device, shard_size=shard_size, leaves=leaves, **how)
     make = optimizer or (lambda zero: [zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)])
     optimizers = make(zero)
     given = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs(micro_batch))

@@ -32,6 +32,7 @@ from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.work import Work, work_of
 from zeroshard.zero import loaded_later
 from zeroshard.zero.buffers.holdings import holdings
+from zeroshard.zero.buffers.leaves import CHUNK_NUMEL, OTHER_CHUNK_NUMEL
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.levels import Levels
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
@@ -260,13 +261,17 @@ class _Engine:
         world = _Peers(num_shards * settings.num_replicas, settings.rank, log, uniform_order=settings.uniform_order)
         near = settings.strategy.secondary_shard_size if num_shards > 1 else None
         nodes = settings.nodes_of(num_shards)
-        log.levels = levels = Levels.of(world, num_shards if settings.num_replicas > 1 else None, near, nodes)
+        log.levels = levels = Levels.of(
+            world, num_shards if settings.num_replicas > 1 else None, near, nodes, settings.leaves
+        )
         groups: dict[str, list[FlatGroup]] = {name: [] for name in ("root", *names)}
         self._grads: dict[str, tuple[FlatGroup, int, Tensor]] = {}
         for buffer in buffers:
             assert buffer.unit in groups, f"a unit that the trace does not know: {buffer.unit}"
             group = _group(buffer, settings, levels)
             groups[buffer.unit].append(group)
+            if group.grads.leaf_sum is not None:
+                group.grads.leaf_sum.chunk_numel = CHUNK_NUMEL.get(settings.device_type, OTHER_CHUNK_NUMEL)
             compute = settings.precision.compute_dtype(buffer.dtype)
             log.wires[buffer.name] = _wires(buffer, group, settings)
             for index, slot in enumerate(buffer.layout.slots):

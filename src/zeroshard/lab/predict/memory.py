@@ -105,6 +105,7 @@ def state_bytes(
     *,
     whole_optimizer: OptimizerState | None = None,
     num_reductions: int = 1,
+    leaves: bool = False,
     device_type: str = "cpu",
 ) -> dict[str, int]:
     """Resident bytes on ``rank``, by category: what `Zero.memory_bytes` counts between a backward and its step.
@@ -121,6 +122,7 @@ def state_bytes(
         whole_optimizer: what another one keeps, of the buffers that keep tensors whole; None: there is no other.
         num_reductions: how many backwards of a step reduced their gradients; several, where whole gradients
             accumulate, need a second buffer.
+        leaves: whether sums are exact, see `zeroshard.zero.buffers.leaves`.
         device_type: ``"cpu"`` or ``"cuda"``: where the optimizer is replicated, parameters are cut at shards on CPUs
             only, and each piece has scalars of its own.
     """
@@ -131,7 +133,10 @@ def state_bytes(
         total["params"] += weights
         total["master"] += masters
         if buffer.trained:
-            total["grads"] += _grad_bytes(buffer, strategy, rank, precision, num_reductions)
+            if leaves:
+                total["grads"] += _exact_bytes(buffer, strategy, rank, precision)
+            else:
+                total["grads"] += _grad_bytes(buffer, strategy, rank, precision, num_reductions)
             kept = optimizer if buffer.layout.longest is None or whole_optimizer is None else whole_optimizer
             owner = rank if _shards_optim(buffer, strategy) else None
             total["optimizer"] += _optimizer_bytes(buffer, owner, kept, device_type)
@@ -203,11 +208,19 @@ def _grad_bytes(
     return buffer.layout.padded_numel * reduce_dtype.itemsize + (reduced if own_memory else 0)
 
 
+def _exact_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precision: MixedPrecision) -> int:
+    """Two float64 for each element of a rank's shard, and what they are rounded to, where the optimizer reads it."""
+    reduced_dtype = precision.reduced_dtype(buffer.dtype)
+    wide_bytes = 16 if buffer.dtype.is_complex else 8
+    rounded = _updated_numel(buffer, strategy, rank) * reduced_dtype.itemsize
+    return rounded + buffer.layout.own_numel(rank) * 2 * wide_bytes
+
+
 def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState, device_type: str) -> int:
     """``rank`` None: replicated."""
     layout = buffer.layout
     if rank is None and layout.longest is None and device_type == "cpu":  # without a loop over the world
-        shard_numel = max(layout.shard_numel, 1)
+        shard_numel = max(layout.part_numel, 1)
         slots = [slot for slot in layout.slots if slot.numel]
         num_pieces = sum(
             (slot.offset + slot.numel - 1) // shard_numel - slot.offset // shard_numel + 1 for slot in slots

@@ -117,6 +117,7 @@ def _resident(
         settings.precision,
         whole_optimizer=whole_optimizer,
         num_reductions=settings.num_reductions,
+        leaves=settings.leaves is not None,
         device_type=settings.device_type,
     )
     return _offloaded(resident, buffers, settings) if settings.offloads else (resident, 0)
@@ -257,7 +258,7 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
     if settings.clips:
         yield from passes(1)
         if seen and shard_optim:
-            yield from _control(-2, "all_gather", 8 * num_shards, num_shards)
+            yield from _control(-2, "all_gather", 8 * (settings.leaves or num_shards), num_shards)
     if settings.clips and not settings.fused_copies:  # gradients are scaled in a pass of its own
         yield from passes(2)
     if settings.offloads:

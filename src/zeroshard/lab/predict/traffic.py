@@ -42,6 +42,7 @@ def messages(
     uniform_order: bool = True,
     num_replicas: int = 1,
     flows: Sequence[bool] | None = None,
+    leaves: int | None = None,
 ) -> list[Message]:
     """The collectives of a step that follows another, in the order of issue.
 
@@ -58,6 +59,7 @@ def messages(
         uniform_order: of the communicator.
         num_replicas: ranks that hold the same shard: the world size by ``shard_size``.
         flows: for each unit but the root, whether a backward goes through it; None: through all of them.
+        leaves: as `Zero` takes them.
     """
     units = tuple(dict.fromkeys(buffer.unit for buffer in buffers if buffer.unit != "root"))
     settings = Settings(
@@ -68,6 +70,7 @@ def messages(
         prefetch,
         num_replicas,
         uniform_order,
+        leaves=leaves,
     )
     events = _events([True] * len(units) if flows is None else flows)
     trace = Trace(units, tuple(map(Span, events)), input_bytes=0, tokens=0)

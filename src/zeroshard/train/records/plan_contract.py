@@ -49,6 +49,7 @@ class Job:
         calibration: path of a file of `zeroshard bench device`; empty: the device is known by name, or not at all.
         estimates: whether peak and time are wanted too: a second's work (a trace), which one rank does for all.
         local_steps: how replicas meet that take local steps; None: all ranks take each step together.
+        leaves: as `zeroshard.Zero` takes them.
         links: what slows the ranks' way to each other, which was not there when the device was measured; None: nothing.
     """
 
@@ -74,6 +75,7 @@ class Job:
     accumulate: Accumulate | None = None
     prefetch: int = 1
     local_steps: LocalSteps | None = None
+    leaves: int | None = None
 
 
 class Moves(NamedTuple):

@@ -56,5 +56,6 @@ def contract_of(
         estimates=comm.rank == 0,  # who reports
         links=Links.of(config.link),
         local_steps=local_steps(config.replicas, len(model.units)),
+        leaves=config.reproducible or None,
     )
     return Contract(predict(job), config.plan.enforce)

@@ -29,48 +29,77 @@ from zeroshard.comm.base import DONE
 from zeroshard.zero.buffers.layout import FlatLayout
 from zeroshard.zero.buffers.wire import read_here
 
-CHUNK_NUMEL = 1 << 15
-"""Elements that are added at a time on a CPU: the float64 of five operands fit into a core's cache."""
+CHUNK_NUMEL = {"cpu": 1 << 15}
+"""Elements that are added at a time, by type of device: on a CPU five operands in float64 fit into a core's cache."""
+OTHER_CHUNK_NUMEL = 1 << 20  # enough for a GPU's launches not to count
 
 
 class ExactSum:
     """A sum of tensors ``[n]`` that is rounded when it is read.
 
+    Args:
+        numel, dtype, device: n; of what is added; where it lies.
+        chunk_numel: elements at a time; memory for three times as many in float64 is taken for each call.
+
     Attributes:
-        high, low: ``[n]``, float64 (complex128 of complex numbers): the sum, and what it lacks.
+        high, low: ``[n]``, float64, of complex numbers ``[2 n]``: the sum, and what it lacks.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        wide = torch.promote_types(dtype, torch.float64)
-        self.high = torch.zeros(numel, dtype=wide, device=device)
-        self.low = torch.zeros(numel, dtype=wide, device=device)
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, chunk_numel: int) -> None:
+        numel *= 1 + dtype.is_complex
+        self.high = torch.empty(numel, dtype=torch.float64, device=device)
+        self.low = torch.zeros(numel, dtype=torch.float64, device=device)
+        self._chunk_numel, self._is_empty = max(1, min(chunk_numel, numel)), True
 
     def restart(self, values: Tensor) -> None:
         """The sum is ``values [n]``."""
-        self.high.copy_(values)
+        self.high.copy_(_real(values))
         self.low.zero_()
+        self._is_empty = False
 
     def add(self, rows: Tensor) -> None:
         """Add each of ``rows [k, n]``."""
-        for start, stop in self._chunks():
-            high, low = self.high[start:stop], self.low[start:stop]
-            for row in rows[:, start:stop]:
-                term = row.to(high.dtype)
-                total = high + term
-                seen = total - high  # of the term, as much as the total has of it
-                low += (high - (total - seen)).add_(term.sub_(seen))
-                high.copy_(total)
+        rows = _real(rows)
+        term, total, part = self.high.new_empty(3, self._chunk_numel)
+        first = int(self._is_empty)
+        if self._is_empty:
+            self.high.copy_(rows[0])
+            self._is_empty = False
+        for chunk in self._chunks():
+            high, low, (b, s, x) = self.high[chunk], self.low[chunk], self._cut(chunk, term, total, part)
+            for row in rows[first:, chunk]:
+                b.copy_(row)
+                torch.add(high, b, out=s)
+                torch.sub(s, high, out=x)  # of the term, as much as the sum has of it
+                b.sub_(x)
+                torch.sub(s, x, out=x)
+                torch.sub(high, x, out=x)
+                low.add_(x.add_(b))
+                high.copy_(s)
 
     def write(self, target: Tensor) -> None:
         """``target [n]`` becomes the sum, rounded to its dtype; where that is not finite, what plain addition gives."""
-        for start, stop in self._chunks():
-            high, total = self.high[start:stop], self.high[start:stop] + self.low[start:stop]
-            target[start:stop].copy_(torch.where(high.isfinite(), total, high))
+        target = _real(target)
+        (total,) = self.high.new_empty(1, self._chunk_numel)
+        for chunk in self._chunks():
+            (s,) = self._cut(chunk, total)
+            torch.nan_to_num(self.low[chunk], nan=0.0, out=s)
+            target[chunk].copy_(s.add_(self.high[chunk]))
 
-    def _chunks(self) -> list[tuple[int, int]]:
-        numel = self.high.numel()
-        step = CHUNK_NUMEL if self.high.device.type == "cpu" else max(numel, 1)
-        return [(start, min(start + step, numel)) for start in range(0, numel, step)]
+    def _cut(self, chunk: slice, *scratch: Tensor) -> tuple[Tensor, ...]:
+        """As much of each as the chunk is long."""
+        return tuple(tensor[: chunk.stop - chunk.start] for tensor in scratch)
+
+    def _chunks(self) -> list[slice]:
+        """All of it; on the meta device, where nothing is computed, one chunk stands for all."""
+        numel, step = self.high.numel(), self._chunk_numel
+        stops = [numel] if not self.high.is_meta else [min(step, numel)]
+        return [slice(start, min(start + step, stops[0])) for start in range(0, stops[0], step)]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Complex numbers as twice as many real ones, in the same memory."""
+    return torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
 
 
 class LeafSum:
@@ -81,11 +110,16 @@ class LeafSum:
         comm: the ranks that hold the shards.
         dtype: that gradients travel in.
         device: where they lie.
+
+    Attributes:
+        exact: the sum; None where nothing was added.
+        chunk_numel: as `ExactSum` takes it; a plan's is that of the device that it is for.
     """
 
     def __init__(self, layout: FlatLayout, comm: Communicator, dtype: torch.dtype, device: torch.device) -> None:
         self.comm, self.interval = comm, slice(*layout.interval(comm.rank))
         self._dtype, self._device = dtype, device
+        self.chunk_numel = CHUNK_NUMEL.get(device.type, OTHER_CHUNK_NUMEL)
         self.exact: ExactSum | None = None
         self._version = 0  # of the gradients when they had the sum's value
 
@@ -96,7 +130,7 @@ class LeafSum:
         """
         own = slice(self.interval.start - held.start, self.interval.stop - held.start)
         if self.exact is None or (reduced is not None and reduced._version != self._version):
-            self.exact = ExactSum(own.stop - own.start, self._dtype, self._device)
+            self.exact = ExactSum(own.stop - own.start, self._dtype, self._device, self.chunk_numel)
             if reduced is not None:
                 self.exact.restart(reduced[own])
         return empty_for(self.comm, held.stop - held.start, dtype, self._device) if reduced is None else reduced
