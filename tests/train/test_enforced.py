@@ -55,6 +55,8 @@ CASES = {
         NO_COPY,
         SOAK,
     ),
+    "leaves": (2, {"strategy": "zero1", "reproducible": 4}, {"leaves": None}),
+    "leaves, unsharded": (2, {"strategy": "zero0", "reproducible": 4, "dtype": "bfloat16"}, {"leaves": None}),
     "local steps": (*_meetings("zero2", 2), SOAK),
     "local steps in bfloat16": (*_meetings("zero3", 2, wire="bfloat16", fragments=2), SOAK),
     "local steps in int8": _meetings("zero0", 2, wire="int8", overlap_steps=1),

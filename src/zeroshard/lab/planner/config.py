@@ -12,6 +12,7 @@ from zeroshard.lab.planner.fabric import require_fabric
 from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.train.config.replica_settings import ReplicasConfig
+from zeroshard.train.config.reproducible import check_power, check_ranks
 from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig
 from zeroshard.train.config.wire_settings import NO_COPY, WireConfig, check_wire_nodes
 
@@ -68,6 +69,12 @@ class PlanConfig(Config):
     shard_size: int = Field(0, ge=0, description="GPUs that share out training state; 0: all, and a node's.")
     node_copy: int = Field(
         0, ge=0, description="GPUs of a node that keep a second copy of stage 3's weights, for backward; 0: none."
+    )
+    reproducible: int = Field(
+        0,
+        ge=0,
+        description="The most GPUs that the run may ever have, a power of two, for the same bits on any number of them; "
+        "0: off.",
     )
     dtype: Literal["float32", "bfloat16", "float16", "fp8"] = Field(
         "bfloat16", description="Of forward and backward; fp8: matrix products of blocks in 8 bits, else bfloat16."
@@ -151,6 +158,7 @@ class PlanConfig(Config):
             what = "fewest-gpus changes the GPUs that it shares out"
             raise UserError("wire.node_size", what, "leave one of the two out")
         self._copies_what_is_sharded()
+        self._adds_up_alike()
         self._differences_are_to_what_stays()
         if self.within_node:
             find_link(self.within_node, "within_node")
@@ -181,6 +189,21 @@ class PlanConfig(Config):
             raise UserError("node_copy", what, "leave it out, or give --stage 3")
         if self.ask == "fewest-gpus":
             raise UserError("node_copy", "fewest-gpus changes the GPUs that it shares out", "leave one of the two out")
+
+    def _adds_up_alike(self) -> None:
+        """Raise UserError beside sums that are rounded once for what rounds in between, or looks for other worlds."""
+        if not self.reproducible:
+            return
+        check_power(self.reproducible)
+        check_ranks(self.reproducible, self.gpus)
+        beside = {f"wire.{self.wire.given}": self.wire.given, "replicas.every": self.replicas.on}
+        beside |= {"shard_size": self.shard_size, "accumulate": self.accumulate == "local"}
+        for name in (name for name, given in beside.items() if given):
+            what = f"{self.reproducible} is given, and {name} rounds sums in between"
+            raise UserError("reproducible", what, "leave one of the two out")
+        if self.ask in ("fewest-gpus", "remedy"):
+            what = f"{self.ask} looks at ways to run that have other bits"
+            raise UserError("reproducible", what, "leave one of the two out")
 
     def _asks_one_thing(self) -> None:
         """Raise UserError where settings answer another question than the one that is asked."""

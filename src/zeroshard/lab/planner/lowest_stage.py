@@ -7,6 +7,7 @@ given and with memory alone: what the machine computes and sends in a second is 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import torch
@@ -33,6 +34,7 @@ def stage_bytes(
     keeps_ema: bool = False,
     reshard_after_forward: bool = True,
     reduce_dtype: torch.dtype | None = None,
+    leaves: int | None = None,
 ) -> dict[int, int]:
     """Bytes at the fullest moment of a step by stage, for AdamW: the planner's, activations and all.
 
@@ -45,15 +47,17 @@ def stage_bytes(
         keeps_ema: whether there is a moving average of the weights.
         reshard_after_forward: whether stage 3 frees whole weights between forward and backward.
         reduce_dtype: of gradients on their way; None: fp32.
+        leaves: as `zeroshard.Zero` takes them.
     """
     precision = MixedPrecision(dtype if dtype != torch.float32 else None, reduce_dtype)
-    buffers = buffers_of(model, world_size, model.units)
+    buffers = buffers_of(model, world_size, model.units, leaves=leaves)
     trace = trace_language_model(model, micro_batch, seq_len, precision, device_type=device_type)
     found = {}
     for stage, row in STAGES.items():
         # Two micro-batches hold what any number of them does.
         row = replace(row, reshard_after_forward=reshard_after_forward)
-        settings = Settings(row, precision, num_micro=2, device_type=device_type, uniform_order=device_type == "cpu")
+        how: dict[str, Any] = {"num_micro": 2, "uniform_order": device_type == "cpu", "leaves": leaves}
+        settings = Settings(row, precision, device_type=device_type, **how)
         found[stage] = step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings).peak.total
         found[stage] += ema_bytes(buffers, row, 0) if keeps_ema else 0
     return found
@@ -69,13 +73,14 @@ def fitting_stage(
     keeps_ema: bool = False,
     reshard_after_forward: bool = True,
     reduce_dtype: torch.dtype | None = None,
+    leaves: int | None = None,
     free_bytes: int | None = None,
 ) -> tuple[int, str]:
     """The lowest stage that fits, else 3, and why.
 
     Args:
-        model, world_size, dtype, micro_batch, seq_len, keeps_ema, reshard_after_forward, reduce_dtype: as
-            `stage_bytes`.
+        model, world_size, dtype, micro_batch, seq_len, keeps_ema, reshard_after_forward, reduce_dtype,
+            leaves: as `stage_bytes`.
         device: this rank's.
         free_bytes: for this rank; None: what the device has free, on CPUs shared out to ``world_size`` ranks.
     """
@@ -91,6 +96,7 @@ def fitting_stage(
         keeps_ema=keeps_ema,
         reshard_after_forward=reshard_after_forward,
         reduce_dtype=reduce_dtype,
+        leaves=leaves,
     )
     stage = next((stage for stage, num_bytes in needed.items() if num_bytes <= room), max(needed))
     fits = "" if needed[stage] <= room else ", which does not fit either"

@@ -34,6 +34,7 @@ def largest_micro_batch(config: TrainConfig, num_bytes: int) -> int:
         node_copy=config.node_copy or None,
         accumulate=None if config.accumulate == "auto" else config.accumulate,
         prefetch=config.prefetch,
+        leaves=config.reproducible or None,
         reshard_after_forward=config.reshard_after_forward,
         kernels=config.kernels,
         document_mask=config.data.document_mask or config.data.packing,

@@ -17,7 +17,14 @@ from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import validate
 
 SECTIONS = ("model", "lora", "wire", "replicas")  # of a plan's settings and of a run's alike
-SETTINGS = ("reduce_dtype", "accumulate", "prefetch", "kernels", "reshard_after_forward")  # the last: of stage 3
+SETTINGS = (
+    "reproducible",
+    "reduce_dtype",
+    "accumulate",
+    "prefetch",
+    "kernels",
+    "reshard_after_forward",
+)  # the last: of stage 3
 PORT = 29500
 
 Settings = Iterator[tuple[str, Any]]  # by dotted name
@@ -71,8 +78,9 @@ def _settings(config: PlanConfig, plan: Plan, row: Row) -> Settings:
     if row.node_copy:
         yield "node_copy", row.node_copy
     yield from (("seq_len", plan.workload.seq_len), ("micro_batch_size", row.micro_batch))
-    if row.num_micro > 1:
-        yield "grad_accum_steps", row.num_micro
+    num_micro = row.num_micro * plan.cluster.world_size // config.reproducible if config.reproducible else row.num_micro
+    if num_micro > 1:
+        yield "grad_accum_steps", num_micro
     yield "dtype", plan.dtype
     if plan.workload.optimizer != "AdamW":
         yield "optimizer", plan.workload.optimizer.lower()

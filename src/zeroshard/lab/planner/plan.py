@@ -51,6 +51,9 @@ def plan(
     world_size = planner.cluster.world_size
     stages = _stages(stage, shard_size, world_size, local_steps, planner.ranks_a_place)
     check_node_copy(planner, stage, shard_size)
+    if planner.leaves and (shard_size is not None or local_steps is not None):
+        name = "shard_size" if local_steps is None else "replicas.every"
+        raise UserError("leaves", f"{name} is given, which rounds sums in between", "leave one of the two out")
     check_wire_nodes(planner)
     stages = stages if stage is not None else tuple(each for each in stages if planner.has(each))
     shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing: all stages are alike there

@@ -43,6 +43,7 @@ class Planner:
         beside: what zeroshard does not do, and a plan can say. In ``cluster`` the GPUs of a tensor and of a pipeline
             count as one.
         node_copy: ranks of a node that keep a second copy of stage 3's weights; 0: none do.
+        leaves: as `zeroshard.Zero` takes them; 0: none.
         gpus_per_node: GPUs of a full node, of which those of a tensor are several; 0: as many as it has ranks.
     """
 
@@ -58,6 +59,7 @@ class Planner:
     beside: PlanOnly = field(default_factory=PlanOnly)
     node_copy: int = 0
     gpus_per_node: int = 0
+    leaves: int = 0
 
     @property
     def ranks_a_place(self) -> int:
@@ -81,10 +83,11 @@ class Planner:
 
     def num_micro(self, micro_batch: int) -> int:
         """Micro-batches of a step; 0 where the global batch is no multiple of what one of them has."""
+        least = self.leaves // self.cluster.world_size if self.leaves else 1  # of a step; it has a multiple of these
         if not self.global_batch:
-            return 1
+            return least
         at_once = micro_batch * self.cluster.world_size // self.beside.context_parallel
-        return self.global_batch // at_once if self.global_batch % at_once == 0 else 0
+        return self.global_batch // at_once if self.global_batch % (at_once * least) == 0 else 0
 
     def has(self, stage: int | ShardingStrategy) -> bool:
         """Whether what travels has a meaning there; stage 0 is planned without wire formats."""
@@ -105,7 +108,7 @@ class Planner:
         world_size = self.cluster.world_size
         shards = shard_size or world_size
         strategy = self.strategy(stage, shards)
-        buffers = self.part.buffers(shards, replicated=shards < world_size)
+        buffers = self.part.buffers(shards, replicated=shards < world_size, leaves=self.leaves)
         step = self.step(strategy, micro_batch, shards, alone=local_steps is not None)
         timing = simulate(step, self.device, self.cluster, software=self.software)
         timing = with_seconds(timing, self._more_seconds(step, timing, micro_batch))
@@ -199,7 +202,7 @@ class Planner:
         state, whole_state = workload.states
         settings = self._settings(strategy, micro_batch, num_shards, alone=alone)
         trace = workload.trace(micro_batch, self.device.device_type)
-        buffers = workload.buffers(num_shards, replicated=num_shards < self.cluster.world_size)
+        buffers = workload.buffers(num_shards, replicated=num_shards < self.cluster.world_size, leaves=self.leaves)
         step = step_of(trace, buffers, state, settings, whole_state)
         vocab_size = getattr(getattr(workload.model, "config", None), "vocab_size", 0)
         vocab_size = -(-vocab_size // beside.tensor_parallel)
@@ -212,7 +215,7 @@ class Planner:
         settings = self._settings(strategy, micro_batch, num_shards)
         trace = workload.trace(micro_batch, self.device.device_type)
         state, whole_state = workload.states
-        least = least_bytes(trace, workload.buffers(num_shards), state, settings, whole_state)
+        least = least_bytes(trace, workload.buffers(num_shards, leaves=self.leaves), state, settings, whole_state)
         least -= workload.unread_bytes(micro_batch)  # which compiled code does not keep
         return least > (1 - self.headroom) * self.device.memory_bytes
 
@@ -236,6 +239,7 @@ class Planner:
             clips=not beside.optimizer_in_backward,
             frees_grads=beside.optimizer_in_backward or (offloads and (num_micro == 1 or strategy.grads is SHARD)),
             offloads=offloads,
+            leaves=self.leaves or None,
         )
 
     def on(self, **changes: Any) -> Planner:
@@ -246,7 +250,7 @@ class Planner:
     def smaller_groups(self) -> list[int]:
         """Shard sizes below the world: a node's ranks, and 4, 16, ... times as many, where they divide it."""
         found, size = [], self.cluster.ranks_per_node
-        while size < self.cluster.world_size:
+        while not self.leaves and size < self.cluster.world_size:
             if size > 1 and self.cluster.world_size % size == 0:
                 found.append(size)
             size *= 4
@@ -302,4 +306,5 @@ def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
         beside,
         asked.node_copy or 0,
         asked.gpus_per_node,
+        asked.leaves or 0,
     )

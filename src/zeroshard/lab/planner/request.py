@@ -63,6 +63,7 @@ class Given(TypedDict, total=False):
         units: as `zeroshard.Zero` takes them; None: as the trainer has them, or the model's blocks.
         inputs: for a module that is no language model of ours: from rows to the arguments of one micro-batch.
         overrides: fields of the preset's configuration to change.
+        leaves: as `zeroshard.Zero` takes them.
         autocast: weights and gradients in fp32, cast to ``dtype`` around forward by `torch.autocast`.
         master_weights: whether 16-bit weights have fp32 masters; False: weights, gradients and states are in ``dtype``.
         optimizer_in_backward, offload, tensor_parallel, context_parallel, pipeline_parallel: what zeroshard does not
@@ -78,6 +79,7 @@ class Given(TypedDict, total=False):
     oversubscription: float
     pod_nodes: int
     node_copy: int | None
+    leaves: int | None
     global_batch: int | None
     seq_len: int | None
     dtype: str
@@ -124,6 +126,7 @@ class Request:
     oversubscription: float = 1.0
     pod_nodes: int = 0
     node_copy: int | None = None
+    leaves: int | None = None
     global_batch: int | None = None
     seq_len: int | None = None
     dtype: str = "bfloat16"
@@ -239,11 +242,27 @@ class Request:
             raise UserError("dtype", f"{device.name} does not compute in {workload.dtype}", f"choose {served}")
         num_ranks = self.beside.num_ranks
         num_replicas = self.world_size // num_ranks
+        self._require_leaves(num_replicas)
         if self.global_batch and self.global_batch % num_replicas:
             replicas = f"{num_replicas} replicas of {self.world_size} GPUs"
             where = f"{self.world_size} GPUs" if num_ranks == 1 else replicas
             what = f"{self.global_batch} sequences cannot be shared out to {where}"
             raise UserError("global_batch", what, f"give a multiple of {num_replicas}")
+
+    def _require_leaves(self, num_places: int) -> None:
+        """Raise UserError where the GPUs cannot share the leaves out, or something rounds in between."""
+        leaves = self.leaves
+        if leaves is None:
+            return
+        if leaves < 1 or leaves & (leaves - 1):
+            raise UserError("leaves", f"{leaves} is no power of two", f"give {1 << max(leaves, 1).bit_length()}")
+        if self.beside.num_ranks > 1 or self.beside.named:
+            raise UserError("leaves", "they are of our engine alone", "leave out what zeroshard does not do")
+        if leaves % num_places:
+            what = f"{leaves} micro-batches cannot be shared out evenly to {num_places} GPUs"
+            raise UserError("leaves", what, "give a multiple that is a power of two")
+        if self.wire.get("gather") or self.wire.get("reduce"):
+            raise UserError("leaves", "a wire format rounds what each rank sends", "leave one of the two out")
 
     def _require_attention(self, device: Device) -> None:
         """Raise UserError for a kernel of whose rate on ``device`` nothing is known: another's would stand in."""

@@ -67,7 +67,7 @@ class Workload:
     autocast: torch.dtype | None = None
     cut_by: int = 1
     _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
-    _buffers: dict[tuple[int, bool, MixedPrecision], list[Buffer]] = field(default_factory=dict)
+    _buffers: dict[tuple[int, bool, int, MixedPrecision], list[Buffer]] = field(default_factory=dict)
     _parts: dict[tuple[int, int, int], Workload] = field(default_factory=dict)
 
     @property
@@ -133,9 +133,9 @@ class Workload:
                 self._traces[key] = trace_model(self.model, micro_batch, self.units, self.inputs, precision, **how)
         return self._traces[key]
 
-    def buffers(self, num_shards: int, *, replicated: bool = False) -> list[Buffer]:
+    def buffers(self, num_shards: int, *, replicated: bool = False, leaves: int = 0) -> list[Buffer]:
         """As an engine lays them out over ``num_shards`` ranks; ``replicated``: of which there are several groups."""
-        key = num_shards, replicated, self.precision
+        key = num_shards, replicated, leaves, self.precision
         if key not in self._buffers:
             whole: Iterable[nn.Parameter] = ()
             if self.optimizer in WHOLE:
@@ -143,6 +143,7 @@ class Workload:
                 params = [p for unit in inside for p in unit.parameters() if p.dim() == 2]
                 whole = params if WHOLE[self.optimizer] == "matrices" else self.model.parameters()
             how: dict[str, Any] = {"whole": whole, "replicated": replicated, "precision": self.precision}
+            how["leaves"] = leaves or None
             found, kept = buffers_of(self.model, num_shards, self.units, **how), self.weights
             self._buffers[key] = found if kept is None else [replace(each, dtype=kept) for each in found]
         return self._buffers[key]

@@ -16,8 +16,7 @@ def check_reproducible(
     """Raise UserError for a number of leaves that is no power of two, and beside what rounds sums in between."""
     if not leaves:
         return
-    if leaves & (leaves - 1):
-        raise UserError(FIELD, f"{leaves} is no power of two", f"give {1 << leaves.bit_length()}, or 0 for off")
+    check_power(leaves)
     if not strategy_entry(strategy).planned:
         what = f"{leaves} is given, and {strategy} adds gradients up in an order that depends on the number of ranks"
         raise UserError(FIELD, what, f"leave it out, or use --strategy {', '.join(strategies_with('planned'))}")
@@ -30,6 +29,12 @@ def check_reproducible(
     for name, (given, what) in rounds.items():
         if given:
             raise UserError(FIELD, f"{leaves} is given, and {name} {what}", "leave one of the two out")
+
+
+def check_power(leaves: int) -> None:
+    """Raise UserError where they are no power of two: means by other numbers are rounded."""
+    if leaves & (leaves - 1):
+        raise UserError(FIELD, f"{leaves} is no power of two", f"give {1 << leaves.bit_length()}, or 0 for off")
 
 
 def check_ranks(leaves: int, world_size: int) -> None:

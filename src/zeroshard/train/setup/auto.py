@@ -24,10 +24,11 @@ from zeroshard.train.setup.assemble import compute_dtype, reduce_dtype
 
 HIGHEST_STAGE = 3
 # From a model on the meta device, the number of ranks, the dtype that computes, the device, rows and tokens of a
-# micro-batch, whether there is an average, whether stage 3 frees weights after forward, and the dtype of reductions
-# (None: fp32): stage, and why.
+# micro-batch, whether there is an average, whether stage 3 frees weights after forward, the dtype of reductions
+# (None: fp32), and the leaves (None: none): stage, and why.
 ChooseStage = Callable[
-    [LanguageModel, int, torch.dtype, torch.device, int, int, bool, bool, torch.dtype | None], tuple[int, str]
+    [LanguageModel, int, torch.dtype, torch.device, int, int, bool, bool, torch.dtype | None, int | None],
+    tuple[int, str],
 ]
 
 
@@ -42,7 +43,7 @@ def automatic_stage(
     chosen = 0, "where nobody predicts"
     if choose_stage is not None:
         shapes = config.micro_batch_size, config.seq_len
-        kept = config.ema_decay > 0, config.reshard_after_forward, reduce_dtype(config)
+        kept = config.ema_decay > 0, config.reshard_after_forward, reduce_dtype(config), config.reproducible or None
         chosen = choose_stage(model, comm.world_size, compute_dtype(config), device, *shapes, *kept)
     stage, why = lowest_stage(chosen, comm, Path(config.out), resuming=config.resume != "none")
     if comm.rank == 0:
