@@ -73,8 +73,7 @@ class PlanConfig(Config):
     reproducible: int = Field(
         0,
         ge=0,
-        description="The most GPUs that the run may ever have, a power of two, for the same bits on any number of them; "
-        "0: off.",
+        description="The most GPUs that the run may ever have, a power of two, for the same bits on any number; 0: off.",
     )
     dtype: Literal["float32", "bfloat16", "float16", "fp8"] = Field(
         "bfloat16", description="Of forward and backward; fp8: matrix products of blocks in 8 bits, else bfloat16."
@@ -196,7 +195,7 @@ class PlanConfig(Config):
             return
         check_power(self.reproducible)
         check_ranks(self.reproducible, self.gpus)
-        beside = {f"wire.{self.wire.given}": self.wire.given, "replicas.every": self.replicas.on}
+        beside: dict[str, object] = {f"wire.{self.wire.given}": self.wire.given, "replicas.every": self.replicas.on}
         beside |= {"shard_size": self.shard_size, "accumulate": self.accumulate == "local"}
         for name in (name for name, given in beside.items() if given):
             what = f"{self.reproducible} is given, and {name} rounds sums in between"
