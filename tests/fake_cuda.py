@@ -70,6 +70,10 @@ class Peers:
         assert output.numel() == self.world_size * input.numel()
         return self._issue("all_gather", output, input)
 
+    def all_to_all(self, output, input):
+        assert output.numel() == input.numel()
+        return self._issue("all_to_all", output, input)
+
     def broadcast(self, tensor, src):
         return self._issue("broadcast", tensor)
 

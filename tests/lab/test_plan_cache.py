@@ -64,6 +64,7 @@ CHANGES = {
     "offload": "optimizer", "tensor_parallel": 2, "context_parallel": 2, "pipeline_parallel": 2, "price": "2/h",
     "tokens": 10**9, "lora": {"rank": 8}, "replicas": {"every": 4},
     "wire": {"grads": "int8"}, "node_copy": 2, "rails": 4, "oversubscription": 2.0, "pod_nodes": 2,
+    "reproducible": 2,
 }  # fmt: skip
 WITH = {"replicas": {"shard_size": 1}, "pod_nodes": {"oversubscription": 2.0}}  # what a setting needs beside it
 

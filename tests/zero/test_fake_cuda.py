@@ -21,22 +21,27 @@ PRECISIONS = {
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("stage", "shard_size"), [*((stage, None) for stage in STAGES), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "shard_size", "leaves"),
+    [*((stage, None, leaves) for stage in STAGES for leaves in (None, 4)), (2, 2, None), (3, 2, None)],
+)
 @pytest.mark.parametrize("num_micro", [1, 2])
 def test_a_step_on_a_gpu_reads_nothing_of_it_and_all_that_it_moves_lies_there(
     stage,
     shard_size,
+    leaves,
     precision,
     num_micro,
     device,  # noqa: F811
     reads,  # noqa: F811
 ):
     policy = PRECISIONS[precision]
+    how = {"shard_size": shard_size, "leaves": leaves}
     with FakeTensorMode(), Waits() as waits:
         comm = Peers(4, device)
         with CUDA:
             model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-        zero = Zero(model, stage, units=list(model)[1:], comm=comm, precision=policy, shard_size=shard_size)
+        zero = Zero(model, stage, units=list(model)[1:], comm=comm, precision=policy, **how)
         optim = zero.optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
         for _ in range(2):
             reads.clear()

@@ -1,6 +1,6 @@
 """What the engine queues on streams is ordered by streams and events alone: no race at any stage, and races are seen.
 
-Twenty mistakes are planted, each of which a GPU would forgive in most steps, and none is missed.
+Mistakes are planted, each of which a GPU would forgive in most steps, and none is missed.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Case:
     wire: str | None = None
     secondary: int | None = None
     node_size: int | None = None
+    leaves: int | None = None
 
 
 class _Later:
@@ -144,6 +145,7 @@ def _train(case, monkeypatch, plant=lambda monkeypatch: None):
             accumulate=case.accumulate,
             shard_size=case.shard_size,
             secondary_shard_size=case.secondary,
+            leaves=case.leaves,
         )
         device.watch(zero)
         optim = zero.optimizer(torch.optim.AdamW, lr=1e-3, foreach=False)
@@ -180,6 +182,8 @@ AROUND = {
     "int8 travels between nodes": (False, False, "", "int8", None, 2),
     "int8 travels between nodes inline, evaluates": (True, True, "", "int8", 2, 2),
     "differences travel, evaluates, saves at once": (False, True, "at once", "int4-delta", None),
+    "leaves": (False, False, "", None, None, None, 4),
+    "leaves inline, evaluates, saves in place": (True, True, "in place", None, 2, None, 4),
 }
 
 
@@ -196,6 +200,8 @@ def test_nothing_is_touched_before_what_it_must_wait_for(
 ):
     num_micro, accumulate = accumulation
     case = Case(stage, prefetch, num_micro, accumulate, shard_size, bfloat16, path, *AROUND[around])
+    if case.leaves is not None:
+        case = replace(case, accumulate=None, shard_size=None)
     if stage == 0:  # which knows neither
         case = replace(case, shard_size=None, wire=None, node_size=None)
     if stage == 3 and case.wire == "int4-delta":
@@ -397,6 +403,14 @@ FAULTS = {
     "a node's sum is freed while it is quantised": (
         _replaces(wire, "read_here", lambda packed: None),
         Case(2, wire="int8", node_size=2, num_micro=2),
+    ),
+    "leaves are added before they have come": (
+        _replaces(FlatGrads, "settle", _reads_gradients_early),
+        Case(2, leaves=4),
+    ),
+    "sums of leaves are gathered before the leaves have come": (
+        _replaces(FlatGrads, "reduce_across", _waits_for_no_reduction),
+        Case(0, leaves=4),
     ),
     "weights are quantised before the step is over": (_forgets("copy_in"), Case(1, wire="int8")),
     "differences are taken before the step is over": (_forgets("copy_in"), Case(2, wire="int4-delta")),

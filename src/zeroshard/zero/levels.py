@@ -178,7 +178,7 @@ def check_row(strategy: ShardingStrategy) -> None:
 
 def check_leaves(leaves: int, comm: Communicator) -> None:
     """Raise ValueError unless each rank can have as many of ``leaves``, a power of two, and ranks can exchange them."""
-    if isinstance(leaves, bool) or leaves < 1 or leaves & (leaves - 1):
+    if isinstance(leaves, bool) or not isinstance(leaves, int) or leaves < 1 or leaves & (leaves - 1):
         what = "only by a power of two are means rounded alike at every number of ranks"
         raise ValueError(f"leaves: {leaves!r} is no power of two, and {what}; give the most ranks you will use: 8, say")
     if leaves % comm.world_size:

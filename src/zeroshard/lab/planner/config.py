@@ -73,7 +73,7 @@ class PlanConfig(Config):
     reproducible: int = Field(
         0,
         ge=0,
-        description="The most GPUs that the run may ever have, a power of two, for the same bits on any number; 0: off.",
+        description="The most GPUs that the run may ever have, a power of two: the same bits on any number. 0: off.",
     )
     dtype: Literal["float32", "bfloat16", "float16", "fp8"] = Field(
         "bfloat16", description="Of forward and backward; fp8: matrix products of blocks in 8 bits, else bfloat16."

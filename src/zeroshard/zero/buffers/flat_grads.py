@@ -24,7 +24,7 @@ Both go when gradients are cleared (``zero_grad()``), and stay where they are ma
 
 [Note: Leaves]
     With leaves (see `leaves`) every backward is reduced at every stage, and *reduced* is what an exact sum of all is
-    rounded to. Whoever writes into it has that sum begin anew from there.
+    rounded to. What somebody writes into it is the sum from then on.
 
 [Note: Unused parameters]
     A parameter without a gradient on this rank contributes zeros. Whether any rank had one is agreed once per
@@ -289,7 +289,7 @@ class FlatGrads:
             self._packed.deliver(arrived)
             self._packed = None
         if self.leaf_sum is not None:
-            self.reduced = self.leaf_sum.rounded_to(arrived)
+            self.reduced = arrived
         elif self.reduced is not None:
             self.reduced.add_(arrived)
         else:

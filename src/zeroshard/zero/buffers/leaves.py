@@ -27,7 +27,6 @@ from torch import Tensor
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.comm.base import DONE
 from zeroshard.zero.buffers.layout import FlatLayout
-from zeroshard.zero.buffers.wire import read_here
 
 CHUNK_NUMEL = {"cpu": 1 << 15}
 """Elements that are added at a time, by type of device: on a CPU five operands in float64 fit into a core's cache."""
@@ -51,11 +50,20 @@ class ExactSum:
         self.low = torch.zeros(numel, dtype=torch.float64, device=device)
         self._chunk_numel, self._is_empty = max(1, min(chunk_numel, numel)), True
 
-    def restart(self, values: Tensor) -> None:
-        """The sum is ``values [n]``."""
-        self.high.copy_(_real(values))
-        self.low.zero_()
-        self._is_empty = False
+    def follow(self, values: Tensor) -> None:
+        """Where ``values [n]`` are not what the sum is rounded to, somebody has written them, and they are the sum."""
+        values, was_empty, self._is_empty = _real(values), self._is_empty, False
+        if was_empty:
+            self.high.copy_(values)
+            return
+        (total,), rounded = self.high.new_empty(1, self._chunk_numel), values.new_empty(self._chunk_numel)
+        for chunk in [] if values.is_meta else self._chunks():
+            (s,), (ours,), there = self._cut(chunk, total), self._cut(chunk, rounded), values[chunk]
+            self._round(chunk, s, ours)
+            if not (there.device.type == "cpu" and torch.equal(ours, there)):  # a GPU's host would wait for the answer
+                high, low, same = self.high[chunk], self.low[chunk], ours == there
+                high.copy_(torch.where(same, high, there.to(high.dtype)))
+                low.copy_(torch.where(same, low, torch.zeros_like(low)))
 
     def add(self, rows: Tensor) -> None:
         """Add each of ``rows [k, n]``."""
@@ -83,8 +91,11 @@ class ExactSum:
         (total,) = self.high.new_empty(1, self._chunk_numel)
         for chunk in self._chunks():
             (s,) = self._cut(chunk, total)
-            torch.nan_to_num(self.low[chunk], nan=0.0, out=s)
-            target[chunk].copy_(s.add_(self.high[chunk]))
+            self._round(chunk, s, target[chunk])
+
+    def _round(self, chunk: slice, scratch: Tensor, target: Tensor) -> None:
+        torch.nan_to_num(self.low[chunk], nan=0.0, out=scratch)
+        target.copy_(scratch.add_(self.high[chunk]))
 
     def _cut(self, chunk: slice, *scratch: Tensor) -> tuple[Tensor, ...]:
         """As much of each as the chunk is long."""
@@ -121,7 +132,6 @@ class LeafSum:
         self._dtype, self._device = dtype, device
         self.chunk_numel = CHUNK_NUMEL.get(device.type, OTHER_CHUNK_NUMEL)
         self.exact: ExactSum | None = None
-        self._version = 0  # of the gradients when they had the sum's value
 
     def target(self, reduced: Tensor | None, held: slice, dtype: torch.dtype) -> Tensor:
         """Where the next sum is rounded to: ``reduced``, the gradients until now; None: there are none.
@@ -129,16 +139,11 @@ class LeafSum:
         ``held``: which part of the buffer they are. Where somebody has written into them, the sum is what they are now.
         """
         own = slice(self.interval.start - held.start, self.interval.stop - held.start)
-        if self.exact is None or (reduced is not None and reduced._version != self._version):
+        if self.exact is None:
             self.exact = ExactSum(own.stop - own.start, self._dtype, self._device, self.chunk_numel)
-            if reduced is not None:
-                self.exact.restart(reduced[own])
+        if reduced is not None:
+            self.exact.follow(reduced[own])
         return empty_for(self.comm, held.stop - held.start, dtype, self._device) if reduced is None else reduced
-
-    def rounded_to(self, reduced: Tensor) -> Tensor:
-        """``reduced`` has the sum's value now."""
-        self._version = reduced._version
-        return reduced
 
     def clear(self) -> None:
         """Forget the sum."""
@@ -196,5 +201,4 @@ class LeafReduce:
         self._added = True
         rows = self._local if self.packed is None else self.packed
         self._exact.add(rows.view(self._comm.world_size, -1))
-        read_here(rows)
         self._exact.write(own)
