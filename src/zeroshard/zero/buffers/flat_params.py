@@ -76,11 +76,9 @@ class FlatParams:
     ) -> None:
         self.name = name
         self.params = [param for _, param in params]
-        self.levels, self.comm = levels, levels.shard
-        comm = self.comm
-        self.layout = layout or FlatLayout.of(
-            [(n, p.shape) for n, p in params], comm.world_size, ALIGNMENT, levels.parts
-        )
+        self.levels, self.comm = levels, (comm := levels.shard)
+        shapes = [(param_name, param.shape) for param_name, param in params]
+        self.layout = layout or FlatLayout.of(shapes, comm.world_size, ALIGNMENT, levels.parts)
         self.shard_optim = strategy.optim is SHARD and comm.world_size > 1
         self.shard_params = strategy.params is SHARD and comm.world_size > 1
         self.stale = False

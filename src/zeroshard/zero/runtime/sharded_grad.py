@@ -301,10 +301,9 @@ def norms(homes: Sequence[GradHome], order: float) -> Tensor:
     """
     locals_ = [home.local() for home in homes]
     comm, sharded = homes[0].comm, homes[0].sharded
-    rows = [comm.rank] if sharded else range(comm.world_size)
     zero = torch.zeros((), dtype=torch.float64, device=locals_[0].device)
     parts = []
-    for rank in rows:
+    for rank in [comm.rank] if sharded else range(comm.world_size):
         for cuts in zip(*[home.cuts(rank) for home in homes], strict=True):
             for home, local, (start, stop) in zip(homes, locals_, cuts, strict=True):
                 before = held(home)[0]
