@@ -227,6 +227,22 @@ def test_another_number_of_micro_batches_is_refused():
     run_threads(on_rank, 2)
 
 
+def test_a_closure_of_too_few_micro_batches_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer = Zero(model, 1, (), LocalCommunicator(), leaves=4).optimizer(torch.optim.SGD, lr=0.1)
+
+    def closure(num_backwards):
+        optimizer.zero_grad()
+        for _ in range(num_backwards):
+            loss = model(torch.ones(1, 2)).sum()
+            loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="step: 1 backwards on each of 1 ranks"):
+        optimizer.step(lambda: closure(1))
+    optimizer.step(lambda: closure(4))
+
+
 @pytest.mark.parametrize("buffers", ["broadcast", "keep"])
 def test_running_statistics_are_refused(buffers):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

@@ -68,7 +68,8 @@ def about_run(
         "run": f"{folder}, {config.max_steps:,} step{'s' if config.max_steps > 1 else ''}{resumed}",
         "strategy": strategy_in_words(
             config.strategy, world_size, config.shard_size, chosen=chosen, every=config.replicas.every
-        ),
+        )
+        + (f", with the same bits on any number up to {config.reproducible}" if config.reproducible else ""),
         "comm": communicator_in_words(comm, config.strategy),
         "model": f"{config.model.name}, {_num_params(model)}",
         "data": corpus_in_words(config, corpus),

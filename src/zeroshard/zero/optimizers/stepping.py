@@ -303,17 +303,16 @@ class Stepping:
                     raise RuntimeError(f"step: {why}")
 
     def _require_every_leaf(self, members: set[nn.Parameter]) -> None:
-        """Raise RuntimeError where gradients of ``members`` are of another number of micro-batches than leaves."""
-        leaves, world_size = self._levels.leaves, self._levels.world.world_size
+        """Raise RuntimeError where gradients are of another number of micro-batches than leaves.
+
+        ``members``: of the optimizer that steps; none: of one that calls a closure, whichever it is.
+        """
+        leaves, world_size, parts = self._levels.leaves, self._levels.world.world_size, self._levels.parts
         for group in self._runtime.groups() if leaves is not None else ():
-            found = group.grads.num_backwards
-            if (
-                group.grads.reduced is not None
-                and found % self._levels.parts
-                and not members.isdisjoint(group.params.params)
-            ):
+            found, theirs = group.grads.num_backwards, not members or not members.isdisjoint(group.params.params)
+            if theirs and any(group.grads.used) and found % parts:
                 what = f"{found} backwards on each of {world_size} ranks since gradients were cleared"
-                todo = f"have {self._levels.parts}, or a multiple of it, of one micro-batch each"
+                todo = f"have {parts}, or a multiple of it, of one micro-batch each"
                 raise RuntimeError(f"step: {what} are no multiple of leaves={leaves}; {todo}")
 
     def after_update(self, optimizer: Optimizer) -> None:
