@@ -15,8 +15,9 @@ import torch.distributed as dist
 from gpu_setup import ON_GPU, Result, SkippedError, batch_of, model_of
 from torch import nn
 
-from zeroshard.comm import Communicator, TorchCommunicator
+from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.lab.bench.report import spread_of
+from zeroshard.launch import environment
 from zeroshard.parallel import STRATEGIES
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 
@@ -46,6 +47,28 @@ def _train_stages(comm: Communicator, rank: int, precision: MixedPrecision | Non
     return found
 
 
+def _train_leaves(comm: Communicator) -> dict[str, str]:
+    """sha256 of the weights after three steps of two micro-batches: by two ranks, and by this one alone."""
+    environment.use_deterministic_cublas()
+    torch.use_deterministic_algorithms(True)
+    found = {}
+    for name, among, stage in (("0", comm, 0), ("3", comm, 3), ("alone", LocalCommunicator(), 1)):
+        model = model_of("gpt2-demo")
+        zero = Zero(model, stage, units=model.units, comm=among, leaves=2)
+        optimizer = zero.optimizer(torch.optim.AdamW, lr=1e-3)
+        leaves = range(among.rank, 2, among.world_size)
+        for _ in range(3):
+            for leaf in leaves:
+                tokens, targets = batch_of(2, seed=leaf)
+                (model(tokens, targets) / len(leaves)).backward()
+            zero.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = _digest(model, zero)
+        zero.remove()
+    return found
+
+
 def _two_ranks_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
@@ -53,13 +76,14 @@ def _two_ranks_main(rank: int, folder: str) -> None:
     comm = TorchCommunicator()
     policies = {"fp32": None, "bf16": MixedPrecision(param_dtype=torch.bfloat16)}
     found = {name: _train_stages(comm, rank, policy) for name, policy in policies.items()}
+    found["fp32 on one rank and on two"] = _train_leaves(comm)
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
 def two_ranks(out: Path) -> Result:
-    """Two ranks on one device over gloo: each stage's weights, which are to have the same bits."""
+    """Two ranks on one device over gloo: stages are to have the same bits; with leaves, one rank alone has them too."""
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory() as folder:

@@ -130,7 +130,7 @@ class TrainConfig(Config):
         0,
         ge=0,
         description="The most ranks that this run may ever have, a power of two: it has the same bits on 1, 2, 4, ... "
-        "up to so many. Then grad_accum_steps is of each rank at the most. 0: off.",
+        "up to so many. A step has so many micro-batches over all ranks, times grad_accum_steps. 0: off.",
     )
     max_steps: int = Field(500, ge=1, description="Optimizer steps in the whole run.")
 
