@@ -77,23 +77,27 @@ def test_every_stage_has_the_same_bits_and_the_losses_of_one_process():
 
 
 def test_an_embedding_is_not_gathered_for_a_backward_that_reads_none_of_it():
-    model = _llama()
-    observed = ObservedCommunicator(NullCommunicator(2))
-    zero = Zero(model, 3, units=model.units, comm=observed)
-    model(TOKENS, TOKENS).backward()
-    gathered = [record.scope for record in observed.records if record.scope.endswith("/weights")]
-    names = ["root", "embed_tokens", "blocks.0", "blocks.1", "lm_head", "blocks.1", "blocks.0"]
-    assert gathered == [f"{name}/weights" for name in names]
-    zero.remove()
-    model.embed_tokens.register_forward_hook(lambda module, args, output: output * module.weight.sum())
-    observed.drain()
-    Zero(model, 3, units=model.units, comm=observed)
-    model(TOKENS, TOKENS).backward()
-    assert [record.scope for record in observed.records if record.scope.endswith("/weights")] == [
-        *gathered,
-        "embed_tokens/weights",
-    ]
-    assert model.embed_tokens.weight.grad.full_tensor().isfinite().all()
+    models = [_llama() for _ in range(2)]
+
+    def gathers(observed):
+        return [record.scope for record in observed.records if record.scope.endswith("/weights")]
+
+    def on_rank(comm):
+        model, observed = models[comm.rank], ObservedCommunicator(comm)
+        zero = Zero(model, 3, units=model.units, comm=observed)
+        model(TOKENS, TOKENS).backward()
+        gathered = gathers(observed)
+        names = ["root", "embed_tokens", "blocks.0", "blocks.1", "lm_head", "blocks.1", "blocks.0"]
+        assert gathered == [f"{name}/weights" for name in names]
+        zero.remove()
+        model.embed_tokens.register_forward_hook(lambda module, args, output: output * module.weight.sum())
+        observed.drain()
+        Zero(model, 3, units=model.units, comm=observed)
+        model(TOKENS, TOKENS).backward()
+        assert gathers(observed) == [*gathered, "embed_tokens/weights"]
+        assert model.embed_tokens.weight.grad.full_tensor().isfinite().all()
+
+    run_threads(on_rank, 2)
 
 
 def test_a_plan_has_less_memory_than_with_embedding_and_head_in_the_root():
