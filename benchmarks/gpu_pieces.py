@@ -276,6 +276,7 @@ def saving(out: Path) -> Result:
 
     with tempfile.TemporaryDirectory(dir=out) as folder:
         saver = checkpoint.BackgroundSaver(zero.comm, background=True, in_place=True)
+        optimizer.register_step_pre_hook(lambda *_: saver.settle())  # an update changes what the writer reads in place
         for number in range(4 if ON_GPU else 2):
             step()
             timed("step_s", step)
@@ -283,7 +284,6 @@ def saving(out: Path) -> Result:
             began = time.perf_counter()
             timed("stall_s", lambda path=path, number=number: saver.start(path, zero, step=number))
             timed("beside_s", step)
-            saver.settle()
             saved = saver.wait()
             if saved is None or saved.error:
                 raise RuntimeError(f"the save failed: {saved}")
