@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from terminal import Screen
+from zeroshard.train.records import console as console_module
 from zeroshard.train.records.console import GIB, ConsoleRecorder, bytes_in_words, facts_of
 from zeroshard.train.records.log_files import JsonlWriter, SummaryWriter, finite_or_null
 from zeroshard.train.records.records import StepRecord
@@ -259,18 +260,44 @@ def test_a_scaled_loss_is_told_with_the_steps_that_it_cost():
     assert "scale" not in facts_of(a_record())
 
 
-def test_a_checkpoint_has_a_bar_of_its_own_while_it_is_written():
-    stream = Terminal()
-    with ConsoleRecorder(30, stream=stream) as console:
+@pytest.fixture
+def a_wide_screen(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    return Screen(80)
+
+
+def test_the_bar_says_how_much_of_a_checkpoint_is_written(a_wide_screen):
+    with ConsoleRecorder(30, stream=a_wide_screen) as console:
+
+        def bar() -> str:
+            console._bar.refresh()
+            return a_wide_screen.shown[-1]
+
         console.on_start({"max_steps": 30})
         console.on_saving(2**20, 2**22)
-        assert [task.description for task in console._bar.tasks] == ["train", "checkpoint"]
-        assert console._bar.tasks[1].percentage == 25
+        assert "saving 25%" in bar()
         console.on_checkpoint(10, Path("c"))
+        assert "eta" in bar()
         console.on_saving(2**20, 2**22)
+        assert "saving 25%" in bar()
         console.on_checkpoint_failed(20, Path("c"), "full")
-        assert [task.description for task in console._bar.tasks] == ["train"]
-    assert "step 10  checkpoint c" in stream.getvalue()
+        assert "eta" in bar()
+    assert "step 10  checkpoint c" in a_wide_screen.shown
+
+
+def test_no_line_is_lost_to_a_bar_that_is_drawn_beside_it(a_wide_screen, monkeypatch):
+    """rich's thread draws without pause: were the bar of two lines at times, most of these runs would lose some."""
+    monkeypatch.setattr(console_module, "REFRESHES_PER_S", 5000)
+    with ConsoleRecorder(1000, stream=a_wide_screen) as console:
+        console.on_start({"step": 0})
+        for step in range(1, 201):
+            console.on_saving(1, 4)
+            console.on_checkpoint(step, Path("c"))
+    assert [line for line in a_wide_screen.shown if "checkpoint" in line] == [
+        f"step {step}  checkpoint c" for step in range(1, 201)
+    ]
+    assert "\x1b[1A" not in a_wide_screen.written  # the cursor never goes up
 
 
 def test_a_log_that_was_removed_is_made_anew(tmp_path):

@@ -16,7 +16,7 @@ from typing import Any, Self, TextIO
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -47,8 +47,7 @@ class ConsoleRecorder:
         self._console = _Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._gone = False
         self._bar = _progress(self._console) if self._console.is_terminal else None
-        self._task = None if self._bar is None else self._bar.add_task("train", total=max_steps, facts="")
-        self._saving: TaskID | None = None
+        self._task = None if self._bar is None else self._bar.add_task("train", total=max_steps, facts="", saved=None)
 
     def __enter__(self) -> Self:
         return self
@@ -94,12 +93,9 @@ class ConsoleRecorder:
         self._print(GAP.join(facts if self._bar is None else _fitting(facts, self._console.width)))
 
     def on_saving(self, done_bytes: int, num_bytes: int) -> None:
-        """Move the checkpoint's own bar, which is there while one is written."""
-        if self._bar is None:
-            return
-        if self._saving is None:
-            self._saving = self._bar.add_task("checkpoint", total=num_bytes, facts="")
-        self._bar.update(self._saving, completed=done_bytes, total=num_bytes)
+        """Say the share that is written, in the bar, where it otherwise says when the run ends."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, saved=done_bytes / num_bytes if num_bytes else 1.0)
 
     def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
         """Print where the checkpoint lies; its name alone where a terminal has no room for its path."""
@@ -109,13 +105,12 @@ class ConsoleRecorder:
         self._print(line if fits else f"step {step}{GAP}checkpoint {path.name}")
 
     def on_checkpoint_failed(self, step: int, path: Path, error: str) -> None:
-        """Take the bar away; what went wrong is said on stderr."""
+        """Say in the bar when the run ends, as before; what went wrong is said on stderr."""
         self._saving_ends()
 
     def _saving_ends(self) -> None:
-        if self._bar is not None and self._saving is not None:
-            self._bar.remove_task(self._saving)
-            self._saving = None
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, saved=None)
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Print what came out, in one line, which a terminal wraps between facts; tables stay in ``summary.json``."""
@@ -201,22 +196,19 @@ def bytes_in_words(num_bytes: int) -> str:
 
 
 class _Done(ProgressColumn):
-    """``120/5000`` of steps; of a checkpoint's bytes the share, which fits where the bytes would not."""
+    """``120/5000``, in steps."""
 
     def render(self, task: Task) -> Text:
-        if task.description == "train":
-            return Text(f"{task.completed:.0f}/{task.total:.0f}")
-        return Text(f"saving {task.percentage:.0f}%")
+        return Text(f"{task.completed:.0f}/{task.total:.0f}")
 
 
 class _Remaining(ProgressColumn):
-    """``eta 0:12:34``, of the steps alone."""
-
-    max_refresh = 0.5  # seconds
+    """``eta 0:12:34``; while a checkpoint is written ``saving 42%``."""
 
     def render(self, task: Task) -> Text:
-        if task.description != "train":
-            return Text("")
+        saved: float | None = task.fields["saved"]
+        if saved is not None:
+            return Text(f"saving {saved:.0%}")
         left = task.time_remaining
         if left is None:
             return Text("eta -:--:--")
@@ -226,8 +218,12 @@ class _Remaining(ProgressColumn):
 
 
 class _Bar(Progress):
-    """rich's, two columns narrower than the terminal: ``^C`` is echoed there, and would push the bar to a second line,
-    where nothing erases it."""
+    """rich's, with one task, thus of one line at all times, and two columns narrower than the terminal.
+
+    rich's thread draws the bar anew while the trainer prints, and what either has drawn is not written in the order in
+    which it was drawn: had the bar's height changed between, the later one would erase a line of the run's. And ``^C``
+    is echoed behind the bar, and would push it to a second line, where nothing erases it.
+    """
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield Padding(self.make_tasks_table(self.tasks), (0, len("^C"), 0, 0))
