@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -754,3 +758,22 @@ def test_an_optimizer_that_calls_its_closure_twice_is_stopped():
 
     with pytest.raises(RuntimeError, match="calls its closure a second time"):
         optim.step(closure)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_state_asked_for_by_the_models_parameter_is_refused_and_one_by_its_piece_is_there(stage, adopted):
+    net = Net()
+    zero = Zero(net, stage, comm=NullCommunicator(1))
+    make = partial(torch.optim.AdamW, net.parameters()) if adopted else partial(zero.optimizer, torch.optim.AdamW)
+    optim = make(lr=0.1)
+    for _ in range(2):
+        net(rows(0)).sum().backward()
+        optim.step()
+        with pytest.raises(RuntimeError, match=r"^optimizer\.state: .* zero\.pieces\(optimizer\)"):
+            optim.state[net.last.weight]["exp_avg"].zero_()
+        assert all("exp_avg" in optim.state[piece] for piece in zero.pieces(optim))
+        assert len(optim.state) == len(zero.pieces(optim))
+        optim.load_state_dict(zero.optim_state_dict(optim))  # which puts another dict there
+    for twin in (copy.deepcopy(optim.state), pickle.loads(pickle.dumps(optim.state))):
+        assert twin["new"] == {}

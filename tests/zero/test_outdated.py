@@ -343,6 +343,93 @@ def test_a_penalty_inside_full_params_is_that_of_one_process():
             torch.testing.assert_close(found[name], param.grad)
 
 
+def _held(net):
+    """Tensors in the memory of weights, as users keep them: a view, a detached one, a graph over either."""
+    view = net.last.weight.view(-1)
+    return view, net.blocks[0].weight.detach(), (view * view).sum()
+
+
+@pytest.mark.parametrize("gathering", [MixedPrecision(), MixedPrecision(gather="int8")], ids=["whole", "int8"])
+def test_views_from_full_params_keep_their_values_until_the_next_step(gathering):
+    def go(comm):
+        net = Net()
+        zero = Zero(net, 3, comm=comm, precision=gathering)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        with zero.full_params():
+            view, detached, _ = _held(net)
+            expected = view.detach().clone(), detached.clone()
+        step(net, optim, comm.rank)
+        nan = view.isnan().all(), detached.isnan().all()  # and no crash
+        with zero.full_params():
+            view, detached, _ = _held(net)
+            again = view.detach().clone(), detached.clone()
+        net(rows(comm.rank))
+        assert torch.equal(view, again[0])
+        assert torch.equal(detached, again[1])
+        assert not torch.equal(again[0], expected[0])
+        return nan
+
+    for nan in run_threads(go, 2):
+        assert all(nan)
+
+
+def test_a_view_from_full_params_holds_its_memory_alone_and_no_longer_than_it_lives():
+    def go(comm):
+        net = Net()
+        zero = Zero(net, 3, comm=comm)
+        params = next(group.params for group in zero._runtime.groups() if net.last.weight in set(group.params.params))
+        memory = params.full.untyped_storage()._cdata
+        with zero.full_params():
+            view, _, _ = _held(net)
+        assert params.full_bytes == 0
+        assert view.untyped_storage()._cdata == memory != params.full.untyped_storage()._cdata
+        memory = params.full.untyped_storage()._cdata
+        with zero.full_params():
+            net.last.weight.view(-1)  # nobody holds it
+        return params.full_bytes, params.full.untyped_storage()._cdata == memory
+
+    assert run_threads(go, 2) == [(0, True)] * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("write_back", [False, True])
+def test_a_penalty_on_a_view_may_be_backpropagated_outside_of_full_params(stage, write_back):
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage, comm=comm)
+        with zero.full_params(write_back=write_back):
+            *_, penalty = _held(net)
+        (net(rows(comm.rank)).square().mean() + penalty).backward()
+        return zero.full_grads()
+
+    plain = Net()
+    for rank in range(2):
+        ((plain(rows(rank)).square().mean() + plain.last.weight.view(-1).square().sum()) / 2).backward()
+    for found in run_threads(go, 2):
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(found[name], param.grad)
+
+
+@pytest.mark.parametrize("averages_leave_last", [True, False])
+def test_a_view_of_averages_shows_them_or_nan(averages_leave_last):
+    def go(comm):
+        net = Net()
+        zero = Zero(net, 3, comm=comm)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        ema = zero.ema(0.5)
+        step(net, optim, comm.rank)
+        blocks = [ema.weights(), zero.full_params()]
+        first, last = blocks if averages_leave_last else reversed(blocks)
+        with first, last:
+            view = net.last.weight.view(-1)
+            averages = view.detach().clone()
+        net(rows(comm.rank))
+        return view, averages
+
+    for view, averages in run_threads(go, 2):
+        assert view.isnan().all() if averages_leave_last else torch.equal(view, averages)
+
+
 def test_nobody_is_told_inside_of_a_forward_or_after_the_engine_is_gone():
     for stage in (1, 2, 3):
         net, zero, optim = trained(stage, NullCommunicator(2))

@@ -32,6 +32,7 @@ from zeroshard.zero.buffers.differences import refuse_assigned, take_assigned, t
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.layout import ALIGNMENT, ROUND_BY_PLACE, FlatLayout, Piece
 from zeroshard.zero.buffers.node_copy import NodeCopy
+from zeroshard.zero.buffers.outside_views import OutsideViews
 from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.shards import gather_shards
 from zeroshard.zero.buffers.wire import PackedGather, seen, take_written
@@ -116,6 +117,7 @@ class FlatParams:
         fill = float("nan") if compute_dtype.is_floating_point else 0
         self.hidden = torch.full((), fill, dtype=compute_dtype, device=self.full.device)
         self._freed = [self.hidden.expand(slot.shape) for slot in self.layout.slots]
+        self._outside = OutsideViews()
         self._attach()
         self.pieces = self._pieces()
         self.master_offset = own.start if self.shard_optim else 0
@@ -248,10 +250,19 @@ class FlatParams:
             return
         self._finish()
         self.take_changes()
+        held = self._outside.hold(self.full)
         self._hide()
         self._streams.freed()
+        if held:
+            self.full = torch.empty_like(self.full)
+            self._views = self.layout.views(self.full)
         self.full.untyped_storage().resize_(0)
         self.whole = False
+
+    def hand_out(self) -> None:
+        """The user is shown full weights from here on, and may keep views of them."""
+        if self.shard_params:
+            self._outside.may_come(self.full)
 
     def mark_stale(self, *, copied: bool = False, replaced: Replaced | None = None) -> None:
         """The master has changed: the next `gather` refreshes ``full``.
@@ -262,6 +273,7 @@ class FlatParams:
         for _, param, view in self._elsewhere():
             param.data = view  # what it showed is older than the master
         self._versions = self._written()  # what was written into weights that are outdated now is not taken over
+        self._outside.outdate(self.hidden)
         self.release()
         self.node_copy.current = False
         if self.common is not None and replaced is None:

@@ -5,7 +5,7 @@ All of it is on the instance: its type stays exactly the user's class.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from functools import wraps
 from types import FunctionType
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses
 from zeroshard.zero.optimizers.state_dict import cut_into_pieces, whole_here
+from zeroshard.zero.optimizers.states_by_piece import NoState
 from zeroshard.zero.optimizers.step_hooks import put_around
 
 _OURS = "_zeroshard"  # on an optimizer that an engine knows
@@ -39,7 +40,13 @@ def put_in(piecewise: PiecewiseOptimizer) -> None:
     )
     own["state_dict"] = lambda: _state_dict(piecewise)
     own["load_state_dict"] = lambda state_dict: _load_state_dict(piecewise, state_dict)
+    _tell_where_states_are(piecewise)
     _wrap_own_methods(piecewise)
+
+
+def _tell_where_states_are(piecewise: PiecewiseOptimizer) -> None:
+    if isinstance(piecewise.optimizer.state, defaultdict):
+        piecewise.optimizer.state.default_factory = NoState(lambda: piecewise.holds_pieces)
 
 
 def _wrap_own_methods(piecewise: PiecewiseOptimizer) -> None:
@@ -107,4 +114,5 @@ def load_pieces(piecewise: PiecewiseOptimizer, state_dict: dict[str, Any]) -> No
             type(optimizer).load_state_dict(optimizer, state_dict)
     finally:
         optimizer._optimizer_load_state_dict_pre_hooks = hooks
+        _tell_where_states_are(piecewise)  # in the dict that torch has put there
     piecewise.has_state = True

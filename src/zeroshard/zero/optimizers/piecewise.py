@@ -166,6 +166,7 @@ class PiecewiseOptimizer:
         optimizer: of exactly the class that was asked for.
         by_group: for each of its param groups, the model's parameters.
         pieces: for each of its param groups, what this rank updates.
+        holds_pieces: whether its param groups hold these now, as while the class's own code runs.
         has_state: whether it has stepped, or state was loaded into it: the same on every rank.
         sharded: where parameters lie.
         listener: what hears of its steps.
@@ -188,7 +189,7 @@ class PiecewiseOptimizer:
             raise ValueError("params: the optimizer got an empty list; give it at least one parameter")
         groups: list[dict[str, Any]] = given if isinstance(given[0], dict) else [{"params": given}]
         self.sharded, self.listener, self._kwargs = sharded, listener, kwargs
-        self.has_state, self._holds_pieces = False, True
+        self.has_state, self.holds_pieces = False, True
         self._make: Callable[[list[dict[str, Any]]], Optimizer] = partial(optimizer_cls, **kwargs)
         with sharded.all_or_none():
             self.by_group = [sharded.take(group) for group in groups]
@@ -218,7 +219,7 @@ class PiecewiseOptimizer:
         accepted = signature(type(optimizer)).parameters
         kwargs = {key: value for key, value in optimizer.defaults.items() if key in accepted}
         self.optimizer, self.sharded, self.listener, self._kwargs = optimizer, sharded, listener, kwargs
-        self.has_state, self._holds_pieces = bool(optimizer.state), False
+        self.has_state, self.holds_pieces = bool(optimizer.state), False
         self._make = partial(type(optimizer), **kwargs)
         with sharded.all_or_none():
             self.by_group = [sharded.take(group) for group in optimizer.param_groups]
@@ -252,7 +253,7 @@ class PiecewiseOptimizer:
             ValueError: groups, or parameters in them, are not those that it was given.
         """
         groups = self.optimizer.param_groups
-        if self._holds_pieces:
+        if self.holds_pieces:
             return
         for group, chosen in zip_longest(groups, self.by_group):
             if group is None or chosen is None or not _are(group["params"], chosen):
@@ -262,18 +263,18 @@ class PiecewiseOptimizer:
                 )
         for group, pieces in zip(groups, self.pieces, strict=True):
             group["params"] = pieces
-        self._holds_pieces = True
+        self.holds_pieces = True
 
     def show_params(self) -> None:
         """Have the param groups hold the model's parameters, as the user knows them."""
         for group, chosen in zip(self.optimizer.param_groups, self.by_group, strict=True):
             group["params"] = list(chosen)
-        self._holds_pieces = False
+        self.holds_pieces = False
 
     @contextmanager
     def at_pieces(self) -> Generator[None]:
         """In this block the param groups hold this rank's pieces."""
-        if self._holds_pieces:
+        if self.holds_pieces:
             yield
             return
         self.show_pieces()

@@ -89,6 +89,7 @@ class UnshardedWeights:
             unit.gather()
         for unit in self._units:
             unit.wait()
+        self._hand_out()
         self.pinned = True
         try:
             yield
@@ -114,6 +115,13 @@ class UnshardedWeights:
                     group.params.gather()
         for unit in self._units:
             unit.wait()
+        if self.pinned:
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        for unit in self._units:
+            for group in unit.groups:
+                group.params.hand_out()
 
     def hear_of_reads(self) -> None:
         """From now on have `bring_up_to_date` called before weights are read that are outdated or sharded."""
