@@ -79,11 +79,12 @@ def sweep(config: None, words: Sequence[str]) -> int:
 
         return largest_micro_batch(*asked)
 
-    if not words:
-        what, todo = "nothing to compare is given", "write --axes.SETTING VALUE ..., as --axes.strategy zero0 zero3"
-        raise UserError("sweep", what, f"{todo}, or --config FILE.toml")
-    path, words = take_option(words, "--config")
+    path, others = take_option(words, "--config")
     raw = read_toml(path) if path else {}
+    if not raw and not others:
+        what, todo = "nothing to compare is given", "write --axes.SETTING VALUE ..., as --axes.strategy zero0 zero3"
+        raise UserError("sweep", f"{path}: {what}" if path else what, f"{todo}, or --config FILE.toml")
+    words = others
     flags = {name: flag for name, flag in flags_of(SweepConfig, {}).items() if name not in ("--base", "--axes")}
     if "--help" in words or "-h" in words:
         print(_sweep_help(SweepConfig))

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from zeroshard.errors import UserError
 from zeroshard.regular_files import read_text
@@ -137,7 +140,7 @@ def _found(source: str, file: str) -> Path | None:
         return folder / file if (folder / file).is_file() else None
     hub = _hub()
     try:
-        return Path(hub.hf_hub_download(source, file))
+        return Path(hub.hf_hub_download(source, file, local_files_only=not _may_be_reached(hub)))
     except Exception as error:  # noqa: BLE001 -- the client raises its own and those of two HTTP libraries
         if type(error).__name__ in ("EntryNotFoundError", "RemoteEntryNotFoundError"):
             return None
@@ -147,7 +150,8 @@ def _found(source: str, file: str) -> Path | None:
 def _snapshot(source: str, patterns: tuple[str, ...]) -> Path:
     hub = _hub()
     try:
-        return Path(hub.snapshot_download(source, allow_patterns=list(patterns)))
+        alone = not _may_be_reached(hub)
+        return Path(hub.snapshot_download(source, allow_patterns=list(patterns), local_files_only=alone))
     except Exception as error:  # noqa: BLE001 -- as above
         raise _not_had(source, error) from None
 
@@ -157,6 +161,21 @@ def _hub() -> Any:
         return import_module("huggingface_hub")
     except ImportError:
         raise missing_transformers() from None
+
+
+def _may_be_reached(hub: Any) -> bool:
+    """Whether the hub's host has an address, or a proxy would look for it.
+
+    Where there is no network the hub's client tries again for half a minute, for each file.
+    """
+    endpoint = urlsplit(hub.constants.ENDPOINT)
+    if getproxies():
+        return True
+    try:
+        socket.getaddrinfo(endpoint.hostname, endpoint.port)
+    except OSError:
+        return False
+    return True
 
 
 def missing_transformers() -> UserError:

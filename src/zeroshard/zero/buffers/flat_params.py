@@ -30,7 +30,7 @@ from zeroshard.zero.buffers import outdated
 from zeroshard.zero.buffers.common_copy import CommonCopy, PackedDifferences, Replaced
 from zeroshard.zero.buffers.differences import refuse_assigned, take_assigned, take_where_it_differs
 from zeroshard.zero.buffers.initial import initial_values
-from zeroshard.zero.buffers.layout import ALIGNMENT, ROUND_BY_PLACE, FlatLayout, Piece
+from zeroshard.zero.buffers.layout import ALIGNMENT, FlatLayout, Piece
 from zeroshard.zero.buffers.node_copy import NodeCopy
 from zeroshard.zero.buffers.outside_views import OutsideViews
 from zeroshard.zero.buffers.partition import Init
@@ -108,7 +108,8 @@ class FlatParams:
         if self.shard_optim and not self._aliased:
             self.master = empty_for(comm, self.layout.own_numel(comm.rank), held.dtype, held.device).copy_(held[own])
         del initial, held
-        self.node_copy = self._second_copy(strategy)
+        near = levels.node if self.shard_params and strategy.secondary_shard_size is not None else None
+        self.node_copy = NodeCopy.of(near, self.full, self.layout, self.wire)
         self.common: CommonCopy | None = None
         if self.wire is not None and precision.gathers_differences:
             self.common = CommonCopy(name, self.wire, self.full[own])
@@ -119,24 +120,9 @@ class FlatParams:
         self._freed = [self.hidden.expand(slot.shape) for slot in self.layout.slots]
         self._outside = OutsideViews()
         self._attach()
-        self.pieces = self._pieces()
+        self.pieces = self.layout.owned(comm.rank) if self.shard_optim else self.layout.updated_by_all(self.full.device)
         self.master_offset = own.start if self.shard_optim else 0
         self.release()
-
-    def _second_copy(self, strategy: ShardingStrategy) -> NodeCopy:
-        near = self.levels.node if self.shard_params and strategy.secondary_shard_size is not None else None
-        if self.wire is None:
-            return NodeCopy(near, self.full.device, self.full.dtype, self.full.numel())
-        num_bytes = self.comm.world_size * self.wire.num_bytes(self.layout.shard_numel)
-        return NodeCopy(near, self.full.device, torch.uint8, num_bytes)
-
-    def _pieces(self) -> tuple[Piece, ...]:
-        if self.shard_optim:
-            return self.layout.owned(self.comm.rank)
-        if self.full.device.type in ROUND_BY_PLACE.get():
-            return tuple(piece for rank in range(self.comm.world_size) for piece in self.layout.owned(rank))
-        # A CUDA kernel computes each element alike wherever it lies, so no piece need end where a shard does.
-        return self.layout.tensors()
 
     def _attach(self) -> None:
         for param, view in zip(self.params, self._views, strict=True):

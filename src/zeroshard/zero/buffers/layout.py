@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 from torch import Tensor
 
 ALIGNMENT = 8
@@ -294,6 +295,13 @@ class FlatLayout:
         """Every parameter as one piece, whoever owns it; without empty ones."""
         slots = enumerate(self.slots)
         return tuple(self._piece(i, slot.offset, slot.offset + slot.numel) for i, slot in slots if slot.numel)
+
+    def updated_by_all(self, device: torch.device) -> tuple[Piece, ...]:
+        """The pieces of an optimizer that updates everything, with the bits that owners of parts would have."""
+        if device.type in ROUND_BY_PLACE.get():
+            return tuple(piece for rank in range(self.world_size) for piece in self.owned(rank))
+        # A CUDA kernel computes each element alike wherever it lies, so no piece need end where a shard does.
+        return self.tensors()
 
     def _piece(self, index: int, first: int, last: int) -> Piece:
         slot = self.slots[index]

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work
+from zeroshard.wire_formats import Format
+from zeroshard.zero.buffers.layout import FlatLayout
 
 
 class NodeCopy:
@@ -38,6 +40,13 @@ class NodeCopy:
         self._comm = comm
         self.shard = torch.empty(0 if comm is None else numel // comm.world_size, dtype=dtype, device=device)
         self.current = False
+
+    @classmethod
+    def of(cls, comm: Communicator | None, full: Tensor, layout: FlatLayout, wire: Format | None) -> NodeCopy:
+        """For the gathers of ``full [layout.padded_numel]``, which travels in ``wire``, or as it is."""
+        if wire is None:
+            return cls(comm, full.device, full.dtype, full.numel())
+        return cls(comm, full.device, torch.uint8, layout.world_size * wire.num_bytes(layout.shard_numel))
 
     def keep(self, whole: Tensor) -> bool:
         """Take this rank's part of ``whole [n]``, which has arrived, if it is not here: whether it was taken.

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer, SavesPasses
 from zeroshard.zero.optimizers.state_dict import cut_into_pieces, whole_here
-from zeroshard.zero.optimizers.states_by_piece import NoState
 from zeroshard.zero.optimizers.step_hooks import put_around
 
 _OURS = "_zeroshard"  # on an optimizer that an engine knows
@@ -42,6 +41,32 @@ def put_in(piecewise: PiecewiseOptimizer) -> None:
     own["load_state_dict"] = lambda state_dict: _load_state_dict(piecewise, state_dict)
     _tell_where_states_are(piecewise)
     _wrap_own_methods(piecewise)
+
+
+class NoState:
+    """What makes the state of a key that has none: an empty dict for the class's own code, an error for any other.
+
+    torch's makes an empty one for each key. So a log of ``optimizer.state[param]``, or a reset of what is there, would
+    find nothing and change nothing.
+
+    Args:
+        holds_pieces: whether the class's own code runs now.
+    """
+
+    def __init__(self, holds_pieces: Callable[[], bool]) -> None:
+        self._holds_pieces = holds_pieces
+
+    def __call__(self) -> dict[str, Any]:
+        """Of a key that has no state."""
+        if self._holds_pieces():
+            return {}
+        raise RuntimeError(
+            "optimizer.state: a parameter's is kept by the pieces of this rank, once there was a step: ask by those of "
+            "zero.pieces(optimizer), or use zero.optim_state_dict(optimizer)"
+        )
+
+    def __reduce__(self) -> Any:  # a copy, or what was pickled, belongs to no engine
+        return type, ({},)  # which is dict
 
 
 def _tell_where_states_are(piecewise: PiecewiseOptimizer) -> None:
