@@ -26,6 +26,7 @@ from zeroshard.comm import (
     TorchCommunicator,
     TwoLevelCommunicator,
     all_to_all,
+    reduce_scatter_consuming,
     run_threads,
     split,
     thread_transports,
@@ -93,6 +94,17 @@ def reduce_scatter_works_in_place(comm):
     own = _own(comm, whole)
     comm.reduce_scatter(own, whole).wait()
     assert torch.equal(own, _own(comm, _expected(comm, "sum", comm.world_size * 5, torch.float32)))
+
+
+def reduce_scatter_keeps_its_input(comm):
+    for numel in (1, 3, 1 << 17):  # of a shard; the last is no small message
+        whole = _sent(comm, comm.rank, comm.world_size * numel, torch.float32)
+        given, shard = whole.clone(), torch.empty(numel)
+        comm.reduce_scatter(shard, whole).wait()
+        assert torch.equal(whole, given)
+        consumed = torch.empty(numel)
+        reduce_scatter_consuming(comm, consumed, whole).wait()
+        assert torch.equal(consumed, shard)
 
 
 def reduce_scatter_has_the_bits_of_all_reduce(comm):
@@ -293,6 +305,7 @@ CASES = {
         all_reduce_takes_any_shape,
         reduce_scatter_is_a_slice_of_the_reduction,
         reduce_scatter_works_in_place,
+        reduce_scatter_keeps_its_input,
         reduce_scatter_has_the_bits_of_all_reduce,
         a_reduction_has_the_same_bits_on_every_rank_and_twice,
         all_gather_is_everybodys_shard_in_order,

@@ -8,7 +8,7 @@ from functools import reduce
 import pytest
 import torch
 
-from zeroshard.comm import PeerError, RingCommunicator, run_threads, thread_transports
+from zeroshard.comm import PeerError, RingCommunicator, reduce_scatter_consuming, run_threads, thread_transports
 from zeroshard.comm.ring import ring, small
 
 
@@ -161,7 +161,7 @@ def test_no_more_than_two_chunks_are_held_beside_the_callers_tensors():
     def on_rank(comm):
         whole, shard = torch.zeros(numel), torch.zeros(numel // 3)
         comm.all_reduce(whole).wait()
-        comm.reduce_scatter(shard, whole).wait()
+        reduce_scatter_consuming(comm, shard, whole).wait()
         comm.all_gather(whole, shard).wait()
         ours = {whole.untyped_storage().data_ptr(), shard.untyped_storage().data_ptr()}
         storages = [buffer.untyped_storage() for buffer in comm.transport.buffers]

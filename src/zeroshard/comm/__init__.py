@@ -1,6 +1,6 @@
-"""Collectives: one contract, several implementations, and wrappers that observe them.
+"""Collectives: one interface (`Communicator`), several implementations, and wrappers that observe or slow them.
 
-Names are loaded on first use: what a command line reads needs no torch.
+Names are loaded on first use, so that the command line can be parsed without importing torch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         all_to_all,
         buffer_bytes,
         empty_for,
+        reduce_scatter_consuming,
         split,
     )
     from zeroshard.comm.labels import CONTROL, current_scope, scope
@@ -47,6 +48,7 @@ _HOME = {
     "all_to_all": "base",
     "buffer_bytes": "base",
     "empty_for": "base",
+    "reduce_scatter_consuming": "base",
     "split": "base",
     "BlockingCommunicator": "wrappers.blocking",
     "Exposed": "wrappers.exposed",
@@ -103,6 +105,7 @@ __all__ = [
     "current_scope",
     "empty_for",
     "ranks_share_host",
+    "reduce_scatter_consuming",
     "run_threads",
     "scope",
     "split",

@@ -7,8 +7,9 @@ and that `tests/comm/test_contract.py` checks:
 * Output first, as in torch. All ranks issue the same operations in the same order; several may be in flight.
 * An operation may run asynchronously. The caller must not touch its tensors until `Work.wait()` has returned; on CUDA
   ``wait`` orders the current stream after the operation and does not block the host.
-* `reduce_scatter` may use its input as scratch, and its output may be this rank's slice of the input;
-  `all_gather`'s input may be this rank's slice of the output. So flat buffers are reduced and gathered in place.
+* A collective only reads its input, as in torch. In place, `reduce_scatter`'s output is this rank's slice of the input,
+  whose other slices are then undefined, and `all_gather`'s input is this rank's slice of the output. The engine's flat
+  buffers are reduced and gathered so.
 * The result of a reduction has the same bits on every rank, and from run to run.
 """
 
@@ -72,12 +73,14 @@ DONE = Done()
 class Communicator(Protocol):
     """Collectives among ``world_size`` ranks; see the module's docstring for the rules.
 
-    Four more members are used where a communicator has them:
+    Five more members are used if a communicator has them:
 
     * ``empty(numel, dtype) -> Tensor``: CPU memory that its collectives access without a copy. See `empty_for`.
     * ``buffer_bytes: int``: bytes of its own buffers on this rank, with those of its parts. See `buffer_bytes`.
     * ``split(groups) -> Communicator``: a communicator of some of the ranks. Call the function `split`.
     * ``all_to_all(output, input) -> Work``: what wire formats are sent by. Call the function `all_to_all`.
+    * ``reduce_scatter_consuming(output, input, op) -> Work``: `reduce_scatter` without the copy that keeps the input
+      intact. Call the function `reduce_scatter_consuming`.
     """
 
     @property
@@ -105,7 +108,10 @@ class Communicator(Protocol):
         ...
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """``output [n]`` becomes this rank's slice of the reduction of ``input [world_size * n]``."""
+        """``output [n]`` becomes this rank's slice of the reduction of ``input [world_size * n]``.
+
+        ``input`` keeps its values, unless ``output`` is this rank's slice of it: the other slices are then undefined.
+        """
         ...
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
@@ -136,6 +142,22 @@ def buffer_bytes(comm: Any) -> int:
             return comm.buffer_bytes
         comm = getattr(comm, "inner", None)
     return 0
+
+
+def reduce_scatter_consuming(comm: Communicator, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
+    """`Communicator.reduce_scatter` of an ``input`` that nobody reads afterwards: its values are undefined.
+
+    Some communicators add up in their input, and copy it first where it must keep its values. This spares the copy.
+    """
+    own: Callable[[Tensor, Tensor, ReduceOp], Work] | None = getattr(comm, "reduce_scatter_consuming", None)
+    return (comm.reduce_scatter if own is None else own)(output, input, op)
+
+
+def is_own_slice(output: Tensor, input: Tensor, rank: int) -> bool:
+    """Whether ``output [n]`` is rank ``rank``'s slice of ``input [world_size * n]``, in the same memory."""
+    if output.numel() == 0 or not input.is_contiguous():
+        return False
+    return output.data_ptr() == input.data_ptr() + rank * output.numel() * input.element_size()
 
 
 def all_to_all(comm: Communicator, output: Tensor, input: Tensor) -> Work:

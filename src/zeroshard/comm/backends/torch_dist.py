@@ -37,6 +37,7 @@ from zeroshard.comm.base import (
     check_rank,
     check_shards,
     fill,
+    is_own_slice,
     own_group,
 )
 
@@ -178,13 +179,23 @@ class TorchCommunicator:
         return _TorchWork(handle, None if packed.data_ptr() == tensor.data_ptr() else (tensor.detach(), packed))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce and keep this rank's slice; asynchronous. Over gloo, ``input`` is overwritten."""
+        """Reduce and keep this rank's slice; asynchronous. ``input`` keeps its values unless ``output`` is its slice."""
+        return self._reduce_scatter(output, input, op, may_write=is_own_slice(output, input, self.rank))
+
+    def reduce_scatter_consuming(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce and keep this rank's slice; asynchronous. The values of ``input`` are undefined afterwards."""
+        return self._reduce_scatter(output, input, op, may_write=True)
+
+    def _reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp, *, may_write: bool) -> Work:
         check_op(op)
         check_shards(input, output, self.world_size)
         if output.numel() == 0:
             return DONE
         self._check_adds(input)
-        input, given = _packed(input), output.detach()
+        packed, given = _packed(input), output.detach()
+        # gloo reduces in place: the all-reduce below.
+        reduces_here = self._is_gloo(input) and self.world_size > 1 and not may_write
+        input = packed.clone() if reduces_here and packed.data_ptr() == input.data_ptr() else packed
         output = _packed(given)
         own = input.view(-1)[self.rank * output.numel() : (self.rank + 1) * output.numel()]
         in_place = own.data_ptr() == given.data_ptr()

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from zeroshard.comm.base import ReduceOp, Work, check_op, check_parts, check_rank, check_shards
+from zeroshard.comm.base import ReduceOp, Work, check_op, check_parts, check_rank, check_shards, is_own_slice
 from zeroshard.comm.queued.messages import CPU, require_cpu
 from zeroshard.comm.queued.pieces import Topics, flat_input, on_flat, to_flat
 from zeroshard.comm.queued.worker import Operation, Worker
@@ -38,12 +38,24 @@ class QueuedCommunicator(ABC):
         return self._submit(f"all_reduce {op}", on_flat(tensor, lambda flat: self._all_reduce(flat, op)), tensor)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce and keep this rank's slice."""
+        """Reduce and keep this rank's slice; any strides. ``input`` keeps its values, unless ``output`` is its slice."""
+        return self._reduce_and_scatter(output, input, op, may_write=is_own_slice(output, input, self.rank))
+
+    def reduce_scatter_consuming(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce and keep this rank's slice; the values of ``input`` are undefined afterwards."""
+        return self._reduce_and_scatter(output, input, op, may_write=True)
+
+    def _reduce_and_scatter(self, output: Tensor, input: Tensor, op: ReduceOp, *, may_write: bool) -> Work:
         check_op(op)
         check_shards(input, output, self.world_size)
         whole = flat_input(input)
-        operation = to_flat(output, lambda shard: self._reduce_scatter(whole, op, shard))
-        return self._submit(f"reduce_scatter {op}", operation, input, output)
+        is_copy = whole.data_ptr() != input.data_ptr()
+        must_copy = not may_write and not is_copy and self._writes_input(whole)
+
+        def reduce(shard: Tensor) -> None:
+            self._reduce_scatter(whole.clone() if must_copy else whole, op, shard)
+
+        return self._submit(f"reduce_scatter {op}", to_flat(output, reduce), input, output)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Gather every rank's shard."""
@@ -101,7 +113,14 @@ class QueuedCommunicator(ABC):
 
     @abstractmethod
     def _reduce_scatter(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
-        """``shard`` becomes this rank's shard of the reduction of ``whole``, of which it may be a part."""
+        """``shard`` becomes this rank's shard of the reduction of ``whole``, of which it may be a part.
+
+        It may overwrite ``whole`` if `_writes_input` says so.
+        """
+
+    def _writes_input(self, whole: Tensor) -> bool:
+        """Whether `_reduce_scatter` overwrites such an input."""
+        return False
 
     @abstractmethod
     def _all_gather(self, whole: Tensor, shard: Tensor) -> None:

@@ -15,7 +15,8 @@ What is small goes another way, in fewer rounds and with the same bits: `zerosha
 
 Shards travel in chunks: while one is added, the next arrives and the one before leaves. All go the same way round, for
 a rank that sends and receives at once fills both directions of its link already. A rank holds two chunks beside the
-caller's tensors and nothing else: partial sums are made in the input, and gathered shards land in place.
+caller's tensors and nothing else: a reduce-scatter makes its partial sums in the input, and gathered shards land in
+place. With three ranks or more a large input that must keep its values is therefore copied first.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ Leave = Callable[[Tensor], None]  # send a chunk to the right neighbour
 class RingCommunicator(QueuedCommunicator):
     """The ranks of a process group as a ring of neighbours, on CPU tensors of any dtype.
 
-    Operations run in issue order on a thread of their own; a reduce-scatter leaves partial sums in its input. To build
-    one is collective over ``group``.
+    Operations run in issue order on a thread of their own. To build one is collective over ``group``.
 
     Args:
         group: a process group that this rank belongs to; None: the default group.
@@ -138,6 +138,9 @@ class RingCommunicator(QueuedCommunicator):
         sends = _Sends(self)
         self._reduce(whole, op, shard, sends, last_leaves=False)
         sends.wait()
+
+    def _writes_input(self, whole: Tensor) -> bool:
+        return self.world_size > 2 and not small.is_small(whole.nbytes, self.world_size)
 
     def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
         start, stop = self._shard(whole, self.rank)

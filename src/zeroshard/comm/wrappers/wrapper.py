@@ -24,6 +24,7 @@ from zeroshard.comm.base import (
     add_done_callback,
     all_to_all,
     empty_for,
+    reduce_scatter_consuming,
     split,
 )
 
@@ -92,6 +93,10 @@ class Wrapper:
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
         """Pass on."""
         return self._around("reduce_scatter", input, lambda: self.inner.reduce_scatter(output, input, op), op)
+
+    def reduce_scatter_consuming(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
+        """Pass on; for whoever wraps, an ordinary reduce-scatter."""
+        return self._around("reduce_scatter", input, lambda: reduce_scatter_consuming(self.inner, output, input, op), op)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Pass on."""

@@ -1,9 +1,9 @@
-"""Shards of a flat buffer made whole, and whole buffers reduced to shards, as its layout has them.
+"""The all-gather and the reduce-scatter of a flat buffer, for layouts with shards of equal or of different lengths.
 
-Shards of one length are gathered and reduced in one collective. Where a layout's shards are as long as what each rank
-owns (`FlatLayout.owners`), each owner broadcasts its own, and a reduction is an all-reduce of which each rank keeps
-what it owns: that sends up to twice as much as a reduce-scatter of the same bytes, and less than one of a buffer that
-is mostly padding.
+If all shards have one length, each is one collective. If a shard is as long as the tensors that its rank owns
+(`FlatLayout.owners`), each owner broadcasts its shard, and a reduction is an all-reduce of which each rank keeps its
+shard. That sends up to twice the bytes of a reduce-scatter of the same buffer, and fewer than a reduce-scatter of a
+buffer padded to equal shards, which would be mostly padding.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zeroshard.comm import Communicator, Work
+from zeroshard.comm import Communicator, Work, reduce_scatter_consuming
 from zeroshard.zero.buffers.layout import FlatLayout
 
 
 def gather_shards(comm: Communicator, layout: FlatLayout, full: Tensor, own: Tensor) -> Work:
-    """Start to make ``full [padded_numel]`` of every rank's ``own``, which may be its part of ``full``. Collective."""
+    """Start to gather every rank's shard ``own`` into ``full [padded_numel]``. Collective.
+
+    ``own`` may be this rank's slice of ``full``.
+    """
     if layout.owners is None:
         return comm.all_gather(full, own)
     start, stop = layout.interval(comm.rank)
@@ -27,18 +30,18 @@ def gather_shards(comm: Communicator, layout: FlatLayout, full: Tensor, own: Ten
 
 
 def reduce_shards(comm: Communicator, layout: FlatLayout, target: Tensor, local: Tensor) -> Work:
-    """Start to make ``target`` this rank's part of the sum of all ``local [padded_numel]``. Collective.
+    """Start to reduce all ranks' ``local [padded_numel]`` into ``target``, this rank's shard of the sum. Collective.
 
-    ``target`` may be that part of ``local``, which is scratch.
+    ``target`` may be that shard of ``local``. The values of ``local`` are undefined afterwards.
     """
     if layout.owners is None:
-        return comm.reduce_scatter(target, local)
+        return reduce_scatter_consuming(comm, target, local)
     start, stop = layout.interval(comm.rank)
     return _Kept(comm.all_reduce(local), target, local[start:stop])
 
 
 class _All:
-    """Several operations as one."""
+    """The handle of several operations."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
@@ -50,7 +53,7 @@ class _All:
 
 
 class _Kept:
-    """An operation after which a part of what it wrote is copied."""
+    """The handle of an all-reduce, after which this rank's shard is copied to ``target``."""
 
     def __init__(self, work: Work, target: Tensor, part: Tensor) -> None:
         self._work, self._target, self._part = work, target, part
