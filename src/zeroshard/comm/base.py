@@ -1,8 +1,8 @@
-"""The interface between the engine and the network: five collectives, where it is needed a sixth, and a handle.
+"""The interface between the engine and the network: `Communicator`, with five collectives, and `Work`, their handle.
 
-Everything that moves bytes between ranks implements `Communicator`; behaviour (observing, throttling) is stacked
-as wrappers around one, and the engine never knows which it talks to. The rules that every implementation keeps,
-and that `tests/comm/test_contract.py` checks:
+Everything that moves bytes between ranks implements `Communicator`. Behaviour (observing, throttling) is added by
+wrappers, and the engine does not know which implementation it uses. Every implementation keeps these rules, and
+`tests/comm/test_contract.py` checks them:
 
 * Output first, as in torch. All ranks issue the same operations in the same order; several may be in flight.
 * An operation may run asynchronously. The caller must not touch its tensors until `Work.wait()` has returned; on CUDA
@@ -39,13 +39,14 @@ class Work(Protocol):
 
 
 def add_done_callback(work: Work, ended: Callable[[float], None]) -> bool:
-    """Call ``ended`` with the time at which an operation ended, which may be long before anybody waits for it.
+    """Call ``ended`` with the time at which an operation ended, which may be long before `Work.wait` is called.
 
     Handles that know this time have a method of this name, as futures have.
 
     Args:
-        work: what a collective returned.
-        ended: called with the time by `time.perf_counter`, on any thread, at once if it has ended. It must be quick.
+        work: the handle that a collective returned.
+        ended: called with a time of `time.perf_counter`, on any thread; at once if the operation is over. It must be
+            quick.
 
     Returns: whether this handle knows the time; if not, ``ended`` is never called.
     """
@@ -100,7 +101,7 @@ class Communicator(Protocol):
 
     @property
     def control_device(self) -> torch.device:
-        """Where small control messages should live: the CPU wherever CPU tensors can be sent."""
+        """The device for tensors of small control messages: the CPU if this communicator can send CPU tensors."""
         ...
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
@@ -136,7 +137,7 @@ def empty_for(comm: Communicator, numel: int, dtype: torch.dtype, device: torch.
 
 
 def buffer_bytes(comm: Any) -> int:
-    """Bytes that ``comm``, or the communicator that it wraps, has allocated on this rank; 0 where unknown."""
+    """Bytes that ``comm``, or the communicator that it wraps, has allocated on this rank; 0 if unknown."""
     while comm is not None:
         if hasattr(comm, "buffer_bytes"):
             return comm.buffer_bytes

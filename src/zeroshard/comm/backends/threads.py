@@ -1,11 +1,11 @@
 """N ranks as N threads of one process: the whole engine in a debugger, a notebook or a unit test.
 
-A collective is a meeting. Each rank puts its tensor on the table, all wait for the last (a barrier), each reads what
-it needs, all wait again, and only then may anybody touch its tensor. Sums run in the order of ranks,
-``((x0 + x1) + x2) + ...``, so `all_reduce` and `reduce_scatter` give the same bits.
+In a collective each rank puts a reference to its tensor into a shared table and waits at a barrier. Then it reads what
+it needs from the others' tensors and waits at the barrier again; only after that may a rank change its tensor. Sums run
+in the order of ranks, ``((x0 + x1) + x2) + ...``, so `all_reduce` and `reduce_scatter` give the same bits.
 
-The last to come checks that all made the same call. In a world of more than `MANY_RANKS` it also adds up, or joins, for
-all of them: W ranks that each read W tensors would take W^2 operations.
+The last rank at the barrier checks that all made the same call. In a world of more than `MANY_RANKS` it also reduces or
+concatenates for all of them, because W ranks that each read W tensors would take W^2 operations.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from zeroshard.comm.reductions import COMBINE
 
 T = TypeVar("T")
 
-MANY_RANKS = 64  # above it one thread does the arithmetic of all; in a smaller world each rank's is its own to observe
+MANY_RANKS = 64  # above it one thread does the arithmetic for all; below it each rank's own arithmetic can be observed
 
 
 class _Table:
-    """Where the ranks of one world meet.
+    """The table and the barrier that the ranks of one world share.
 
     Attributes:
-        tensors: by rank, what it brought.
-        calls: by rank, what it asked for; empty at the end of a call.
-        differing: the calls, where not all are the same.
-        combined: what came of all tensors, in a world of many ranks.
+        tensors: each rank's tensor.
+        calls: each rank's call: operation and arguments; empty when a collective is over.
+        differing: all calls if they are not the same, else empty.
+        combined: the result for all ranks, in a world of more than `MANY_RANKS`.
     """
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
@@ -61,7 +61,7 @@ class _Table:
         self._parts: dict[tuple[int, int], _Table] = {}
 
     def part(self, key: tuple[int, int], world_size: int) -> _Table:
-        """Where a part of the ranks meets: the same table for all who ask by one key."""
+        """The table of a part of the ranks; all ranks that pass the same key get the same table."""
         with self._lock:
             if key not in self._parts:
                 self._parts[key] = _Table(world_size, self._timeout_s)
@@ -70,7 +70,7 @@ class _Table:
             return self._parts[key]
 
     def _all_are_here(self) -> None:
-        """On one thread, while the others wait."""
+        """The barrier's action: runs on one thread while the others wait."""
         first = next((call for call in self.calls if call), None)
         self.combined = None
         if first is None:  # a barrier, or the end of a call
@@ -89,7 +89,7 @@ class _Table:
         return torch.cat(flat) if call[0] == "all_gather" else None
 
     def abort(self) -> None:
-        """Stop whoever meets here, as all or in parts, now or later."""
+        """Make every collective here, and in parts of this world, raise from now on."""
         with self._lock:
             self.barrier.abort()
             for part in self._parts.values():
@@ -99,7 +99,7 @@ class _Table:
         """Wait for all ranks.
 
         Raises:
-            PeerError: one failed, or did not come in time.
+            PeerError: a rank failed, or did not come in time.
         """
         try:
             self.barrier.wait()
@@ -108,7 +108,7 @@ class _Table:
 
 
 def _finish(tensor: Tensor) -> None:
-    """On a GPU: wait until the current stream is done, since each rank queues its work on streams of its own."""
+    """On a GPU, wait for the current stream: each rank queues its work on its own streams."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 
@@ -180,7 +180,7 @@ class ThreadCommunicator:
         pieces = self._exchange(input, "all_gather", input.numel(), input.dtype)
         if self._table.combined is not None:
             combined = self._table.combined
-            self._leave()  # outputs may be where others' inputs lie
+            self._leave()  # an output may overlap another rank's input
             fill(output, combined)
             return DONE
         if not output.is_contiguous():
@@ -215,7 +215,7 @@ class ThreadCommunicator:
         self._table.meet()
 
     def split(self, groups: Groups) -> ThreadCommunicator:
-        """The ranks of a group, with a table of their own."""
+        """A communicator of the ranks of this rank's group, with their own table."""
         self._exchange(torch.empty(0), "split", [list(ranks) for ranks in groups])
         self._leave()
         index, ranks = own_group(groups, self.rank)
@@ -224,8 +224,8 @@ class ThreadCommunicator:
         return ThreadCommunicator(ranks.index(self.rank), len(ranks), table)
 
 
-# Where torch notes for the whole process, and not for each thread, that a dispatch mode is active; the last of them is
-# told to C++ too. Not every torch has all of them.
+# torch's flags that a dispatch mode is active. They belong to the process and not to a thread; the last one is mirrored
+# in C++. Not every version of torch has all of them.
 _MODE_FLAGS = (
     "_is_in_torch_dispatch_mode",
     "_is_in_non_infra_torch_dispatch_mode",
@@ -235,10 +235,10 @@ _MODE_FLAGS = (
 
 @contextmanager
 def _mode_flags_kept() -> Generator[None]:
-    """Undo what the dispatch modes of threads leave behind.
+    """Restore torch's flags of active dispatch modes after threads have used modes.
 
-    A mode notes at its start whether another was active, and says so again at its end. Where thread 0 enters, thread 1
-    enters, 0 leaves and 1 leaves, a mode stays active by torch's notes for good, and `torch.compile` compiles nothing.
+    A mode saves the flag when it is entered and restores it when it is left. If thread 0 enters, thread 1 enters, 0
+    leaves and 1 leaves, the flag stays set for good, and `torch.compile` compiles nothing.
     """
     before = {name: getattr(_python_dispatch, name) for name in _MODE_FLAGS if hasattr(_python_dispatch, name)}
     try:
@@ -255,15 +255,15 @@ def run_threads(fn: Callable[[ThreadCommunicator], T], world_size: int, *, timeo
     """Run ``fn(comm)`` on ``world_size`` thread ranks and return their results by rank.
 
     Args:
-        fn: what each rank does. Ranks share the process: its random generators and default dtypes too. Two threads
-            that set a generator's state at once may deadlock in torch, so with activation checkpointing say
-            ``preserve_rng_state=False``.
-        world_size: at least 1.
-        timeout_s: how long a rank waits in a collective for its peers.
+        fn: the function of each rank. Ranks share the process, with its random generators and default dtype. Two
+            threads that set a generator's state at once may deadlock in torch, so pass ``preserve_rng_state=False`` to
+            activation checkpointing.
+        world_size: the number of ranks, at least 1.
+        timeout_s: seconds that a rank waits in a collective for its peers before it raises.
 
     Raises:
         ValueError: ``world_size`` below 1.
-        BaseException: what the first rank that failed raised; the others are stopped at their next collective.
+        BaseException: the exception of the first rank that failed; the other ranks raise at their next collective.
     """
     if world_size < 1:
         raise ValueError(f"world_size: {world_size} ranks; give at least 1")

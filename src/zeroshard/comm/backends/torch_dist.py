@@ -1,17 +1,18 @@
 """Collectives of `torch.distributed`: gloo for CPU tensors, NCCL for CUDA tensors.
 
-Two facts about gloo shape this file. Its reduce-scatter is an all-reduce of a copy followed by two copies; we
-make the same all-reduce in the caller's own input, which our contract allows, and so have the same bits with none of
-the copies. And it moves only some dtypes, so gathers and broadcasts travel as bytes.
+Two facts about gloo shape this file. First, gloo implements reduce-scatter as an all-reduce of a copy, followed by two
+more copies. We run the same all-reduce in the input itself where it may be overwritten, else in one copy: the same
+bits, with fewer copies. Second, gloo moves only some dtypes, so gathers and broadcasts travel as bytes.
 
 [Note: Messages of the host]
-    What ranks agree on decides which collectives come next and what the optimizer is shown, so the host reads it before
-    it goes on. Over NCCL it would wait until the device has done all that was queued before. Reading it a step later
-    would not do: a rank cannot know whether another one has gone another way this time, and would have stepped without
-    its gradients. gloo takes such messages from host to host, and no device waits. A group of NCCL alone, which
-    ``init_process_group("nccl")`` makes, has none, so one of gloo is made beside it, of the same ranks, at the first
-    message of CPU tensors; communicators over the same group share it. Only a group of all ranks gets one: torch names
-    one that some ranks make alone after these ranks, and a second of the same name may find the first one's addresses.
+    The ranks' control messages decide which collectives come next and which gradients the optimizer sees, so the host
+    must read them before it continues. Over NCCL the host would wait there for everything queued on the device. Reading
+    them a step later is not an option: a rank cannot know whether another rank used other parameters in this step, and
+    would step without their gradients. gloo sends such messages from host to host, and no device waits.
+    ``init_process_group("nccl")`` makes a group without a CPU backend, so the first collective on CPU tensors creates a
+    gloo group of the same ranks beside it; communicators over one group share it. Only a group of all ranks gets one:
+    torch names a group that only its members create after its ranks, and a second group of the same name may pick up
+    the addresses of the first.
 """
 
 from __future__ import annotations
@@ -48,38 +49,39 @@ _OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-# torch 2.13 renames these two; the old names stay, with a warning.
+# torch 2.13 renames these two; the old names still work, with a warning.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_beside: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by group without a CPU backend: gloo's of the same ranks
+_beside: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # group without a CPU backend -> gloo group of its ranks
 
 
 _NARROW = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
-_NOT_ADDED = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, *_NARROW})  # by gloo
+# gloo moves tensors of these dtypes, and does not reduce them.
+_NOT_ADDED = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64, *_NARROW})
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """``tensor`` without its graph if its elements lie in order, as c10d takes them; else a copy in order."""
+    """``tensor``, detached, if it is contiguous, as c10d requires; else a contiguous copy."""
     return tensor.detach().contiguous()
 
 
 class _TorchWork:
-    """A c10d work handle, and a copy to make after it."""
+    """A c10d work handle, and a ``(target, source)`` copy to make once it is done."""
 
     def __init__(self, handle: Any, copy: tuple[Tensor, Tensor] | None = None) -> None:
         self._handle = handle
         self._copy = copy
 
     def add_done_callback(self, ended: Callable[[float], None]) -> None:
-        """Call ``ended`` when gloo is done, on a thread of its own. (NCCL's handles know it on the device alone.)"""
+        """Call ``ended`` on gloo's thread when gloo is done. (NCCL's handles know that only on the device.)"""
         if self._handle is None:
             ended(time.perf_counter())
         else:
             self._handle.get_future().add_done_callback(lambda _: ended(time.perf_counter()))
 
     def is_completed(self) -> bool:
-        """Whether it is over, on its device where it has one; nothing waits, and any thread may ask."""
+        """Whether the operation is over, on its device too; does not block, and any thread may call it."""
         handle = self._handle
         return handle is None or handle.is_completed()
 
@@ -104,13 +106,13 @@ class TorchCommunicator:
 
     Args:
         group: a process group that this rank belongs to; None: the default group.
-        host_messages: whether a group without a backend for CPU tensors gets one of gloo beside it, at the first of
-            them: [Note: Messages of the host]. False, or a group of some ranks: messages lie on the device, and the
-            host waits for it at each.
+        host_messages: whether a group without a CPU backend gets a gloo group beside it, created by the first
+            collective on CPU tensors: [Note: Messages of the host]. False, or a group of some ranks: control messages
+            are on the device, and the host waits for the device at each.
 
     Raises:
-        RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``; at the first message
-            of CPU tensors: ranks cannot meet over gloo.
+        RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``; at the first
+            collective on CPU tensors: the ranks cannot connect over gloo.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, host_messages: bool = True) -> None:
@@ -129,7 +131,7 @@ class TorchCommunicator:
         self._backends = backends  # as ``cuda:nccl``
         takes_all = self.world_size == dist.get_world_size()
         self._needs_beside = "cpu:" not in backends and host_messages and takes_all and dist.is_gloo_available()
-        # gloo reduces and then scatters the same way; NCCL picks its algorithm by operation and size.
+        # gloo's reduce-scatter and all-reduce are one algorithm; NCCL picks its algorithm by operation and size.
         self.uniform_order = "nccl" not in backends
         has_gloo = "gloo" in backends
         self._gloo_takes_cpu = has_gloo or self._needs_beside
@@ -141,10 +143,10 @@ class TorchCommunicator:
         return self._gloo_takes_all or (self._gloo_takes_cpu and tensor.device.type == "cpu")
 
     def _group_for(self, tensor: Tensor) -> Any:
-        """The process group that ``tensor`` travels by: [Note: Messages of the host]. Collective at the first of them.
+        """The process group that moves ``tensor``: [Note: Messages of the host]. Collective at the first CPU tensor.
 
         Raises:
-            RuntimeError: ranks cannot meet over gloo.
+            RuntimeError: the ranks cannot connect over gloo.
         """
         if tensor.device.type != "cpu" or not self._needs_beside:
             return self.group
@@ -163,7 +165,7 @@ class TorchCommunicator:
             raise RuntimeError(f"{what}; {todo}, or give comm=TorchCommunicator(host_messages=False)") from error
 
     def _check_adds(self, tensor: Tensor) -> None:
-        """Raise ValueError for a dtype that gloo moves but does not add."""
+        """Raise ValueError for a dtype that gloo moves but does not reduce."""
         if self._is_gloo(tensor) and tensor.dtype in _NOT_ADDED:
             what = f"gloo does not reduce {str(tensor.dtype).removeprefix('torch.')}"
             raise ValueError(f"dtype: {what}; convert the tensor, or use RingCommunicator, which reduces every dtype")
@@ -179,7 +181,7 @@ class TorchCommunicator:
         return _TorchWork(handle, None if packed.data_ptr() == tensor.data_ptr() else (tensor.detach(), packed))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce and keep this rank's slice; asynchronous. ``input`` keeps its values unless ``output`` is its slice."""
+        """Reduce and keep this rank's slice; asynchronous. ``input`` stays intact, unless ``output`` is its slice."""
         return self._reduce_scatter(output, input, op, may_write=is_own_slice(output, input, self.rank))
 
     def reduce_scatter_consuming(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
@@ -193,7 +195,7 @@ class TorchCommunicator:
             return DONE
         self._check_adds(input)
         packed, given = _packed(input), output.detach()
-        # gloo reduces in place: the all-reduce below.
+        # gloo reduces in place, by the all-reduce below.
         reduces_here = self._is_gloo(input) and self.world_size > 1 and not may_write
         input = packed.clone() if reduces_here and packed.data_ptr() == input.data_ptr() else packed
         output = _packed(given)
@@ -211,7 +213,7 @@ class TorchCommunicator:
         return _TorchWork(handle, None if in_place else (given, own.view(given.shape)))
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        """Gather every rank's shard; asynchronous."""
+        """Gather every rank's shard, in the order of ranks; asynchronous."""
         check_shards(output, input, self.world_size)
         if input.numel() == 0:
             return DONE
@@ -223,7 +225,7 @@ class TorchCommunicator:
         return _TorchWork(_all_gather(whole, shard, group=self._group_for(input), async_op=True), copy)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
-        """Take every rank's part for this one; asynchronous."""
+        """Receive from every rank its part for this rank; asynchronous."""
         check_parts(output, input, self.world_size)
         if input.numel() == 0:
             return DONE
@@ -255,7 +257,7 @@ class TorchCommunicator:
         """A process group for each group of ranks, which lives as long as torch's default group."""
         named = dist.get_process_group_ranks(self.group)
         index, _ = own_group(groups, self.rank)
-        # Members of another group than the default one cannot ask the rest of the world to take part.
+        # The default group can create groups with all ranks taking part; members of another group create theirs alone.
         whole = self.group is dist.group.WORLD
         made: list[Any] = [
             dist.new_group(
@@ -269,7 +271,7 @@ class TorchCommunicator:
         return TorchCommunicator(made[index], host_messages=self._host_messages)
 
     def _timeout(self) -> timedelta | None:
-        """How long the group waits for a peer; None: as torch likes, where this version does not tell."""
+        """The group's timeout; None (torch's default) if this version of torch does not tell."""
         device = torch.device("cpu" if "cpu:" in self._backends else self._backends.partition(":")[0])
         group: Any = self.group
         return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)

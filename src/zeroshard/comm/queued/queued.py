@@ -1,8 +1,8 @@
-"""Communicators of CPU tensors whose operations run behind their caller, on a thread of their own.
+"""The base of communicators of CPU tensors whose operations run asynchronously on a background thread.
 
-The caller's thread checks the arguments and makes them flat; the thread runs one operation after another (`worker`),
-each under a topic that ranks which have diverged do not share (`pieces.Topics`). What an operation does there is all
-that an implementation says: `_all_reduce` and the others are given 1-D tensors in order of memory.
+The caller's thread checks the arguments and flattens them. The background thread (`worker`) runs one operation after
+another, each with a topic, a number that differs between ranks whose calls have diverged (`pieces.Topics`). A subclass
+implements only `_all_reduce` and the other methods of the second half, which are given contiguous 1-D tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zeroshard.comm.queued.worker import Operation, Worker
 
 
 class QueuedCommunicator(ABC):
-    """What such communicators share; `_open` is called once ``rank`` and ``world_size`` are known."""
+    """The base class; a subclass calls `_open` once its ``rank`` and ``world_size`` are known."""
 
     uniform_order = True
     control_device = CPU
@@ -27,18 +27,18 @@ class QueuedCommunicator(ABC):
     world_size: int
 
     def _open(self, name: str) -> None:
-        """Begin to take operations, on a thread of this name."""
+        """Start the background thread, with this name."""
         self._topics = Topics()
         self._worker = Worker(name)
         self._parts: weakref.WeakSet[QueuedCommunicator] = weakref.WeakSet()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce ``tensor`` in place; any strides, at the cost of copies where its elements do not lie in order."""
+        """Reduce ``tensor`` in place; a tensor that is not contiguous costs copies."""
         check_op(op)
         return self._submit(f"all_reduce {op}", on_flat(tensor, lambda flat: self._all_reduce(flat, op)), tensor)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce and keep this rank's slice; any strides. ``input`` keeps its values, unless ``output`` is its slice."""
+        """Reduce and keep this rank's slice; any strides. ``input`` stays intact, unless ``output`` is its slice."""
         return self._reduce_and_scatter(output, input, op, may_write=is_own_slice(output, input, self.rank))
 
     def reduce_scatter_consuming(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
@@ -64,7 +64,7 @@ class QueuedCommunicator(ABC):
         return self._submit("all_gather", to_flat(output, lambda whole: self._all_gather(whole, shard)), output, input)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
-        """Take every rank's part for this one."""
+        """Receive from every rank its part for this rank."""
         check_parts(output, input, self.world_size)
         parts = flat_input(input)
         return self._submit("all_to_all", to_flat(output, lambda whole: self._all_to_all(whole, parts)), input, output)
@@ -75,23 +75,23 @@ class QueuedCommunicator(ABC):
         return self._submit(f"broadcast {src}", on_flat(tensor, lambda flat: self._broadcast(flat, src)), tensor)
 
     def barrier(self) -> None:
-        """Return when every rank has called it and all that was issued before is done."""
+        """Return when every rank has called it and all operations issued before are done."""
         self._submit("barrier", self._barrier).wait()
 
     @property
     @abstractmethod
     def buffer_bytes(self) -> int:
-        """Memory of its own on this rank, its parts' among it."""
+        """Bytes of its own buffers on this rank, with those of its parts."""
 
     def close(self) -> None:
-        """Finish what was issued, end the thread and let go of the other ranks, parts first; harmless twice."""
+        """Finish the operations issued, parts first, end the thread and disconnect; may be called twice."""
         for part in list(self._parts):
             part.close()
         self._worker.close()
         self._leave()
 
     def _submit(self, op: str, operation: Operation, *tensors: Tensor) -> Work:
-        """Have the worker run ``operation``; the first of ``tensors`` is the whole one."""
+        """Queue ``operation`` on the worker; the first of ``tensors`` is the unsharded one."""
         require_cpu(type(self).__name__, *tensors)
         topic = self._topics.next(op, tensors[0] if tensors else None)
 
@@ -101,11 +101,11 @@ class QueuedCommunicator(ABC):
 
         return self._worker.submit(run)
 
-    # -- what an implementation does, on the worker's thread but for the last -----------------------------------
+    # -- what a subclass implements; all but `_leave` run on the worker's thread ---------------------------------
 
     @abstractmethod
     def _take_up(self, topic: int) -> None:
-        """Have all messages from now on carry this topic."""
+        """Label all messages from now on with this topic."""
 
     @abstractmethod
     def _all_reduce(self, flat: Tensor, op: ReduceOp) -> None:
@@ -124,7 +124,7 @@ class QueuedCommunicator(ABC):
 
     @abstractmethod
     def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
-        """Every rank's shard goes into ``whole``; ``shard`` is this rank's, and may lie there already."""
+        """Gather every rank's shard into ``whole``; ``shard`` is this rank's, and may be its slice of ``whole``."""
 
     @abstractmethod
     def _all_to_all(self, whole: Tensor, parts: Tensor) -> None:
@@ -136,8 +136,8 @@ class QueuedCommunicator(ABC):
 
     @abstractmethod
     def _barrier(self) -> None:
-        """Return when every rank is here."""
+        """Return when every rank has called it."""
 
     @abstractmethod
     def _leave(self) -> None:
-        """Let go of what carries the messages; harmless twice."""
+        """Close the connections or the memory to the other ranks; may be called twice."""

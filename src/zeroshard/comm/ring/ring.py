@@ -1,22 +1,24 @@
-"""Collectives from send and receive alone: each rank talks to its two neighbours, and all links are busy at once.
+"""Ring collectives, built on send and receive alone: each rank talks to two neighbours, and all links are busy at once.
 
-A tensor of n elements is cut into W shards of ceil(n / W), the last ones shorter or empty. In a reduce-scatter each
-shard travels once around, and every rank that it visits adds its own; in an all-gather it travels around again:
+A tensor of n elements is cut into W shards of ceil(n / W); the last ones may be shorter or empty. In a reduce-scatter
+each shard travels once around the ring, and every rank that it visits adds its own values; in an all-gather the reduced
+shard travels around once more:
 
     rank 0 --shard 3--> rank 1 --shard 3--> rank 2 --shard 3--> rank 3 (its owner)
               x0                x0 + x1           (x0 + x1) + x2        ((x0 + x1) + x2) + x3
 
-So shard s is reduced in the order s+1, s+2, ..., s (modulo W), wherever it ends up: the same bits on every rank, from
-run to run, and from `all_reduce`, which is the one and then the other. A rank sends (W-1)/W of the tensor for each of
-the two, the least that is possible (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", 2009). With two ranks a ring is a direct exchange of halves.
+So shard s is always reduced in the order of ranks s+1, s+2, ..., s (modulo W): the same bits on every rank, from run to
+run, and from `all_reduce`, which is a reduce-scatter and an all-gather. A rank sends (W-1)/W of the tensor in each of
+the two, the minimum (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+With two ranks the ring is a direct exchange of halves.
 
-What is small goes another way, in fewer rounds and with the same bits: `zeroshard.comm.ring.small`.
+Small tensors take fewer rounds, with the same bits: `zeroshard.comm.ring.small`.
 
-Shards travel in chunks: while one is added, the next arrives and the one before leaves. All go the same way round, for
-a rank that sends and receives at once fills both directions of its link already. A rank holds two chunks beside the
-caller's tensors and nothing else: a reduce-scatter makes its partial sums in the input, and gathered shards land in
-place. With three ranks or more a large input that must keep its values is therefore copied first.
+Shards travel in chunks: while one chunk is added, the next one arrives and the previous one leaves. All chunks travel
+in the same direction, because a rank that sends and receives at once already uses both directions of its link. A rank
+allocates two chunks beside the caller's tensors and nothing else: a reduce-scatter makes its partial sums in the input,
+and gathered shards are received in place. With three ranks or more a large input that must stay intact is therefore
+copied first.
 """
 
 from __future__ import annotations
@@ -39,18 +41,18 @@ MIN_CHUNK_BYTES = 256 << 10  # below it, a message costs more than its bytes
 MAX_CHUNK_BYTES = 2 << 20
 _CHUNKS_PER_SHARD = 4  # enough to overlap; more only adds messages
 
-Leave = Callable[[Tensor], None]  # send a chunk to the right neighbour
+Leave = Callable[[Tensor], None]  # sends a chunk to the right neighbour
 
 
 class RingCommunicator(QueuedCommunicator):
-    """The ranks of a process group as a ring of neighbours, on CPU tensors of any dtype.
+    """Ring collectives among the ranks of a process group, on CPU tensors of any dtype.
 
-    Operations run in issue order on a thread of their own. To build one is collective over ``group``.
+    Operations run in issue order on the communicator's own thread. Construction is collective over ``group``.
 
     Args:
         group: a process group that this rank belongs to; None: the default group.
-        transport: what carries the messages instead; None: TCP connections of their own.
-        timeout_s: after which a peer that sends nothing is given up; only for the transport made here.
+        transport: sends and receives messages, in place of ``group``; None: TCP connections that are made here.
+        timeout_s: seconds without data from a peer after which a collective raises; only for the transport made here.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
@@ -66,14 +68,14 @@ class RingCommunicator(QueuedCommunicator):
         self._open(f"ring-{self.rank}")
 
     def split(self, groups: Groups) -> RingCommunicator:
-        """A ring of each group of ranks, with connections and a thread of its own."""
+        """A ring for each group of ranks, with its own connections and its own thread."""
         part = RingCommunicator(transport=self.transport.split(groups))
         self._parts.add(part)
         return part
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the two receive buffers, of this ring and of each part."""
+        """Bytes of the receive buffers of this ring and of the rings split from it."""
         return self._memory.nbytes + sum(part.buffer_bytes for part in self._parts)
 
     def _take_up(self, topic: int) -> None:
@@ -89,12 +91,12 @@ class RingCommunicator(QueuedCommunicator):
         return shard_interval(flat.numel(), self.world_size, index % self.world_size)
 
     def _arrivals(self, flat: Tensor, chunk: int, first: int) -> list[list[Tensor]]:
-        """What the left neighbour sends, step by step, where shard ``first`` comes first: chunks of ``flat``."""
+        """For each step, the chunks of ``flat`` that the left neighbour sends; the first step has shard ``first``."""
         shards = (self._shard(flat, first - step) for step in range(self.world_size - 1))
         return [_chunks(flat, start, stop, chunk) for start, stop in shards]
 
     def _reduce(self, flat: Tensor, op: ReduceOp, output: Tensor, leave: Leave, *, last_leaves: bool) -> None:
-        """Reduce-scatter in ``flat``, this rank's shard into ``output``; the chunks of that leave too if asked."""
+        """Reduce-scatter ``flat``, this rank's shard into ``output``; if ``last_leaves`` it is sent on too."""
         combine, chunk, left = COMBINE[op], self._chunk(flat), (self.rank - 1) % self.world_size
         *travelling, own = self._arrivals(flat, chunk, self.rank - 2)
         hops = [(part, part, True) for parts in travelling for part in parts]
@@ -118,7 +120,7 @@ class RingCommunicator(QueuedCommunicator):
                 leave(target)
 
     def _gather(self, flat: Tensor, leave: Leave) -> None:
-        """All-gather in ``flat``, this rank's shard having left; ``leave`` as in `_reduce`."""
+        """All-gather in ``flat``, once this rank's own shard has been sent."""
         left = (self.rank - 1) % self.world_size
         steps = self._arrivals(flat, self._chunk(flat), self.rank - 1)
         posted = [(step, part, self.transport.recv(part, left)) for step, parts in enumerate(steps) for part in parts]
@@ -165,7 +167,7 @@ class RingCommunicator(QueuedCommunicator):
             sends.wait()
 
     def _all_to_all(self, whole: Tensor, parts: Tensor) -> None:
-        """Directly, to all at once: nothing passes through a third rank."""
+        """Exchange parts directly with every rank at once; nothing passes through a third rank."""
         mine, theirs = parts.view(self.world_size, -1), whole.view(self.world_size, -1)
         theirs[self.rank].copy_(mine[self.rank])
         others = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
@@ -175,7 +177,7 @@ class RingCommunicator(QueuedCommunicator):
             work.wait()
 
     def _broadcast(self, flat: Tensor, src: int) -> None:
-        """Chunks go along the chain src, src + 1, ..., src - 1."""
+        """Send chunks along the chain src, src + 1, ..., src - 1."""
         if small.is_small(flat.nbytes, 1):
             small.broadcast(flat, src, self.transport)
             return
@@ -191,7 +193,7 @@ class RingCommunicator(QueuedCommunicator):
         sends.wait()
 
     def _barrier(self) -> None:
-        """Dissemination: in round k, tell the rank 2^k to the right (Hensgen, Finkel and Manber, 1988)."""
+        """Dissemination barrier: in round k, signal the rank 2^k to the right (Hensgen, Finkel and Manber, 1988)."""
         distance = 1
         while distance < self.world_size:
             token = torch.zeros(2, dtype=torch.uint8)
@@ -202,21 +204,21 @@ class RingCommunicator(QueuedCommunicator):
             distance *= 2
 
     def _landing(self, dtype: torch.dtype, chunk: int) -> Tensor:
-        """The receive buffer of two chunks; operations run one at a time and share it."""
+        """The receive buffer ``[2, chunk]``, which all operations share because they run one at a time."""
         num_bytes = 2 * chunk * dtype.itemsize
         if self._memory.nbytes < num_bytes:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
         return self._memory[:num_bytes].view(dtype).view(2, chunk)
 
     def _chunk(self, flat: Tensor) -> int:
-        """Elements of a chunk: the same on every rank, for it depends on the tensor's size alone."""
+        """Elements of a chunk: the same on every rank, because it depends only on the tensor's size."""
         shard_bytes = -(-flat.nbytes // self.world_size)
         chunk_bytes = min(max(shard_bytes // _CHUNKS_PER_SHARD, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
         return max(chunk_bytes // flat.element_size(), 1)
 
 
 class _Sends:
-    """The sends to the right neighbour, in the order of its calls."""
+    """Sends chunks to the right neighbour, in the order of its calls."""
 
     def __init__(self, comm: RingCommunicator) -> None:
         self._transport = comm.transport

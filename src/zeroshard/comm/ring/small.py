@@ -1,9 +1,10 @@
 """Small messages among all ranks in ceil(log2 W) rounds, where a ring would take W - 1 or twice as many.
 
-Most collectives of a training step are small: which parameters had gradients, the mean loss, who wants to stop. They
-cost what their rounds cost, not their bytes. In round k each rank hears of as many ranks as it knows already, from the
-one that is so many to its right (Bruck et al., "Efficient algorithms for all-to-all communications in multiport
-message-passing systems", 1997); then each has all that there is and adds it up by itself, in the ring's order.
+Most collectives of a training step are small: which parameters had gradients, the mean loss, who wants to stop. Their
+time is the number of rounds times the latency; bytes do not matter. A rank that has the rows of n ranks (its own, and
+those of the n - 1 ranks to its right) receives n more in the next round, from the rank n places to its right (Bruck et
+al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", 1997). In the end each
+rank has the rows of all, and reduces them by itself, in the ring's order.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from zeroshard.comm.base import ReduceOp
 from zeroshard.comm.queued.messages import Transport
 from zeroshard.comm.reductions import COMBINE, as_indexable
 
-MOST_BYTES = 16 << 10  # that a rank receives; above them bytes cost more than rounds save
+MOST_BYTES = 16 << 10  # received by a rank in all; above this the bytes cost more than fewer rounds save
 
 
 def is_small(num_bytes: int, world_size: int) -> bool:
-    """Whether everyone may have what every rank has: ``num_bytes`` of each."""
+    """Whether ``num_bytes`` from each rank are few enough for `gather_rows`."""
     return num_bytes * world_size <= MOST_BYTES
 
 
 def gather_rows(own: Tensor, transport: Transport) -> Tensor:
-    """``own`` [n] of every rank: [W, n], rank r's in row r."""
+    """Gather every rank's ``own [n]`` as ``[W, n]``; row r is rank r's."""
     rank, world_size = transport.rank, transport.world_size
-    known = own.new_empty(world_size, own.numel())  # row i: of the rank that is i to the right
+    known = own.new_empty(world_size, own.numel())  # row i: from the rank i places to the right
     known[0] = own
     num_known = 1
     while num_known < world_size:
@@ -42,7 +43,7 @@ def gather_rows(own: Tensor, transport: Transport) -> Tensor:
 
 
 def reduce_rows(rows: Tensor, op: ReduceOp) -> Tensor:
-    """[W, n] -> [n], each shard in the order in which a ring reduces it: the same bits."""
+    """Reduce ``rows [W, n]`` to ``[n]``, each shard in the order in which the ring reduces it: the same bits."""
     world_size, numel = rows.shape
     in_order = as_indexable(rows).gather(0, _ring_order(world_size, numel)).view(rows.dtype)
     total = in_order[0]
@@ -53,13 +54,16 @@ def reduce_rows(rows: Tensor, op: ReduceOp) -> Tensor:
 
 @cache
 def _ring_order(world_size: int, numel: int) -> Tensor:
-    """[W, n]: which rank's element is added first, second, ...; shard s starts at rank s + 1 and ends at its owner."""
+    """``[W, n]``: row i names, for each element, the rank whose value is added i-th.
+
+    The sum of shard s starts at rank s + 1 and ends at its owner, rank s.
+    """
     shard = torch.arange(numel) // -(-numel // world_size)
     return (shard + 1 + torch.arange(world_size)[:, None]) % world_size
 
 
 def broadcast(flat: Tensor, src: int, transport: Transport) -> None:
-    """``flat`` of rank ``src`` into everyone's, down a binomial tree."""
+    """Copy rank ``src``'s ``flat`` into every rank's, down a binomial tree."""
     world_size = transport.world_size
     place = (transport.rank - src) % world_size
     reached = 1

@@ -1,4 +1,4 @@
-"""Collectives of CPU ranks on several hosts: shared memory inside a host, and a ring across hosts for each local rank.
+"""Two-level collectives of CPU ranks on several hosts: shared memory inside each host, rings across hosts.
 
     host 0   rank 0  rank 1        a shard of rank h L + l is reduced among the L ranks of each host, in memory,
     host 1   rank 2  rank 3        and then along rail l: rank l of every host
@@ -6,12 +6,13 @@
              rail 0  rail 1
 
 A flat ring of W ranks sends (W-1)/W of a tensor over each host's link for a reduce-scatter, and as much for a gather.
-Here the link carries (H-1)/H of it, on L rails at once: with two hosts a half, each byte once. All else goes through
-memory. (Two levels: Jia et al. 2018, https://arxiv.org/abs/1807.11205, section 3.3; rails are NCCL's word.)
+Here the link carries (H-1)/H of it, on L rails at once: half of it with two hosts, each byte once. Everything else goes
+through memory. (Two levels: Jia et al. 2018, https://arxiv.org/abs/1807.11205, section 3.3; "rail" is NCCL's word.)
 
-Sums are of the ranks of each host in order, ``P_h = ((x_hL + x_hL+1) + ...)``, and then of hosts in the ring's order,
-``((P_h+1 + P_h+2) + ...) + P_h`` for a shard of a rank on host h: the same bits on every rank, from run to run, and
-from `all_reduce`, which is a reduce-scatter and a gather. What is small is gathered from all and added in that order.
+The ranks of each host are summed first, in order, ``P_h = ((x_hL + x_hL+1) + ...)``, and then the hosts in the ring's
+order, ``((P_h+1 + P_h+2) + ...) + P_h`` for a shard of a rank on host h: the same bits on every rank, from run to run,
+and from `all_reduce`, which is a reduce-scatter and an all-gather. Small tensors are gathered from all ranks, and each
+rank adds them up in that order.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from zeroshard.comm.ring.sockets import SocketTransport
 from zeroshard.comm.shm.shm import SharedMemoryCommunicator, hosts_of_ranks
 from zeroshard.errors import UserError
 
-SMALL_BYTES = 64 << 10  # of all ranks' tensors together; below it, two rounds cost less than one for each host
+SMALL_BYTES = 64 << 10  # of all ranks' tensors together; below it, gathering all costs less than a round for each host
 
 
 def even_hosts(hosts: Sequence[str]) -> tuple[int, int] | None:
-    """``(number of hosts, ranks of each)``; None where hosts have different numbers, or ranks do not lie together.
+    """``(number of hosts, ranks on each)``; None if these numbers differ, or if a host's ranks are not consecutive.
 
     Args:
-        hosts: by rank, the name of the host that it runs on.
+        hosts: for each rank, the name of its host.
     """
     num_hosts = len(set(hosts))
     num_local = len(hosts) // num_hosts
@@ -58,19 +59,19 @@ def _require_even(hosts: Sequence[str]) -> tuple[int, int]:
 
 
 class TwoLevelCommunicator(QueuedCommunicator):
-    """CPU ranks of one host or several, as many on each and side by side; tensors of any dtype.
+    """CPU ranks of one or several hosts, with as many consecutive ranks on each; tensors of any dtype.
 
-    Operations run in issue order on a thread of their own. To build one is collective over ``group``.
+    Operations run in issue order on the communicator's own thread. Construction is collective over ``group``.
 
     Args:
         group: a process group that this rank belongs to; None: the default group.
-        hosts: by rank, what stands for its host; None: they are found out. Ranks of one name share memory.
-        timeout_s: after which a peer that does not answer is given up.
+        hosts: for each rank, a name for its host; None: the ranks find out. Ranks with the same name share memory.
+        timeout_s: seconds without an answer from a peer after which a collective raises.
 
     Raises:
         RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
-        UserError: hosts have different numbers of ranks, or ranks of a host do not follow each other; a host has too
-            little memory to share.
+        UserError: hosts have different numbers of ranks, or a host's ranks are not consecutive; a host has too little
+            shared memory.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class TwoLevelCommunicator(QueuedCommunicator):
         hosts: Sequence[str],
         timeout_s: float,
     ) -> None:
-        """``transport``: among the ranks of ``hosts``; ``names``: what each is called in messages to the user."""
+        """Connect both levels; ``transport`` joins the ranks of ``hosts``, ``names`` are for error messages."""
         self.num_hosts, self.num_local = _require_even(hosts)
         self.rank, self.world_size = transport.rank, transport.world_size
         self._host, self._local_rank = divmod(self.rank, self.num_local)
@@ -106,11 +107,11 @@ class TwoLevelCommunicator(QueuedCommunicator):
         self._open(f"two-level-{names[self.rank]}")
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """``[numel]``, not filled, in memory that the ranks of this host map."""
+        """An uninitialised tensor ``[numel]`` in memory that the ranks of this host share."""
         return self.local.empty(numel, dtype)
 
     def split(self, groups: Groups) -> QueuedCommunicator:
-        """Two levels for each group of ranks; a ring where hosts have different numbers of a group's ranks."""
+        """Two levels for each group of ranks; a ring for a group with different numbers of ranks on its hosts."""
         index, ranks = own_group(groups, self.rank)
         transport, hosts = self._transport.split(groups), [self._hosts[rank] for rank in ranks]
         store = dist.PrefixStore(f"part/{self._num_splits}/{index}", self._store)
@@ -125,7 +126,7 @@ class TwoLevelCommunicator(QueuedCommunicator):
 
     @property
     def buffer_bytes(self) -> int:
-        """Slots, receive buffers and what passes between the levels, here and in each part."""
+        """Bytes of slots, of receive buffers and of the buffer between the levels, here and in each part."""
         own = self.local.buffer_bytes + self.across.buffer_bytes + self._memory.nbytes
         return own + sum(part.buffer_bytes for part in self._parts)
 
@@ -139,7 +140,7 @@ class TwoLevelCommunicator(QueuedCommunicator):
         self.across.close()
         self._transport.close()
 
-    # -- the collectives, on the worker's thread: both levels' own, called one after another ---------------------
+    # -- the collectives, on the worker's thread: those of the two levels, called one after the other -------------
 
     def _reduce_scatter(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
         if self._is_small(whole, self.world_size):
@@ -149,7 +150,7 @@ class TwoLevelCommunicator(QueuedCommunicator):
             self._reduce_large(whole, op, shard)
 
     def _reduce_large(self, whole: Tensor, op: ReduceOp, shard: Tensor) -> None:
-        """One reduction among the ranks of this host for each host's shards, and one along the rail."""
+        """Reduce each host's shards among the ranks of this host, then this rank's row of them along the rail."""
         numel, partial = shard.numel(), self._between(shard)  # [hosts * n]
         for host in range(self.num_hosts):
             theirs = whole[host * self.num_local * numel : (host + 1) * self.num_local * numel]
@@ -181,7 +182,7 @@ class TwoLevelCommunicator(QueuedCommunicator):
         copy(flat, whole[: flat.numel()])
 
     def _all_to_all(self, whole: Tensor, parts: Tensor) -> None:
-        """First to the rank of this host that is on the rail of the receiver, then along the rail."""
+        """Send each part first to the rank of this host that is on the receiver's rail, then along that rail."""
         if not parts.numel():
             return
         by_rail = parts.view(self.num_hosts, self.num_local, -1).transpose(0, 1).reshape(-1)
@@ -200,7 +201,7 @@ class TwoLevelCommunicator(QueuedCommunicator):
             self.local._broadcast(flat, local)
 
     def _barrier(self) -> None:
-        """All of this host are here, and then those of the rail, each of which has heard that of its host."""
+        """Wait for the ranks of this host, then for those of the rail, each of which has waited for its own host."""
         self.local._barrier()
         self.across._barrier()
 
@@ -208,7 +209,7 @@ class TwoLevelCommunicator(QueuedCommunicator):
         return tensor.nbytes * times <= SMALL_BYTES
 
     def _between(self, shard: Tensor) -> Tensor:
-        """``[hosts * n]`` for what passes between the levels, in memory that the ranks of this host map."""
+        """``[hosts * n]``: the buffer between the levels, in memory that the ranks of this host share."""
         num_bytes = self.num_hosts * shard.nbytes
         if self._memory.nbytes < num_bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)
@@ -216,7 +217,7 @@ class TwoLevelCommunicator(QueuedCommunicator):
         return self._memory[:num_bytes].view(shard.dtype)
 
     def _rows(self, flat: Tensor) -> Tensor:
-        """``[world_size, n]``: every rank's ``flat`` ``[n]``, in two rounds."""
+        """Gather every rank's ``flat [n]`` as ``[world_size, n]``, in two rounds."""
         if not flat.numel():
             return flat.new_empty(self.world_size, 0)
         rail = flat.new_empty(self.num_hosts * flat.numel())

@@ -1,9 +1,9 @@
-"""What communicators around another one have in common: they say of themselves what it says, and pass operations on.
+"""The base of communicators that wrap another one and add behaviour around its operations.
 
     ObservedCommunicator(SentinelCommunicator(ThrottledCommunicator(SharedMemoryCommunicator())))
 
-Callers see no difference, so behaviour is stacked in any order. A wrapper overrides `Wrapper._around`, through which
-every operation goes.
+A wrapper has the rank, world size and other facts of the communicator inside, so callers see no difference and wrappers
+stack in any order. A subclass overrides `Wrapper._around`, through which every operation goes.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from zeroshard.comm.base import (
 
 
 class WrappedWork:
-    """``work``, as it is."""
+    """A handle that passes everything on to ``work``."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
 
     def wait(self) -> None:
-        """Wait for the inner one."""
+        """Wait for the inner handle."""
         self._work.wait()
 
     def add_done_callback(self, ended: Callable[[float], None]) -> None:
-        """Have the inner one call ``ended``, if it ever does."""
+        """Have the inner handle call ``ended``, if it knows when its operation ends."""
         add_done_callback(self._work, ended)
 
 
 class Wrapper:
-    """``inner``, as it is."""
+    """A communicator that passes every operation on to ``inner``."""
 
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner
 
     def _around(self, op: str, whole: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
-        """Issue an operation, and what this wrapper is for.
+        """Issue an operation; subclasses add their behaviour here.
 
         Args:
-            op: name of the method.
-            whole: the whole tensor: what a reduce-scatter or all-to-all is given, what an all-gather fills; None: a
-                barrier has none.
-            issue: has the inner communicator do it.
-            detail: what else ranks must agree on: the reduction, or where a broadcast comes from.
+            op: name of the collective.
+            whole: the unsharded tensor: the input of a reduce-scatter or all-to-all, the output of an all-gather; None
+                for a barrier.
+            issue: issues the operation on the inner communicator.
+            detail: what else the ranks must agree on: the reduction, or the source of a broadcast.
         """
         return issue()
 
@@ -74,16 +74,16 @@ class Wrapper:
 
     @property
     def uniform_order(self) -> bool:
-        """As the inner communicator says."""
+        """The inner communicator's `uniform_order`."""
         return self.inner.uniform_order
 
     @property
     def control_device(self) -> torch.device:
-        """As the inner communicator says."""
+        """The inner communicator's `control_device`."""
         return self.inner.control_device
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """What the inner communicator reaches best."""
+        """An uninitialised tensor ``[numel]`` in memory that the inner communicator accesses fastest."""
         return empty_for(self.inner, numel, dtype, torch.device("cpu"))
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
@@ -95,8 +95,12 @@ class Wrapper:
         return self._around("reduce_scatter", input, lambda: self.inner.reduce_scatter(output, input, op), op)
 
     def reduce_scatter_consuming(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
-        """Pass on; for whoever wraps, an ordinary reduce-scatter."""
-        return self._around("reduce_scatter", input, lambda: reduce_scatter_consuming(self.inner, output, input, op), op)
+        """Pass on; to `_around` it is a reduce-scatter like any other."""
+
+        def issue() -> Work:
+            return reduce_scatter_consuming(self.inner, output, input, op)
+
+        return self._around("reduce_scatter", input, issue, op)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Pass on."""
@@ -120,7 +124,7 @@ class Wrapper:
         self._around("barrier", None, meet).wait()
 
     def split(self, groups: Groups) -> Self:
-        """A part of the inner communicator, in a copy of this wrapper that shares what it has."""
+        """Split the inner communicator, and wrap the part in a shallow copy of this wrapper."""
         part = copy.copy(self)
         part.inner = split(self.inner, groups)
         return part
