@@ -1,34 +1,35 @@
-"""The gradients of one unit: where micro-batches accumulate, and how they become a mean over ranks.
+"""The gradients of one flat buffer: where micro-batches accumulate, and how they become a mean over ranks.
 
-Two buffers. *Local* is this rank's own sum, ``[padded_numel]``, in the dtype that travels. *Reduced* is the mean
-over ranks, of all that the optimizer sees, in the master's dtype, or in bfloat16 where that is what travels (see
-`MixedPrecision.reduced_dtype`). The `grads` column says which of them outlives a backward:
+There are two buffers. *Local*, ``[padded_numel]``, in the dtype that travels, is the sum of this rank's own gradients.
+*Reduced* is the mean over ranks of the part that this rank's optimizer sees, in the dtype of the master weights, or in
+bfloat16 if that is what travels (`MixedPrecision.reduced_dtype`). The `grads` column says which outlives a backward:
 
-* replicate: local stays. After a reduction, reduced is a view into it: no second buffer. Only if gradients arrive
-  again before the optimizer has stepped does reduced get memory of its own.
-* shard: local exists from the first gradient of a unit until its reduction; reduced stays.
+* replicate: local stays. After a reduction, reduced is a view of it, not a second buffer. Only if gradients arrive
+  again before the optimizer has stepped is reduced copied to its own memory.
+* shard: local exists from the unit's first gradient until its reduction; reduced stays.
 
-Both go when gradients are cleared (``zero_grad()``), and stay where they are made zero (``set_to_none=False``).
+Both are freed when gradients are cleared (``zero_grad()``); ``zero_grad(set_to_none=False)`` fills them with zeros.
 
 [Note: The mean]
-    Gradients are scaled by ``1 / world_size`` as they are copied in, in the pass that has to be made anyway, and
-    then summed over ranks. Every stage does so, and reduces the same buffer in the same order, hence the same bits.
-    Where the factor is no power of two, the product is rounded before it is added to what is there: then gradients
-    of two micro-batches that cancel leave exactly nothing, as they would unscaled.
+    Gradients are scaled by ``1 / world_size`` while they are copied into the local buffer, and then summed over ranks.
+    Every stage does so, and reduces the same buffer in the same order, hence the same bits. If the factor is no power
+    of two, the product is rounded before it is added to the buffer, so that gradients of two micro-batches that cancel
+    leave exactly zero, as they would unscaled.
 
 [Note: Two levels]
-    Where there are replicas (see `levels`), the sum over this rank's own group is followed by one over replicas, of
-    the shard alone; in a wire format over nodes, the sum inside one by an exchange between them (`node_reduce`). It is
-    issued when the first is done, at the same place among every rank's collectives: whoever walks the schedule does, by
-    `reduce_across`. A gradient that comes late finds the first sum a place outside of the buffer that it goes to.
+    With replicas (see `levels`) the reduce-scatter in this rank's group is followed by an all-reduce of the shard over
+    the replicas; with a wire format over nodes, the sum inside a node is followed by an exchange between nodes
+    (`node_reduce`). The second collective is issued when the first is done, at the same place in every rank's order:
+    the code that walks the schedule calls `reduce_across` there. If another gradient arrives between the two, the
+    first sum is copied out of the local buffer.
 
 [Note: Leaves]
-    With leaves (see `leaves`) every backward is reduced at every stage, and *reduced* is what an exact sum of all is
-    rounded to. What somebody writes into it is the sum from then on.
+    With leaves (see `leaves`) every backward is reduced, at every stage, into an exact sum, and *reduced* is that sum,
+    rounded. If the user writes into *reduced*, the sum continues from the written values.
 
 [Note: Unused parameters]
-    A parameter without a gradient on this rank contributes zeros. Whether any rank had one is agreed once per
-    backward (see `Zero`), and where none had, the optimizer is shown None, as in one process.
+    A parameter without a gradient on this rank contributes zeros. Ranks agree once per backward which parameters had a
+    gradient on any rank (see `Zero`); for the others the optimizer sees None, as in one process.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ class FlatGrads:
     """Gradients for the parameters of one `FlatLayout`.
 
     Attributes:
-        used: for each slot, whether it has had a gradient since the last `clear`: on this rank first, on any rank
-            once the engine has agreed on it.
-        reduced: the mean over ranks of what has been reduced; None before the first reduction.
-        factor: what ``reduced`` is still to be multiplied by, 0-dim fp32; None where nothing is due. Clipping leaves
-            it to an optimizer that multiplies as it reads; whatever else looks at ``reduced`` calls `apply_factor`.
-        wire, rounding: the format that gradients travel in, None: as they are; how they are rounded to it.
-        barred: gradients by which no optimizer may step.
-        leaf_sum: what `reduced` is rounded to, where there are leaves: [Note: Leaves]; else None.
-        num_backwards: backwards that have been reduced since gradients were cleared.
+        used: for each slot, whether it has had a gradient since the last `clear`: on this rank, and once the ranks have
+            agreed, on any rank.
+        reduced: the mean over ranks of the gradients reduced so far; None before the first reduction.
+        factor: 0-dim fp32 by which ``reduced`` must still be multiplied; None if nothing is due. Clipping leaves the
+            multiplication to optimizers that do it as they read; any other reader calls `apply_factor` first.
+        wire, rounding: the wire format of gradients (None: their own dtype), and how they are rounded to it.
+        barred: gradients with which no optimizer may step.
+        leaf_sum: the exact sum behind `reduced`, with leaves: [Note: Leaves]; else None.
+        num_backwards: backwards reduced since gradients were cleared.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class FlatGrads:
         self._small = SmallGrads(layout, reduce_dtype)
         self._work: Work | None = None
         self._arriving: Tensor | None = None
-        self._across = 0  # collectives of the sum over replicas, or nodes, that are yet to be issued
+        self._across = 0  # collectives over replicas, or between nodes, that are still to be issued
         self._streams: Streams = NO_STREAMS
         self.wire = wire if self.shard_optim else None
         self._packed: PackedReduce | NodeReduce | AcrossReplicas | LeafReduce | None = None
@@ -112,7 +113,7 @@ class FlatGrads:
         self.offset = self._held.start  # of `reduced` in the flat buffer
 
     def use_streams(self, streams: Streams) -> None:
-        """Reduce on these from now on."""
+        """Issue reductions on these CUDA streams from now on."""
         self._streams = streams
 
     # -- accumulation -----------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ class FlatGrads:
 
     def accumulate(self, slot: int, grad: Tensor) -> None:
         """Add ``grad`` (the parameter's shape, the compute dtype) to slot ``slot`` of this rank's sum."""
-        grad = grad.detach()  # it has a graph of its own under create_graph
+        grad = grad.detach()  # under create_graph it has a graph
         if grad.is_sparse:
             grad = grad.to_dense()
         self._vacate_local()
@@ -155,20 +156,20 @@ class FlatGrads:
         self._written[slot] = self.used[slot] = True
 
     def _copy_in(self) -> None:
-        """Copy what waits into the local sum, and scale it."""
+        """Copy the small gradients that wait into the local buffer, and scale them."""
         self._small.copy_in(self._views, self._scale)
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of gradients that wait to be copied in."""
+        """Bytes of small gradients that wait to be copied into the local buffer."""
         return self._small.num_bytes
 
     def _scale_there(self) -> Tensor | None:
-        """``[1]``: the scale in the dtype that travels, by which a narrower gradient is widened and scaled in one pass.
+        """The scale as a tensor ``[1]`` in the dtype that travels, by which one kernel widens and scales a gradient.
 
-        A number would have the product computed, and rounded, in the gradient's dtype. Only on a GPU, whose kernels
-        widen as they read: a CPU makes a wide copy of the gradient first, and so copies into place and multiplies
-        there. Both give the same bits.
+        Multiplied by a Python number, the product would be rounded to the gradient's dtype. Only on a GPU, whose
+        kernels widen as they read; a CPU would first make a wide copy of the gradient, so there the gradient is copied
+        into place and multiplied there. Both give the same bits.
         """
         if self.device.type != "cuda" or self._scale == 1.0 or not self.reduce_dtype.is_floating_point:
             return None
@@ -181,7 +182,7 @@ class FlatGrads:
         return self._views
 
     def _vacate_local(self) -> None:
-        """Have what was reduced, or is being, lie elsewhere than in the local buffer, which is about to be written."""
+        """Before the local buffer is written: move reduced gradients, or a reduction in flight, out of it."""
         if self._across:  # [Note: Two levels]
             assert self._work is not None
             assert self._arriving is not None
@@ -200,7 +201,7 @@ class FlatGrads:
     # -- reduction --------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Start to reduce this rank's sum, with zeros where it has no gradient; `reduce_across` goes on. Collective."""
+        """Start the reduction of the local buffer, with zeros for parameters without a gradient. Collective."""
         self._go_across()
         self._vacate_local()
         views = self._local_views()
@@ -216,7 +217,7 @@ class FlatGrads:
         if self.leaf_sum is not None:
             target = self.leaf_sum.target(self.reduced, self._held, self.reduced_dtype)
         elif self.reduced is None and not self.keep_local and self.reduce_dtype == self.reduced_dtype:
-            # The shard outlives the local buffer.
+            # The shard outlives the local buffer, so it gets its own memory.
             target = empty_for(self.replicas, target.numel(), target.dtype, target.device)
         self._arriving = target
         with scope(f"{self.name}/grads"), self._streams.on("reduce", self._streams.mark()):
@@ -230,7 +231,7 @@ class FlatGrads:
 
     @property
     def crossing(self) -> bool:
-        """Whether `reduce_across` has more to issue."""
+        """Whether `reduce_across` still has collectives to issue."""
         return self._across > 0
 
     def _go_across(self) -> None:
@@ -238,10 +239,7 @@ class FlatGrads:
             self.reduce_across()
 
     def reduce_across(self) -> None:
-        """Issue the next collective by which replicas' shards, or sums of nodes, are added up. Collective.
-
-        [Note: Two levels]; in a wire format there are two of them over replicas.
-        """
+        """Issue the next collective that adds up replicas' shards, or nodes' sums: [Note: Two levels]. Collective."""
         if not self._across:
             return
         assert self._work is not None
@@ -271,14 +269,14 @@ class FlatGrads:
             return reduce_shards(self.comm, self.layout, target, local)
         if self.comm.uniform_order or self.layout.owners is not None:
             return self.comm.all_reduce(local)
-        # This backend's all-reduce adds in another order than its reduce-scatter: build it from the parts, so that
-        # stage 0 has the bits of the others.
+        # This backend's all-reduce adds in another order than its reduce-scatter. Reduce-scatter and all-gather, so
+        # that stage 0 has the bits of the other stages.
         start, stop = self.layout.interval(self.comm.rank)
         self.comm.reduce_scatter(local[start:stop], local).wait()
         return self.comm.all_gather(local, local[start:stop])
 
     def settle(self) -> None:
-        """Finish the reduction under way, if any, and add it to what was reduced before."""
+        """Finish the reduction in flight, if any, and add its result to `reduced`."""
         if self._work is None:
             return
         self._go_across()
@@ -302,20 +300,20 @@ class FlatGrads:
     # -- what the engine reads --------------------------------------------------------------------------------
 
     def piece(self, piece: Piece) -> Tensor:
-        """View of the reduced gradients, in the piece's shape."""
+        """The reduced gradients of a piece: a view, in the piece's shape."""
         assert self.reduced is not None
         start = piece.offset - self.offset
         return self.reduced[start : start + piece.numel].view(piece.shape)
 
     def of_slot(self, slot: int) -> Tensor:
-        """1-D view of all that this rank holds of the reduced gradient in a slot, with nothing left to multiply."""
+        """This rank's part of the reduced gradient of a slot: a 1-D view, with `factor` applied."""
         assert self.reduced is not None
         self.apply_factor()
         start, stop = self._held_of(slot)
         return self.reduced[start:stop]
 
     def put(self, slot: int, part: Tensor) -> None:
-        """Replace this rank's part of a gradient by ``part``."""
+        """Replace this rank's part of the gradient of ``slot`` by ``part``."""
         self.settle()
         self.apply_factor()
         self._copy_in()
@@ -333,24 +331,24 @@ class FlatGrads:
         return start, min(max(place.offset + place.numel - self.offset, start), self._held.stop - self.offset)
 
     def shards(self) -> list[Tensor]:
-        """The reduced gradients on this rank, one tensor for each part of each rank's shard."""
+        """The reduced gradients on this rank, split by rank (and part) of the layout, for partial sums of the norm."""
         assert self.reduced is not None
         if self.layout.owners is not None and not self.shard_optim:
             return [self.reduced[slice(*self.layout.interval(rank))] for rank in range(self.comm.world_size)]
         return list(self.reduced.split(self.layout.part_numel)) if self.layout.part_numel else []
 
     def apply_factor(self) -> None:
-        """Multiply what is reduced by `factor`, if one is due."""
+        """Multiply `reduced` by `factor`, if one is due."""
         if self.factor is not None and self.reduced is not None:
             self.reduced.mul_(self.factor)
         self.factor = None
 
     def zero(self, slots: set[int]) -> None:
-        """Make the gradients of ``slots`` zero, reduced or not; those that there are stay there."""
+        """Fill the gradients of ``slots`` with zeros, reduced or not; a slot without a gradient still has none."""
         self.settle()
         self.rounding.end_step()
         self.barred.cleared(slots)
-        self.apply_factor()  # a factor that is not finite would make NaN of the zeros
+        self.apply_factor()  # now: a NaN or Inf factor would turn the zeros into NaN
         self._copy_in()
         if slots >= {slot for slot, used in enumerate(self.used) if used}:
             self.num_backwards = 0
@@ -363,7 +361,7 @@ class FlatGrads:
                     self.piece(piece).zero_()
 
     def clear(self, slots: set[int]) -> None:
-        """Forget the gradients of ``slots``; with the last of them all buffers are freed."""
+        """Drop the gradients of ``slots``; when no slot has one, free all buffers."""
         self.settle()
         self.rounding.end_step()
         self.barred.cleared(slots)
@@ -384,17 +382,17 @@ class FlatGrads:
 
     @property
     def buffers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """This rank's local sum, the reduced mean, and the mean that is being reduced; they may share memory."""
+        """The local buffer, `reduced`, and the target of the reduction in flight; they may share memory."""
         return self._local, self.reduced, self._arriving
 
     @property
     def packed(self) -> Tensor | None:
-        """What arrives in a wire format, until it has been added up."""
+        """The buffer of gradients received in a wire format, until they have been added up."""
         return None if self._packed is None else self._packed.packed
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that gradient buffers hold now."""
+        """Bytes of all gradient buffers now."""
         storages = (tensor.untyped_storage() for tensor in self.buffers if tensor is not None)
-        held = sum({each._cdata: each.nbytes() for each in storages}.values())  # no address: on meta all have one
+        held = sum({each._cdata: each.nbytes() for each in storages}.values())  # on meta all addresses are equal
         return held + (0 if self.leaf_sum is None else self.leaf_sum.num_bytes)
