@@ -12,7 +12,7 @@ from nets import Net, rows
 from zeroshard.comm import ObservedCommunicator, run_threads
 from zeroshard.lab.audit.optimizers import torch_optimizers
 from zeroshard.zero import STAGES, MixedPrecision, Zero
-from zeroshard.zero.buffers.flat_params import FlatParams
+from zeroshard.zero.buffers.layout import FlatLayout
 
 PAIRS = list(itertools.product(STAGES, repeat=2))
 CLASSES = {cls.__name__: cls for cls in torch_optimizers()}
@@ -213,10 +213,8 @@ def test_a_backward_through_a_forward_from_before_is_refused():
 def test_states_of_whole_parameters_are_cut_and_joined(monkeypatch):
     """As on a GPU, where a replicated optimizer sees whole parameters, which end where shards do not."""
 
-    def pieces(self):
-        return self.layout.owned(self.comm.rank) if self.shard_optim else self.layout.tensors()
 
-    monkeypatch.setattr(FlatParams, "_pieces", pieces)
+    monkeypatch.setattr(FlatLayout, "updated_by_all", lambda layout, device: layout.tensors())
     for path in ([0, 2, 2], [2, 0, 0], [3, 0, 3]):
         for changed, fixed in zip(
             run_threads(lambda comm, path=path: _train(comm, path, "RAdam", ema=True), 3),
