@@ -13,6 +13,7 @@ from zeroshard.comm import (
 )
 from zeroshard.comm import probe as probe_module
 from zeroshard.comm.probe import Probed, probe, why_not_comparable
+from zeroshard.comm.ring import small
 from zeroshard.comm.wrappers import throttle
 
 
@@ -32,6 +33,32 @@ def test_a_probe_finds_the_link_whatever_bursts_and_latencies_add(clock, link, w
     assert found.bytes_per_s == pytest.approx(link.bytes_per_s, rel=1e-3 if link.bytes_per_s < 1e12 else 0.2)
     assert found.latency_s == pytest.approx(link.latency_s, abs=3e-6)
     assert found.seconds < 6
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_the_latency_of_a_link_is_found_though_a_ring_sends_small_messages_in_fewer_rounds(clock, world_size):
+    link = Link(latency_s=4e-3, bytes_per_s=1e7)
+
+    class Ring(NullCommunicator):
+        """Over links with a full bucket: the first 64 KiB of an operation take no time."""
+
+        def _take(self, num_bytes, is_small, hops):
+            rounds = (self.world_size - 1).bit_length() if is_small else hops
+            clock.now += rounds * link.latency_s + max(num_bytes - 65536, 0) / link.bytes_per_s
+
+        def all_reduce(self, tensor, op="sum"):
+            sent = 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
+            self._take(sent, small.is_small(tensor.nbytes, self.world_size), 2 * (self.world_size - 1))
+            return super().all_reduce(tensor, op)
+
+        def all_gather(self, output, input):
+            sent = output.nbytes - input.nbytes
+            self._take(sent, small.is_small(input.nbytes, self.world_size), self.world_size - 1)
+            return super().all_gather(output, input)
+
+    found = probe(Ring(world_size), link, ring_messages=True)
+    assert found.latency_s == pytest.approx(link.latency_s, rel=1e-3)
+    assert why_not_comparable(link, found) == ""
 
 
 def test_only_the_first_rank_of_a_node_talks(clock):

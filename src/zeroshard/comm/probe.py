@@ -1,9 +1,12 @@
-"""What a link really does, measured with the messages that training sends: collectives of the communicator itself.
+"""Measures the bandwidth and latency of the links between nodes, with collectives as training issues them.
 
-A transfer of n bytes over each link takes ``overhead + n / B``. Two sizes give B, and whatever a transfer costs once
-(latency, a shaper's burst, our own code) drops out of it. Each is made after a pause that fills a shaper's bucket.
-An all-reduce of one byte a rank makes twice the hops of an all-gather: what it takes longer is the latency of these,
-and what an operation costs once drops out of that too.
+Sending n bytes over each link takes ``overhead + n / B``. The difference between two sizes gives B: whatever a transfer
+costs only once (latency, a traffic shaper's burst, our own code) cancels out. Before each transfer there is a pause in
+which a shaper's token bucket fills up. In a ring, an all-reduce takes twice as many hops as an all-gather. So the
+difference of the times that both take for a few bytes is the latency of the additional hops; fixed costs cancel out
+here too. A `RingCommunicator` sends the smallest messages in fewer rounds, the same number for both, so over links that
+the kernel slows down the messages are just too large for that (``ring_messages``), and one follows a pause, so that
+the bucket lets it pass at once.
 """
 
 from __future__ import annotations
@@ -16,25 +19,27 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.comm.base import Communicator, Work, split
+from zeroshard.comm.ring import small
 from zeroshard.comm.wrappers.throttle import Link
 
 TOLERANCE = 0.05
 LONG_S, SHORT_S = 0.4, 0.1  # how long the two transfers should take
-MAX_BYTES = 96 << 20  # of one transfer over a link
+MAX_BYTES = 96 << 20  # the most that one transfer sends over a link
 MIN_BYTES = 64 << 10
 PAUSE_S = 0.02
 REPEATS = 3
-NUM_SMALL, SMALL_S = 20, 0.2  # small operations one after another: so many, or as many as take so long
+REPEATS_ALONE = 9  # of operations that are not issued one after another
+NUM_SMALL, SMALL_S = 20, 0.2  # small operations issued one after another: this many, or fewer if they take this long
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What a link achieved.
+    """The bandwidth and latency that the links achieved.
 
     Attributes:
-        bytes_per_s: in each direction, while all links of the ring are busy.
-        latency_s: of a message, for one hop.
-        seconds: that the probe took.
+        bytes_per_s: bandwidth of a link in each direction, while all links of the ring are busy.
+        latency_s: latency of a message over one hop.
+        seconds: how long the probe took.
     """
 
     bytes_per_s: float
@@ -42,16 +47,18 @@ class Probed:
     seconds: float
 
 
-def probe(comm: Communicator, asked: Link, node_size: int = 1) -> Probed | None:
-    """Measure the links between the nodes of ``comm``, whose first ranks talk alone meanwhile. Collective.
+def probe(comm: Communicator, asked: Link, node_size: int = 1, *, ring_messages: bool = False) -> Probed | None:
+    """Measure the links between the nodes of ``comm``: only the first rank of each node communicates. Collective.
 
     Args:
-        comm: at least two ranks, on the CPU.
-        asked: what the link should do; says how much to send.
-        node_size: neighbouring ranks that are a node.
+        comm: a communicator of at least two ranks that moves CPU tensors.
+        asked: the bandwidth and latency that the link should have; they determine how many bytes are sent.
+        node_size: how many neighbouring ranks form a node.
+        ring_messages: measure the latency with messages that a `RingCommunicator` sends round the ring; else with
+            messages of a byte.
 
     Returns:
-        On the first rank of each node what it saw, None on the others.
+        The measurement on the first rank of each node, None on all other ranks.
     """
     began = time.perf_counter()
     leaders = list(range(0, comm.world_size, node_size))
@@ -65,26 +72,31 @@ def probe(comm: Communicator, asked: Link, node_size: int = 1) -> Probed | None:
         part = comm
     expected = min(asked.bytes_per_s, MAX_BYTES / LONG_S)
     long, short = (min(max(int(expected * s), MIN_BYTES), MAX_BYTES) for s in (LONG_S, SHORT_S))
-    most = long // (part.world_size - 1)  # from each rank
+    most = long // (part.world_size - 1)  # bytes that each rank contributes to the long transfer
     whole = torch.zeros(part.world_size * most, dtype=torch.uint8)
 
     def gather(numel: int) -> Callable[[], Work]:
-        """Of ``numel`` bytes from each rank, in place as the engine's: nothing is copied beside it."""
+        """Return a function that all-gathers ``numel`` bytes of each rank, in place as the engine does: no copies."""
         own = whole[part.rank * numel : (part.rank + 1) * numel]
         return lambda: part.all_gather(whole[: part.world_size * numel], own)
 
     def median_s(numel: int) -> float:
         return statistics.median(_seconds(part, gather(numel)) for _ in range(REPEATS))
 
-    num_hops = part.world_size - 1  # of a gather; an all-reduce has as many more
+    num_hops = part.world_size - 1  # of an all-gather; an all-reduce has twice as many
     few, many = short // num_hops, most
-    _seconds(part, gather(few))  # connections open, memory is there
-    sent = (many - few) * num_hops  # more over a link in the long transfer than in the short one
+    _seconds(part, gather(few))  # warm-up: opens the connections and touches the memory
+    sent = (many - few) * num_hops  # bytes by which the long transfer exceeds the short one, over each link
     bytes_per_s = sent / max(median_s(many) - median_s(few), 1e-9)
-    times = max(min(NUM_SMALL, int(SMALL_S / max(num_hops * asked.latency_s, 1e-9))), 2)
-    ones = torch.zeros(part.world_size, dtype=torch.uint8)
+    if ring_messages:
+        message, times, repeats = small.MOST_BYTES // part.world_size + 1, 1, REPEATS_ALONE
+    else:
+        times = max(min(NUM_SMALL, int(SMALL_S / max(num_hops * asked.latency_s, 1e-9))), 2)
+        message, repeats = 1, REPEATS
+    every = torch.zeros(part.world_size * message, dtype=torch.uint8)
     differences = [
-        _seconds(part, lambda: part.all_reduce(ones), times) - _seconds(part, gather(1), times) for _ in range(REPEATS)
+        _seconds(part, lambda: part.all_reduce(every), times) - _seconds(part, gather(message), times)
+        for _ in range(repeats)
     ]
     if node_size > 1:
         comm.barrier()
@@ -93,7 +105,7 @@ def probe(comm: Communicator, asked: Link, node_size: int = 1) -> Probed | None:
 
 
 def _seconds(comm: Communicator, issue: Callable[[], Work], times: int = 1) -> float:
-    """Of an operation, after a pause; of ``times`` one after another, the mean."""
+    """Return the seconds that an operation takes after a pause: the mean of ``times``, issued one after another."""
     comm.barrier()
     time.sleep(PAUSE_S)
     comm.barrier()
@@ -104,9 +116,9 @@ def _seconds(comm: Communicator, issue: Callable[[], Work], times: int = 1) -> f
 
 
 def why_not_comparable(asked: Link, achieved: Probed) -> str:
-    """How the link differs from what was asked by more than `TOLERANCE`; empty where it does not.
+    """Return how the link differs from ``asked``, in words; empty if no number is off by more than `TOLERANCE`.
 
-    A latency or a bandwidth that was not asked for is not compared.
+    A bandwidth or latency that was not asked for (infinite, or 0) is not compared.
     """
     reasons = []
     if asked.bytes_per_s < float("inf"):

@@ -1,12 +1,12 @@
-"""LLaMA, whole: RMSNorm, rotary positions, grouped-query attention, SwiGLU, initial values.
+"""The complete LLaMA model: RMSNorm, rotary positions, grouped-query attention, SwiGLU, initial values.
 
     x = embed_tokens[tokens]
     x = x + self_attn(input_layernorm(x));  x = x + mlp(post_attention_layernorm(x))        n_layer times
     logits = lm_head(norm(x))
 
-LLaMA: arXiv:2302.13971; Llama 3: arXiv:2407.21783. Parameter names are Hugging Face's without the leading
-``model.`` and with ``blocks`` for ``layers``, shapes and the order of rotary pairs are theirs too, so their
-weights fit as they are. No biases anywhere.
+LLaMA: arXiv:2302.13971; Llama 3: arXiv:2407.21783. Parameter names are Hugging Face's, without the leading
+``model.`` and with ``blocks`` for ``layers``. Shapes and the order of rotary pairs are Hugging Face's too, so
+its weights load without conversion. No layer has a bias.
 
 Shape legend: B batch, T sequence, C width, H query heads, K key and value heads, D width of a head, F width
 of the feed-forward layer, V vocabulary; example sizes are those of llama-small with a batch of 8.
@@ -42,22 +42,22 @@ FFN_MULTIPLE = 256
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of a LLaMA.
+    """Sizes of a LLaMA.
 
     Attributes:
         vocab_size: number of token ids.
-        seq_len: the longest sequence that it is meant for. Rotary positions need no table, so ``forward``
-            takes longer ones; ``check_seq_len`` does not.
+        seq_len: the longest sequence that the model is meant for. Rotary positions need no parameters, so
+            ``forward`` takes longer sequences; ``check_seq_len`` does not.
         n_layer: number of blocks.
         n_head: query heads of a block; divides ``n_embd`` into heads of even width.
         n_kv_head: key and value heads, each shared by ``n_head / n_kv_head`` query heads.
         n_embd: width of the residual stream.
-        ffn_hidden: width of the feed-forward layer; 0 takes :attr:`ffn_width`'s rule.
-        rope_theta: base of the rotary wavelengths; LLaMA 1 and 2 10,000, Llama 3 500,000.
+        ffn_hidden: width of the feed-forward layer; 0: the width is computed, see :attr:`ffn_width`.
+        rope_theta: base of the rotary wavelengths: 10,000 in LLaMA 1 and 2, 500,000 in Llama 3.
         norm_eps: added to the mean square inside RMSNorm.
         activation_checkpointing: which blocks recompute activations in backward instead of keeping them: ``none``,
             ``full``, ``selective``, ``selective:2`` or ``every:N``; see `zeroshard.models.recompute`.
-        tie_embeddings: one matrix for token embedding and output head.
+        tie_embeddings: whether token embedding and output head share one matrix.
 
     Raises:
         UserError: for a value that cannot be used, with the field's name.
@@ -99,7 +99,7 @@ class LlamaConfig:
 
     @property
     def ffn_width(self) -> int:
-        """F: ``ffn_hidden``, or where that is 0 two thirds of 4 ``n_embd``, rounded up to a multiple of 256.
+        """F: ``ffn_hidden``, or if that is 0 two thirds of 4 ``n_embd``, rounded up to a multiple of 256.
 
         Two thirds, because SwiGLU has three matrices where a plain feed-forward layer has two.
         """
@@ -108,17 +108,17 @@ class LlamaConfig:
         return -(-(8 * self.n_embd // 3) // FFN_MULTIPLE) * FFN_MULTIPLE
 
     def build(self, seed: int = 0, kernels: Choice = "auto") -> Llama:
-        """The model of this configuration."""
+        """Build the model of this configuration."""
         return Llama(self, seed, kernels)
 
 
 def rope_tables(
     num_tokens: int, head_dim: int, theta: float, device: torch.device, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles position * theta^(-2 i / D), i < D / 2 (RoFormer, arXiv:2104.09864).
+    """Return cosines and sines of the angles position * theta^(-2 i / D), i < D / 2 (RoFormer, arXiv:2104.09864).
 
-    Positions begin at ``first``. Made anew in each forward pass: they cost next to nothing, and a buffer would be
-    stuck on the meta device.
+    Positions begin at ``first``. Each forward pass computes the tables again: they cost next to nothing, and a buffer
+    would stay on the meta device, without values, when the model is built there.
 
     Returns:
         Two fp32 tensors [T, D / 2].
@@ -135,8 +135,8 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, kernels: Choice) -> None:
         super().__init__()
         self.head_dim, self.kernels = config.head_dim, kernels
-        # Selective recomputation keeps what the projections gave, and reads it again.
-        self.turns_in_place = config.activation_checkpointing != "selective"
+        # Selective checkpointing saves the projections' outputs and reads them again: they must not be overwritten.
+        self.rope_in_place = not config.activation_checkpointing.startswith("selective")
         kv_width = config.n_kv_head * config.head_dim
         self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.k_proj = nn.Linear(config.n_embd, kv_width, bias=False)
@@ -146,12 +146,12 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
     ) -> Tensor:
-        """Mix each position with those before it, or of those with the ones in ``mask``: [B, T, C] -> [B, T, C]."""
+        """Attend from each position to itself and earlier ones, or as ``mask`` allows: [B, T, C] -> [B, T, C]."""
         B, T, _ = x.shape  # (8, 2048, 1152)
         q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, H, T, D]: (8, 18, 2048, 64)
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # [B, K, T, D]: (8, 6, 2048, 64)
-        q, k = rope(q, k, cos, sin, inplace=self.turns_in_place, kernels=self.kernels)
+        q, k = rope(q, k, cos, sin, inplace=self.rope_in_place, kernels=self.kernels)
         if cache is not None:
             k, v, mask = cache.extend(k, v)
         y = attend(q, k, v, mask)  # [B, H, T, D]: (8, 18, 2048, 64)
@@ -169,12 +169,12 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.ffn_width, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Work on each position alone: [B, T, C] -> [B, T, F] -> [B, T, C]."""
+        """Transform each position separately: [B, T, C] -> [B, T, F] -> [B, T, C]."""
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), kernels=self.kernels))
 
 
 class Block(nn.Module):
-    """A residual layer pair, each branch normalised at its entrance (RMSNorm: arXiv:1910.07467)."""
+    """A pre-norm residual block: attention, then the feed-forward layer (RMSNorm: arXiv:1910.07467)."""
 
     def __init__(self, config: LlamaConfig, kernels: Choice) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Block(nn.Module):
         ``cos`` and ``sin`` [T, D / 2] are from :func:`rope_tables`, ``mask`` from `separate`.
         """
         mixed = self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
-        # x + mixed on the way; autocast makes mixed narrower than x
+        # the norm also computes x + mixed and returns it; under autocast mixed is narrower than x
         normed, x = self.post_attention_layernorm(mixed.to(x.dtype), x)
         return x + self.mlp(normed)
 
@@ -199,8 +199,8 @@ class Block(nn.Module):
 class Llama(LanguageModel):
     """A LLaMA language model.
 
-    Built on the default device; under ``torch.device("meta")`` it has shapes and no values, and
-    :meth:`init_parameter` gives each parameter the values that it would have had.
+    It is built on the default device. Under ``torch.device("meta")`` parameters have shapes but no values;
+    :meth:`init_parameter` writes the values that a parameter would have had.
     """
 
     operations = ("rms_norm", "rope", "swiglu", "linear_cross_entropy")
@@ -227,7 +227,7 @@ class Llama(LanguageModel):
 
     @property
     def units(self) -> list[nn.Module]:
-        """Embedding, blocks and head; the blocks alone where embedding and head are one matrix."""
+        """Embedding, blocks and head; only the blocks if embedding and head share one matrix."""
         return with_embedding_and_head(self, self.embed_tokens, list(self.blocks), self.lm_head)
 
     @property
@@ -242,11 +242,11 @@ class Llama(LanguageModel):
         cache: KVCache | None = None,
         positions_BT: Tensor | None = None,
     ) -> Tensor:
-        """Loss where targets are given, else logits; see :meth:`LanguageModel.forward`."""
+        """Return the loss if targets are given, else logits; see :meth:`LanguageModel.forward`."""
         config = self._config
         num_seen = cache.num_tokens if cache is not None else 0
         cos, sin = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device, num_seen)
-        # Rotary positions are differences, so those of a document may begin anywhere.
+        # Scores depend on differences of rotary positions alone, so a document's positions need not begin at 0.
         masks: tuple[Tensor, ...] = ()
         if positions_BT is not None:
             masks = (mask_of(positions_BT),)
@@ -261,9 +261,9 @@ class Llama(LanguageModel):
         return head_loss(self.lm_head, x, targets_BT, self.kernels, **self.loss_options)
 
     def init_parameter(self, name: str, param: Tensor, seed: int | None = None, part: Part | None = None) -> None:
-        """Initial values by name; see :meth:`LanguageModel.init_parameter`.
+        """Write initial values by name; see :meth:`LanguageModel.init_parameter`.
 
-        The LLaMA papers do not give theirs, so these are GPT-2's: norm weights 1, matrices and embeddings
+        The LLaMA papers do not publish theirs, so these are GPT-2's: norm weights 1, matrices and embeddings
         N(0, 0.02^2), and the projections back into the residual stream smaller by 1 / sqrt(2 n_layer).
         """
         seed = self.seed if seed is None else seed

@@ -1,8 +1,8 @@
-"""The link that a run asks for: how its ranks come behind it, and what it was found to be.
+"""Slowed links between nodes: puts this rank behind the link that a run asks for, and measures the result.
 
-Three ways, one configuration. ``simulated`` wraps the communicator. ``netns`` puts each node's ranks into a network
-namespace that the launcher has made, and ``tc`` has them talk through an interface that somebody has shaped; in both
-the kernel does the slowing, and whoever talks through it is slow: our ring, gloo, PyTorch's own strategies.
+There are three modes. ``simulated`` wraps the communicator. ``netns`` puts each node's ranks into a network namespace
+that the launcher created. ``tc`` makes them communicate through an interface that was shaped before. In the last two
+the kernel slows the traffic, and so everything that uses the network: our ring, gloo, PyTorch's own strategies.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zeroshard.train.config.sizes import parse_bandwidth, parse_duration, parse_
 
 @dataclass(frozen=True)
 class Links:
-    """A run's links as numbers.
+    """A run's links, parsed into numbers.
 
     Attributes:
-        mode: as `LinkConfig`.
-        between: of a node, in each direction.
-        inside: between the ranks of a node.
-        node_size: neighbouring ranks that are a node.
-        device: the interface of mode ``tc``.
+        mode: as in `LinkConfig`.
+        between: a node's link to other nodes, in each direction.
+        inside: the links between the ranks of a node.
+        node_size: number of neighbouring ranks that form a node.
+        device: the network interface of mode ``tc``.
     """
 
     mode: str
@@ -42,7 +42,7 @@ class Links:
 
     @classmethod
     def of(cls, config: LinkConfig) -> Links:
-        """The links that a configuration asks for."""
+        """Parse the links that a configuration asks for."""
         burst_bytes = parse_size("link.burst", config.burst) if config.burst else 0
         between = _link("", config.bandwidth, config.latency, burst_bytes)
         inside = _link("inside_", config.inside_bandwidth, config.inside_latency)
@@ -50,19 +50,22 @@ class Links:
 
     @property
     def in_kernel(self) -> bool:
-        """Whether what slows these links is the kernel, and so sees what passes through it alone."""
+        """Whether the kernel slows these links, and thus only traffic that passes through its network stack."""
         return self.mode in ("netns", "tc")
 
     @property
     def memory_goes_around(self) -> bool:
-        """Whether ranks that share memory would go around these links; nodes of ``netns`` are hosts, and do not."""
+        """Whether ranks that communicate by shared memory would bypass these links.
+
+        They would in mode ``tc``. In ``netns`` each node counts as a host of its own, so no memory is shared across.
+        """
         return self.mode == "tc"
 
     def enter(self, world: World) -> None:
-        """Bring this process behind its link, before it connects to anybody.
+        """Move this process behind its link; must be called before it connects to any other rank.
 
         Raises:
-            UserError: there are no namespaces, or no such interface.
+            UserError: the network namespaces or the interface do not exist.
         """
         if self.mode == "netns":
             enter_node(world.local_rank)
@@ -70,10 +73,10 @@ class Links:
             use_interface(self.device)
 
     def slow(self, comm: Communicator, device: torch.device) -> Communicator:
-        """``comm`` behind simulated links, or itself. Collective.
+        """Wrap ``comm`` in simulated links; in other modes, or with one rank, return it unchanged. Collective.
 
         Raises:
-            UserError: tensors on a GPU, or ranks on several hosts.
+            UserError: links are simulated, and tensors are on a GPU or the ranks on several hosts.
         """
         if self.mode != "simulated" or comm.world_size == 1:
             return comm
@@ -86,25 +89,25 @@ class Links:
         return ThrottledCommunicator(comm, self.between, node_size=self.node_size, inside=self.inside)
 
     def probed(self, comm: Communicator) -> dict[str, Any]:
-        """What was asked and what a probe achieved, for the record; empty where no link is slowed. Collective.
+        """Measure the links; return the requested and the achieved speed for the log. Collective.
 
-        Only the first rank of each node knows what was achieved.
+        Returns an empty dict if no link is slowed, and on every rank but the first of each node.
         """
         if self.mode == "none" or comm.world_size <= self.node_size:
             return {}
         if self.in_kernel and not isinstance(comm, RingCommunicator):
-            ring = RingCommunicator()  # gloo's own collectives do not fill a link: that is theirs, and no fault of it
-            achieved = probe(ring, self.between, self.node_size)
+            ring = RingCommunicator()  # gloo's collectives do not saturate a link, so they cannot measure it
+            achieved = probe(ring, self.between, self.node_size, ring_messages=True)
             ring.close()
         else:
-            achieved = probe(comm, self.between, self.node_size)
+            achieved = probe(comm, self.between, self.node_size, ring_messages=self.in_kernel)
         if achieved is None:
             return {}
         why = why_not_comparable(self.between, achieved)
         return {
             "mode": self.mode,
             "node_size": self.node_size,
-            "asked_bytes_per_s": self.between.bytes_per_s,  # infinite: as it is; null in a log
+            "asked_bytes_per_s": self.between.bytes_per_s,  # infinite if not limited, which a log has as null
             "achieved_bytes_per_s": achieved.bytes_per_s,
             "asked_latency_s": self.between.latency_s,
             "achieved_latency_s": achieved.latency_s,
